@@ -1,0 +1,33 @@
+# On a fresh machine every target first makes the environment in $(VENV); nothing outside this directory is changed.
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+READY = $(VENV)/.ready
+
+.PHONY: demo test lint matrix bench clean
+
+demo: $(READY) ## run the main job, kill a worker, show the recovery
+	$(PY) entrypoints/demo.py
+
+test: $(READY) lint ## everything, in under 20 minutes on 2 cores
+	$(PY) -m pytest -q -n 2 --dist loadgroup tests
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+matrix: ## the short suite on other versions of torch and Python (gigabytes of downloads)
+	tests/matrix.sh
+
+bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and plots to benchmarks/results
+	$(PY) benchmarks/restart_reliability.py
+	$(PY) benchmarks/restart.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,116 @@
+"""One job under ours or stock torchrun, to its end or to a deadline; nothing of it is left after that."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAULTY_JOB = Path(__file__).with_name("workers") / "faulty_job.py"
+MAX_RESTARTS = 3
+
+AGENTS: Mapping[str, tuple[str, ...]] = {
+    "ours": ("--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"),
+    "stock": ("--standalone",),
+}
+
+POLITE_S = 10.0  # an agent gets SIGTERM first, so that it can clean up behind itself; stock may take 30 s over it
+TAIL = 4000  # characters of output kept
+_FOREIGN = ("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """An event of a worker; see workers/faulty_job.py. ns: CLOCK_MONOTONIC."""
+
+    attempt: int
+    rank: int
+    event: str
+    ns: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """returncode: None if the job had to be killed at the deadline. output: the last of its stdout and stderr."""
+
+    returncode: int | None
+    stamps: tuple[Stamp, ...]
+    output: str
+
+
+def run_faulty(agent: str, fault: str, timeout_s: float, **variables: str) -> Ended:
+    """Run workers/faulty_job.py on two workers; agent: a key of AGENTS."""
+    with tempfile.TemporaryDirectory() as directory:
+        stamps = Path(directory, "stamps")
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *AGENTS[agent])
+        options = ("--nproc-per-node=2", f"--max-restarts={MAX_RESTARTS}")
+        command = [*torchrun, *options, str(FAULTY_JOB), fault, str(stamps)]
+        with open(Path(directory, "output"), "w+", errors="replace") as output:
+            returncode = run(command, directory, environment(**variables), output, timeout_s)
+            output.seek(0)
+            return Ended(returncode, read_stamps(stamps), output.read()[-TAIL:])
+
+
+def read_stamps(path: Path) -> tuple[Stamp, ...]:
+    if not path.exists():
+        return ()
+    return tuple(Stamp(**json.loads(line)) for line in path.read_text().splitlines())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's own, without what would change either agent; both as quiet as they can be, ours with its metrics on."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**env, "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "ELASTIC_EXT_METRICS_PORT": "0", **variables}
+
+
+def run(command: list[str], cwd: str, env: dict[str, str], output: Any, timeout_s: float) -> int | None:
+    """Return the exit code, or None if the command was killed at the deadline. All its descendants are dead then."""
+    adopt_orphans()
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        if _ends_within(process, timeout_s):
+            return process.wait()
+        process.send_signal(signal.SIGTERM)
+        _ends_within(process, POLITE_S)
+        return None
+    finally:
+        process.kill()
+        process.wait()
+        kill_children()
+
+
+def _ends_within(process: subprocess.Popen[Any], timeout_s: float) -> bool:
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
+
+
+def adopt_orphans() -> None:
+    """Whatever descends from this process becomes its child when its parent ends, wherever it moved to: none can be lost."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: what a job leaves behind could not be ended")
+
+
+def kill_children() -> None:
+    """Kill and reap the children of this process until it has none: the death of one may bring its own children."""
+    pid = os.getpid()
+    while children := [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]:
+        for child in children:
+            os.kill(child, signal.SIGKILL)  # no reused pid: a child keeps its own until it is reaped
+        for child in children:
+            os.waitpid(child, 0)

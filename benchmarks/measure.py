@@ -1,0 +1,81 @@
+"""What the benchmarks share: medians, ratios, one table, one JSON line, one plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, in the unit of the values; None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def ratio(stock: float | None, ours: float | None) -> float | None:
+    """How many times as long stock takes; None where one of the two was not measured."""
+    return stock / ours if stock is not None and ours else None
+
+
+def rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know of the machine. load_1m: processes that wanted a core in the last minute, ours included."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, its columns padded to read well on a terminal too; the first column is text, the others are figures."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+
+    def row(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
+
+    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    return "\n".join([row(lines[0]), rule, *map(row, lines[1:])])
+
+
+def publish(results: Path, record: dict[str, Any], text: str, draw: Callable[[Any], None] | None = None) -> None:
+    """Print the table and the JSON line; write both, and the plot, to `results`, named after record["benchmark"].
+
+    draw: gets an empty matplotlib Figure; not called where matplotlib is not installed.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    name = record["benchmark"]
+    line = json.dumps(record)
+    (results / f"{name}.md").write_text(text + "\n")
+    (results / f"{name}.json").write_text(line + "\n")
+    if draw is not None:
+        _plot(results / f"{name}.png", draw)
+    print(text, line, sep="\n\n", flush=True)
+
+
+def _plot(path: Path, draw: Callable[[Any], None]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no plot: matplotlib is not installed; expected it for {path.name}; pip install matplotlib")
+        return
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,402 @@
+"""How long from the loss of a node, or from a new one, until all workers train again? Three nodes here, under ours and stock.
+
+    python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,link,join,rank0,etcd] [--sides ours,ours-2,stock,tuned]
+
+Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
+
+    ours      --rdzv-backend=ext_etcd with defaults: lease_ttl=10
+    ours-2    the same with lease_ttl=2, the shortest
+    stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
+    tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
+
+The agent that starts first holds stock's store; it is not what is lost in the rows node, agent and link. `link` puts one node
+into a network namespace of its own, and needs root.
+
+The phases, each over when the last node is through with it:
+
+    stop      fault -> the old workers of the remaining nodes have ended; the fault of `join`: the new agent has imported torch
+    round     -> the new workers' processes are made (known to 10 ms, the clock tick of /proc)
+    start     -> first all_reduce of the new world: Python, torch, gloo; the same for all sides
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jobs
+import measure
+from observer import Observer, Stamp
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.etcd_server import EtcdCluster, EtcdServer, free_port
+
+WORKERS = Path(__file__).with_name("workers")
+ROWS = {
+    "node": "kill a node with its workers",
+    "agent": "kill only the agent",
+    "link": "cut a node's link",
+    "join": "a node joins (2 to 3)",
+    "rank0": "kill the node of rank 0",
+    "etcd": "kill the leader of 3 etcd members",
+}
+TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+SIDES = {
+    "ours": ("ext_etcd", "lease_ttl=10"),
+    "ours-2": ("ext_etcd", "lease_ttl=2"),
+    "stock": ("c10d", ""),
+    "tuned": ("c10d", TUNED),
+}
+"""Backend and --rdzv-conf of each side."""
+
+LEASES_S = {"ours": 10, "ours-2": 2}
+PHASES = ("stop", "round", "start")
+COLOURS = ("#c8553d", "#e6b35a", "#4c9f70")
+FORM_S = 120.0  # until the first round trains; stock waits 30 s for a third node in the row `join`
+ETCD = ("--heartbeat-interval=100", "--election-timeout=1000")  # etcd's own defaults: the tests run it faster
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network namespace of one node, at the far end of a pair of interfaces. Names and addresses are of this process."""
+
+    name: str
+    near: str = "10.213.77.1"
+    far: str = "10.213.77.2"
+
+    @property
+    def inside(self) -> list[str]:
+        return ["ip", "netns", "exec", self.name]
+
+    def cut(self) -> None:
+        _ip("-n", self.name, "link", "set", f"{self.name}f", "down")
+
+
+@contextmanager
+def link() -> Iterator[Link]:
+    made = Link(f"nl{os.getpid()}.{next(_numbers)}")
+    try:
+        _ip("netns", "add", made.name)
+        _ip("link", "add", f"{made.name}n", "type", "veth", "peer", "name", f"{made.name}f", "netns", made.name)
+        _ip("address", "add", f"{made.near}/30", "dev", f"{made.name}n")
+        _ip("link", "set", f"{made.name}n", "up")
+        _ip("-n", made.name, "address", "add", f"{made.far}/30", "dev", f"{made.name}f")
+        for device in ("lo", f"{made.name}f"):
+            _ip("-n", made.name, "link", "set", device, "up")
+        yield made
+    finally:
+        # The namespace takes the interfaces with it, but some time later: the next try needs the address.
+        for args in (("link", "del", f"{made.name}n"), ("netns", "del", made.name)):
+            subprocess.run(["ip", *args], check=False, capture_output=True)
+
+
+def _ip(*args: str) -> None:
+    done = subprocess.run(["ip", *args], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(
+            f"ip {' '.join(args)}: {done.stderr.strip()}; expected to make a network namespace; leave out the row link"
+        )
+
+
+class Site:
+    """One job: its agents by node, what it stands on, and what is seen of it. Nothing of it is left after the with block."""
+
+    def __init__(self, side: str, row: str) -> None:
+        self.backend, self.conf = SIDES[side]
+        self.row = row
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.cluster: EtcdCluster | None = None
+        self.link: Link | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Site:
+        jobs.adopt_orphans()
+        try:
+            self._enter()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def _enter(self) -> None:
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="node_loss_")))
+        self._stack.callback(jobs.kill_children)
+        self.observer = Observer(self.folder / "told")
+        self._stack.callback(self.observer.close)
+        if self.row == "link":
+            self.link = self._stack.enter_context(link())
+        host = self.link.near if self.link is not None else "127.0.0.1"
+        port = free_port()
+        if self.backend == "ext_etcd" and self.row == "etcd":
+            self.cluster = self._stack.enter_context(EtcdCluster(self.folder / "etcd", args=ETCD))
+            self.endpoint = ",".join(self.cluster.endpoints)
+            return
+        self.endpoint = f"{host}:{port}"
+        if self.backend == "ext_etcd":
+            everywhere = (f"--listen-client-urls=http://0.0.0.0:{port}",)
+            self._stack.enter_context(EtcdServer(self.folder / "etcd", args=(*everywhere, *ETCD), client_port=port))
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def start(self, node: str) -> None:
+        far = self.link is not None and node == "c"
+        own = self.link.far if self.link is not None and far else self.endpoint.rpartition(":")[0].partition(":")[0]
+        conf = [self.conf] if self.conf else []
+        variables = {"NODE": node}
+        if self.backend == "c10d":
+            conf.append(f"is_host={int(not self.agents)}")  # the name of this host says nothing among nodes that share it
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if self.link is not None:
+            variables["GLOO_SOCKET_IFNAME"] = f"{self.link.name}{'f' if far else 'n'}"
+        where = [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=job", f"--local-addr={own}"]
+        options = [*where, f"--rdzv-conf={','.join(conf)}", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20"]
+        script = [str(WORKERS / "stepping_job.py"), self.observer.path]
+        command = [sys.executable, str(WORKERS / "told_torchrun.py"), self.observer.path, *options, *script]
+        with open(self.folder / f"output.{node}", "wb") as output:
+            self.agents[node] = subprocess.Popen(
+                [*(self.link.inside if self.link is not None and far else []), *command],
+                cwd=self.folder,
+                env=jobs.environment(**variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.observer.follow(self.agents[node].pid)
+
+    def output(self) -> str:
+        paths = sorted(self.folder.glob("output.*"))
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-jobs.TAIL :]}" for path in paths)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one fault.
+
+    Attributes:
+        said: "trains again", "job dies" (after `after_s`), "nothing" (for `after_s`), "trains on" (`after_s`: longest pause).
+        phases_s: by PHASES; only where it trains again.
+    """
+
+    said: str
+    after_s: float
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[Stamp], made_ns: Mapping[int, int]) -> dict[str, float]:
+    """Seconds of each phase. new: the first step of each worker of the new world."""
+    new = list(new)
+    borders = [fault_ns, max(stopped_ns), max(made_ns[step.pid] for step in new), max(step.ns for step in new)]
+    return {phase: (borders[index + 1] - borders[index]) / 1e9 for index, phase in enumerate(PHASES)}
+
+
+def strike(site: Site, before: Mapping[int, Stamp]) -> tuple[int, str]:
+    """Do what the row says; return when, and which node is lost (or new)."""
+    fault_ns = time.monotonic_ns()
+    if site.row == "join":
+        site.start("c")
+        site.observer.until(lambda: site.observer.agents.get("c"), FORM_S)
+        return site.observer.agents["c"], "c"
+    if site.row == "etcd":
+        assert site.cluster is not None
+        site.cluster.leader().kill()
+        return fault_ns, ""
+    # The node with stock's store (a) is only lost in the row that is about it: it is rank 0 there.
+    rank = 0 if site.row == "rank0" else max(rank for rank, step in before.items() if step.node != "a")
+    victim = before[rank]
+    if site.link is not None:
+        site.link.cut()
+        return fault_ns, "c"
+    site.agents[victim.node].kill()
+    if site.row != "agent":
+        os.kill(victim.pid, signal.SIGKILL)
+    return fault_ns, victim.node
+
+
+def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
+    """One try; None where the job did not even come up (its output goes to stderr)."""
+    with Site(side, row) as site:
+        observer = site.observer
+        for node in "ab" if row == "join" else "abc":
+            site.start(node)
+        before = observer.until(lambda: observer.training(len(site.agents)), FORM_S)
+        if before is None:
+            print(f"{side} {row}: did not come up\n{site.output()}", file=sys.stderr)
+            return None
+        old = set(observer.first)  # with those of a smaller round that came before the node that was late
+        fault_ns, lost = strike(site, before)
+        if row == "etcd":
+            return _trains_on(observer, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
+        remaining = {name: agent.pid for name, agent in site.agents.items() if name != lost or row == "join"}
+        stopping = [step.pid for step in before.values() if step.node in remaining]
+        world = len(remaining)
+
+        def settled() -> Outcome | None:
+            there = {step.rank: step for step in observer.first.values() if step.world == world and step.pid not in old}
+            if len(there) == world and all(pid in observer.ended_ns for pid in stopping):
+                found = phases(fault_ns, [observer.ended_ns[pid] for pid in stopping], there.values(), observer.made_ns)
+                return Outcome("trains again", sum(found.values()), found)
+            ends_ns = [observer.ended_ns[pid] for pid in remaining.values() if pid in observer.ended_ns]
+            return Outcome("job dies", (max(ends_ns) - fault_ns) / 1e9) if len(ends_ns) == len(remaining) else None
+
+        outcome = observer.until(settled, timeout_s) or Outcome("nothing", timeout_s)
+        if outcome.said != "trains again":
+            print(f"{side} {row}: {outcome.said}\n{site.output()}", file=sys.stderr)
+        return outcome
+
+
+def _trains_on(observer: Observer, old: set[int], running: set[int], hold_s: float) -> Outcome:
+    """The longest pause between two steps, if no worker ends or begins for that long."""
+    observer.pause_ns.clear()
+    news = observer.until(lambda: True if observer.first.keys() - old or observer.ended_ns.keys() & running else None, hold_s)
+    return Outcome("restarts" if news else "trains on", max(observer.pause_ns.values(), default=0) / 1e9)
+
+
+@dataclass
+class Cell:
+    """The outcomes of one side in one row."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    not_up: int = 0
+
+    def add(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self.not_up += 1
+        else:
+            self.outcomes.append(outcome)
+
+    @property
+    def total_s(self) -> float | None:
+        """The median of those that train again, where all do."""
+        return measure.median([o.after_s for o in self.outcomes]) if {o.said for o in self.outcomes} == {"trains again"} else None
+
+    @property
+    def phases_s(self) -> dict[str, float | None]:
+        return {phase: measure.median([o.phases_s[phase] for o in self.outcomes if o.phases_s]) for phase in PHASES}
+
+    def shown(self) -> str:
+        if (total_s := self.total_s) is not None:
+            return f"{total_s:.2f} ({' + '.join(measure.shown(seconds) for seconds in self.phases_s.values())})"
+        after = {"nothing": "in {:.0f} s", "job dies": "after {:.0f} s", "trains on": "pause {:.2f} s"}
+        said = sorted({o.said for o in self.outcomes})
+        worst = {word: max(o.after_s for o in self.outcomes if o.said == word) for word in said}
+        return "; ".join(f"{word} {after.get(word, '{:.1f} s').format(worst[word])}" for word in said) or "-"
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "median_s": measure.rounded(self.total_s),
+            "phases_s": {phase: measure.rounded(seconds) for phase, seconds in self.phases_s.items()},
+            "outcomes": [[outcome.said, measure.rounded(outcome.after_s)] for outcome in self.outcomes],
+            "not_up": self.not_up,
+        }
+
+
+def why_not(row: str, side: str) -> str | None:
+    """Why there is nothing to measure; None where there is."""
+    if row == "etcd" and side not in LEASES_S:
+        return "its store is one process; see the row of rank 0"
+    if row == "link" and os.geteuid() != 0:
+        return "a network namespace needs root"
+    return None
+
+
+def draw(figure: Any, found: Mapping[str, Mapping[str, Cell]]) -> None:
+    """A bar for each row and side, stacked by phase; in words where it never trains again."""
+    axes = figure.subplots()
+    bars = [(row, side, cell) for row, cells in found.items() for side, cell in cells.items() if row != "etcd"]
+    left = [0.0] * len(bars)
+    for phase, colour in zip(PHASES, COLOURS, strict=True):
+        widths = [(cell.phases_s[phase] or 0.0) if cell.total_s is not None else 0.0 for _, _, cell in bars]
+        drawn = axes.barh(range(len(bars)), widths, 0.7, left=left, color=colour, label=phase)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.bar_label(drawn, [measure.shown(c.total_s, 1) if c.total_s is not None else c.shown() for _, _, c in bars], padding=3)
+    axes.set_yticks(range(len(bars)), [f"{ROWS[row]}: {side}" for row, side, _ in bars])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("seconds until all train again")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.set_size_inches(9, 1.5 + 0.28 * len(bars))
+
+
+def _chosen(parser: argparse.ArgumentParser, given: str, known: Mapping[str, Any]) -> list[str]:
+    chosen = given.split(",")
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"unknown {unknown[0]!r}; expected some of {', '.join(known)}")
+    return chosen
+
+
+def measure_row(row: str, tries: Mapping[str, int], timeout_s: float) -> dict[str, Cell]:
+    """The sides take turns; one that did nothing for the whole time is not asked again."""
+    cells = {side: Cell() for side in tries}
+    left = {side: count for side, count in tries.items() if why_not(row, side) is None}
+    while left := {side: count for side, count in left.items() if count > 0}:
+        for side in list(left):
+            outcome = observe(side, row, timeout_s)
+            cells[side].add(outcome)
+            left[side] = 0 if outcome is not None and outcome.said == "nothing" else left[side] - 1
+            shown = Cell([outcome]).shown() if outcome is not None else "did not come up"
+            print(f"{row} {side}: {shown}", file=sys.stderr, flush=True)
+    return cells
+
+
+def report(
+    found: Mapping[str, Mapping[str, Cell]], sides: list[str], tries: Mapping[str, int]
+) -> tuple[str, list[dict[str, Any]]]:
+    """The table, and the rows of the JSON line."""
+    records, rows = [], []
+    for row, cells in found.items():
+        ours = cells["ours"].total_s if "ours" in cells else None
+        ratios = {side: measure.ratio(cells[side].total_s, ours) for side in ("stock", "tuned") if side in cells}
+        skipped = {side: reason for side in cells if (reason := why_not(row, side)) is not None}
+        shown_ratios = " / ".join(measure.shown(value, 1) for value in ratios.values()) or "-"
+        rows.append([ROWS[row], *("-" if side in skipped else cells[side].shown() for side in sides), shown_ratios])
+        ratio = {side: measure.rounded(value) for side, value in ratios.items()}
+        records.append({"row": row, **{side: cells[side].record() for side in sides}, "ratio": ratio, "skipped": skipped})
+    text = measure.table(["seconds until all train again", *sides, "stock / ours, tuned / ours"], rows)
+    text += (
+        f"\n\nMedians of {', '.join(f'{count} ({side})' for side, count in tries.items())}. In brackets: {' + '.join(PHASES)}."
+    )
+    return text, records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--stock-repeat", type=int, default=1, help="of stock with its defaults, which takes about 50 s a try")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds after which a job that does nothing is given up")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    args = parser.parse_args()
+    rows, sides = _chosen(parser, args.rows, ROWS), _chosen(parser, args.sides, SIDES)
+
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # through the with blocks: no agent, no namespace stays
+    machine = measure.machine()
+    tries = {side: min(args.repeat, args.stock_repeat) if side == "stock" else args.repeat for side in sides}
+    found = {row: measure_row(row, tries, args.timeout) for row in rows}
+    text, records = report(found, sides, tries)
+    record = {"benchmark": "node_loss", "rows": records, "tries": tries, "timeout_s": args.timeout, "machine": machine}
+    measure.publish(args.results, record, text, lambda figure: draw(figure, found))
+    bad = {"nothing", "job dies", "restarts"}
+    ours = [cells[side] for cells in found.values() for side in cells if side in LEASES_S]
+    return 1 if any(cell.not_up or bad & {o.said for o in cell.outcomes} for cell in ours) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

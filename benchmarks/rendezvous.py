@@ -1,0 +1,266 @@
+"""How long until N agents have their ranks, and until the others have new ones after one is lost? Ours on etcd; stock's c10d.
+
+    python benchmarks/rendezvous.py [--sizes 64,128,256,1024,4096] [--stock-sizes 64,128,256] [--repeat 3]
+
+All agents, the server and stock's store host share this machine. Ours: real participants, many to a process; those of a process
+share an etcd connection and a few threads, so that their requests and requests' answers are what is measured, not 4,096
+interpreters. Stock: real DynamicRendezvousHandlers on the c10d backend, a thread and a connection each. Both without workers.
+
+    form      all start at once -> the last one has its rank
+    re-join   ours: one node leaves (its lease is revoked, as the warden does when an agent dies) -> all others have their rank in
+              the next round. Stock: all N agents come back by themselves, none is lost. That is in stock's favour: after a real
+              loss it first waits 3 x 5 s for the lost one's keep-alives and then 30 s of last call.
+
+Operations are counted by etcd: every message it got, on streams as well. Bytes are those of its messages, in and out, without
+HTTP/2 and TCP around them. The sketch is what DESIGN.md expects: within 3 times of it is the aim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+
+sys.path.append(str(Path(__file__).with_name("workers")))
+import crew
+
+SKETCH_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # first forming, etcd included, on two cores
+NEAR = 3.0  # times the sketch
+FASTER = 50.0  # times faster than stock to re-join, at 128
+MOST_OPERATIONS = 10.0  # of a node, to form; the same at all sizes
+LEASE_TTL_S = 60  # of ours, 10 s by default; here one process keeps thousands alive, which must not be what is measured
+SLACK_S = 30.0  # what a worker may take beyond its own limit to say so
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One forming or re-joining. `node` figures are divided by the number of agents; cpu in seconds of all processes together."""
+
+    seconds: float
+    operations_node: float
+    bytes_node: float
+    pushed_node: float
+    client_cpu_s: float
+    server_cpu_s: float
+    methods_node: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one side at one size; a phase that was not reached is None, and `why` says so."""
+
+    form: Phase | None
+    rejoin: Phase | None
+    why: str = ""
+
+
+def phase(seconds: float, agents: int, served: crew.Traffic, client_cpu_s: float) -> Phase:
+    methods = {name: count / agents for name, count in served.requests.items()}
+    size = (served.bytes_in + served.bytes_out) / agents
+    return Phase(seconds, sum(methods.values()), size, served.pushed / agents, client_cpu_s, served.cpu_s, methods)
+
+
+def ours(size: int, args: argparse.Namespace) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), args.fsync) as endpoint:
+        job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
+        job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
+        jobs = [{**job, "first": first, "count": count} for first, count in crew.shares(size, args.processes)]
+        with crew.Crew("etcd_agents.py", jobs) as agents:
+            form = rejoin = None
+            try:
+                form = _ours_phase(agents, endpoint, args, size, do="form")
+                rejoin = _ours_phase(agents, endpoint, args, size, do="lose", node=size // 2, round=2)
+            except crew.WorkerFailed as error:
+                return Outcome(form, rejoin, str(error))
+            return Outcome(form, rejoin)
+
+
+def _ours_phase(agents: crew.Crew, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
+    cpu_s = _cpu_s(agents.ask(SLACK_S, do="cpu"))
+    before = crew.traffic(endpoint)
+    began = time.monotonic()
+    answers = agents.ask(args.timeout + SLACK_S, **command)
+    served = crew.traffic(endpoint) - before
+    began = next((answer["began"] for answer in answers if "began" in answer), began)
+    return phase(max(answer["at"] for answer in answers) - began, size, served, _cpu_s(answers) - cpu_s)
+
+
+def _cpu_s(answers: Sequence[dict[str, Any]]) -> float:
+    return sum(answer["cpu_s"] for answer in answers)
+
+
+def stock(size: int, args: argparse.Namespace) -> Outcome:
+    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+        job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": size - 1, "max": size}
+        job["timeout"] = args.stock_timeout
+        jobs = [{**job, "count": count} for _, count in crew.shares(size, args.stock_processes)]
+        with crew.Crew("stock_agents.py", jobs) as agents:
+            form = rejoin = None
+            try:
+                form = _stock_phase(agents, host, args, size)
+                rejoin = _stock_phase(agents, host, args, size)
+            except crew.WorkerFailed as error:
+                return Outcome(form, rejoin, str(error))
+            return Outcome(form, rejoin)
+
+
+def _stock_phase(agents: crew.Crew, host: crew.Crew, args: argparse.Namespace, size: int) -> Phase:
+    before = agents.ask(SLACK_S, do="count")
+    host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu"))
+    began = time.monotonic()
+    answers = agents.ask(args.stock_timeout + SLACK_S, do="form")
+    seconds = max(answer["at"] for answer in answers) - began
+    after = agents.ask(SLACK_S, do="count")
+    host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu")) - host_cpu_s
+    names = ("gets", "sets", "conflicts", "bytes")
+    counts = {name: float(sum(answer[name] for answer in after) - sum(answer[name] for answer in before)) for name in names}
+    size_b = counts.pop("bytes")
+    return phase(seconds, size, crew.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
+
+
+def middle(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one with the median re-join: its figures belong together. One that failed counts as the slowest."""
+    never = float("inf")
+    ranked = sorted(outcomes, key=lambda found: found.rejoin.seconds if found.rejoin else never)
+    return ranked[(len(ranked) - 1) // 2]
+
+
+def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
+    """What was aimed at, and whether it was reached; None where it was not measured."""
+    formed = {size: sides["ours"].form for size, sides in found.items()}
+    near = {size: _over(formed[size], sketch) for size, sketch in SKETCH_S.items() if size in formed}
+    both = found.get(128, {})
+    gain = None
+    if "stock" in both and both["ours"].rejoin and both["stock"].rejoin:
+        gain = both["stock"].rejoin.seconds / both["ours"].rejoin.seconds
+    phases = [each for sides in found.values() for each in (sides["ours"].form, sides["ours"].rejoin) if each]
+    bytes_node = [each.bytes_node for each in formed.values() if each]
+    return {
+        "times_the_sketch": {str(size): measure.rounded(times) for size, times in near.items()},
+        "within_3_times_the_sketch": all(times is not None and times <= NEAR for times in near.values()) if near else None,
+        "rejoin_128_times_faster": measure.rounded(gain, 1),
+        "rejoin_128_50_times_faster": gain >= FASTER if gain is not None else None,
+        "operations_10_or_fewer": all(each.operations_node <= MOST_OPERATIONS for each in phases) if phases else None,
+        "bytes_node_most_by_least": measure.rounded(max(bytes_node) / min(bytes_node), 2) if bytes_node else None,
+    }
+
+
+def _over(found: Phase | None, sketch_s: float) -> float | None:
+    return found.seconds / sketch_s if found else None
+
+
+def row_cells(size: int, sides: dict[str, Outcome]) -> list[str]:
+    mine, theirs = sides["ours"], sides.get("stock", Outcome(None, None))
+
+    def figure(found: Phase | None, name: str, digits: int = 2, scale: float = 1.0) -> str:
+        return measure.shown(getattr(found, name) * scale if found else None, digits)
+
+    rejoins = (theirs.rejoin.seconds if theirs.rejoin else None, mine.rejoin.seconds if mine.rejoin else None)
+    cells = [str(size), figure(mine.form, "seconds"), measure.shown(SKETCH_S.get(size)), figure(mine.rejoin, "seconds")]
+    cells += [figure(theirs.form, "seconds"), figure(theirs.rejoin, "seconds"), measure.shown(measure.ratio(*rejoins), 0)]
+    for name, digits, scale in (("operations_node", 1, 1.0), ("bytes_node", 2, 1e-3)):
+        cells += [figure(mine.form, name, digits, scale), figure(mine.rejoin, name, digits, scale)]
+    cells += [figure(theirs.rejoin, "bytes_node", 0, 1e-3)]
+    for name in ("client_cpu_s", "server_cpu_s"):
+        cells += [f"{figure(mine.form, name)} + {figure(mine.rejoin, name)}"]
+    return cells
+
+
+HEADER = (
+    *("agents", "form s", "sketch s", "re-join s", "stock form s", "stock re-join s", "stock / ours"),
+    *("form ops/node", "re-join ops/node", "form kB/node", "re-join kB/node", "stock re-join kB/node"),
+    *("client CPU s", "server CPU s"),
+)
+
+
+def draw(figure: Any, found: dict[int, dict[str, Outcome]]) -> None:
+    times, costs = figure.subplots(1, 2)
+
+    def line(axes: Any, side: str, part: str, name: str, scale: float, **style: Any) -> None:
+        phases = {size: getattr(sides[side], part) for size, sides in found.items() if side in sides}
+        points = [(size, getattr(each, name) * scale) for size, each in phases.items() if each]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{side}, {part.replace('rejoin', 're-join')}", **style)
+
+    for axes, title in ((times, "seconds until all have their rank"), (costs, "per node: operations (line), kB (dashed)")):
+        axes.set(title=title, xlabel="agents", xscale="log", yscale="log")
+        axes.set_xticks(list(found), [str(size) for size in found])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    for side, colours in (("ours", ("#4c9f70", "#5b8fb9")), ("stock", ("#e6b35a", "#c8553d"))):
+        for part, colour in zip(("form", "rejoin"), colours, strict=True):
+            line(times, side, part, "seconds", 1.0, color=colour)
+            line(costs, side, part, "operations_node", 1.0, color=colour)
+            line(costs, side, part, "bytes_node", 1e-3, color=colour, linestyle="--")
+    times.plot(list(SKETCH_S), list(SKETCH_S.values()), "k:", label="sketch, form")
+    times.legend(frameon=False)
+
+
+def measured(args: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
+    found: dict[int, dict[str, Outcome]] = {}
+    for size in args.sizes:
+        found[size] = {"ours": middle([_told("ours", ours, size, args) for _ in range(args.repeat)])}
+        if size in args.stock_sizes:
+            found[size]["stock"] = _told("stock", stock, size, args)
+    return found
+
+
+def _told(side: str, one_try: Any, size: int, args: argparse.Namespace) -> Outcome:
+    outcome: Outcome = one_try(size, args)
+    parts = [measure.shown(part.seconds, 3) if part else "-" for part in (outcome.form, outcome.rejoin)]
+    print(f"{size} {side}: form {parts[0]} s, re-join {parts[1]} s {outcome.why}", file=sys.stderr, flush=True)
+    return outcome
+
+
+def sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=sizes, default=[64, 128, 256, 1024, 4096])
+    parser.add_argument("--stock-sizes", type=sizes, default=[64, 128, 256], help="of --sizes; may be empty")
+    parser.add_argument("--repeat", type=int, default=3, help="of ours; stock is tried once")
+    parser.add_argument("--processes", type=int, default=2, help="that ours' agents share")
+    parser.add_argument("--clients", type=int, default=1, help="etcd connections in each of them")
+    parser.add_argument("--loops", type=int, default=8, help="threads in each of them that do the agents' work")
+    parser.add_argument("--stock-processes", type=int, default=4, help="that stock's agents share, a thread each")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a phase of ours")
+    parser.add_argument("--stock-timeout", type=float, default=90.0, help="seconds for a phase of stock")
+    parser.add_argument("--fsync", action="store_true", help="let etcd wait for the disk; off, as it was for the sketch")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = options()
+    machine = measure.machine()
+    found = measured(args)
+    reached = verdict(found)
+    text = measure.table(HEADER, [row_cells(size, sides) for size, sides in found.items()])
+    shared = f"{args.processes} processes, {args.clients} connection(s) and {args.loops} threads in each"
+    text += f"\n\nOurs: {shared}; median of {args.repeat} by re-join. etcd {'with' if args.fsync else 'without'} fsync."
+    text += " CPU: to form + to re-join."
+    text += "".join(
+        f"\n{side.capitalize()} at {size}: {sides[side].why}."
+        for size, sides in found.items()
+        for side in sides
+        if sides[side].why
+    )
+    text += "\n\n" + "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in reached.items())
+    rows = [{"agents": size, **{side: asdict(outcome) for side, outcome in sides.items()}} for size, sides in found.items()]
+    record = {"benchmark": "rendezvous", "rows": rows, "reached": reached, "repeat": args.repeat, "fsync": args.fsync}
+    record |= {"processes": args.processes, "clients": args.clients, "loops": args.loops, "machine": machine}
+    measure.publish(args.results, record, text, lambda figure: draw(figure, found))
+    return 1 if any(sides["ours"].why for sides in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

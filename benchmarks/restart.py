@@ -1,0 +1,209 @@
+"""How long from a fault to the first all_reduce of the next attempt on all ranks? Two gloo workers; ours and stock torchrun.
+
+    python benchmarks/restart.py [--repeat 5] [--rows sigkill,exit,raise,sigsegv,ignore]
+
+Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up at all (see
+restart_reliability.py). Both agents run the same script with the same --max-restarts=3; they take turns, and take turns at being
+first. Figures are medians.
+
+The phases (workers/faulty_job.py stamps their borders; an event is over when the last rank has reached it):
+
+    agent        fault -> the next workers' processes are made: the worker's own end, noticing it, stopping the other, rendezvous
+    interpreter  -> first line of the script (ours: through the bootstrap)
+    torch        -> torch and torch.distributed imported
+    collective   -> first all_reduce done
+
+The border between the first two is known to 10 ms only, the clock tick of /proc; for both agents alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jobs
+import measure
+
+ROWS = {
+    "sigkill": ("kill", "SIGKILL"),
+    "exit": ("exit", "sys.exit(3)"),
+    "raise": ("raise", "raise RuntimeError"),
+    "sigsegv": ("segv", "SIGSEGV"),
+    "ignore": ("ignore", "SIGKILL, the other ignores SIGTERM"),
+}
+"""The fault of rank 1 in terms of workers/faulty_job.py, and the row's title."""
+
+IGNORE = "ignore"  # stock waits 30 s in this row: repeated less, and drawn on a scale of its own
+WORLD = 2
+EVENTS = ("process", "user_code", "torch", "all_reduce")
+PHASES = ("agent", "interpreter", "torch", "collective")
+COLOURS = ("#c8553d", "#e6b35a", "#5b8fb9", "#4c9f70")
+TIMEOUT_S = 120.0
+STOCK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """phases_s: by PHASES, in seconds; their sum is the whole. attempt: the one that came up; 1 unless attempts were burned."""
+
+    attempt: int
+    phases_s: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases_s.values())
+
+
+def recovery(stamps: Iterable[jobs.Stamp]) -> Recovery | None:
+    """The first attempt after the fault in which every rank finished an all_reduce; None if there was none."""
+    stamps = list(stamps)
+    fault_ns = next((stamp.ns for stamp in stamps if stamp.event == "fault"), None)
+    for attempt in sorted({stamp.attempt for stamp in stamps} - {0}):
+        reached = {event: [s.ns for s in stamps if (s.attempt, s.event) == (attempt, event)] for event in EVENTS}
+        if fault_ns is not None and len(reached["all_reduce"]) == WORLD:
+            borders = [fault_ns, *(max(reached[event]) for event in EVENTS)]
+            return Recovery(attempt, {PHASES[i]: (borders[i + 1] - borders[i]) / 1e9 for i in range(len(PHASES))})
+    return None
+
+
+@dataclass
+class Side:
+    """What one agent did in one row. lost: tries that never came back."""
+
+    recoveries: list[Recovery] = field(default_factory=list)
+    lost: int = 0
+
+    def add(self, found: Recovery | None) -> None:
+        if found is None:
+            self.lost += 1
+        else:
+            self.recoveries.append(found)
+
+    @property
+    def total_s(self) -> float | None:
+        return measure.median([found.total_s for found in self.recoveries])
+
+    @property
+    def phases_s(self) -> dict[str, float | None]:
+        return {phase: measure.median([found.phases_s[phase] for found in self.recoveries]) for phase in PHASES}
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON line. burned: restarts beyond the first."""
+        return {
+            "median_s": measure.rounded(self.total_s),
+            "phases_s": {phase: measure.rounded(seconds) for phase, seconds in self.phases_s.items()},
+            "all_s": [measure.rounded(found.total_s) for found in self.recoveries],
+            "burned": sum(found.attempt - 1 for found in self.recoveries),
+            "lost": self.lost,
+        }
+
+
+def one_try(agent: str, row: str) -> Recovery | None:
+    variables = STOCK_VARIABLES if agent == "stock" else {}
+    ended = jobs.run_faulty(agent, ROWS[row][0], TIMEOUT_S, **variables)
+    found = recovery(ended.stamps)
+    if found is None:
+        print(f"{agent} {row}: did not come back, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
+    return found
+
+
+def measure_row(row: str, tries: dict[str, int]) -> dict[str, Side]:
+    sides = {agent: Side() for agent in tries}
+    for number in range(max(tries.values())):
+        for agent in sorted(tries, reverse=number % 2 == 1):
+            if number < tries[agent]:
+                found = one_try(agent, row)
+                sides[agent].add(found)
+                shown = f"{found.total_s:.2f} s (attempt {found.attempt})" if found else "lost"
+                print(f"{row} {number + 1}/{tries[agent]} {agent}: {shown}", file=sys.stderr, flush=True)
+    return sides
+
+
+def row_cells(row: str, sides: dict[str, Side]) -> list[str]:
+    ours, stock = sides["ours"], sides["stock"]
+
+    def phases(side: Side) -> str:
+        return " + ".join(measure.shown(seconds) for seconds in side.phases_s.values())
+
+    totals = [
+        measure.shown(ours.total_s),
+        measure.shown(stock.total_s),
+        measure.shown(measure.ratio(stock.total_s, ours.total_s)),
+    ]
+    return [ROWS[row][1], *totals, phases(ours), phases(stock)]
+
+
+def draw(figure: Any, found: dict[str, dict[str, Side]]) -> None:
+    """One bar for each agent and row, stacked by phase; the row of the ignoring survivor to its own scale."""
+    panels = [rows for rows in ([row for row in found if row != IGNORE], [row for row in found if row == IGNORE]) if rows]
+    every = figure.subplots(1, len(panels), width_ratios=[len(rows) + 0.6 for rows in panels], squeeze=False)[0]
+    for axes, rows in zip(every, panels, strict=True):
+        _draw_panel(axes, rows, found)
+    every[0].set_ylabel("seconds")
+    figure.suptitle("From the fault of 1 of 2 workers to the next all_reduce of both")
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
+
+
+def _pair(middle: int) -> list[tuple[float, str]]:
+    return [(middle - 0.2, "ours"), (middle + 0.2, "stock")]
+
+
+def _draw_panel(axes: Any, rows: Sequence[str], found: dict[str, dict[str, Side]]) -> None:
+    bars = [(place, agent, found[row][agent]) for middle, row in enumerate(rows) for place, agent in _pair(middle)]
+    places = [place for place, _, _ in bars]
+    bottom = [0.0] * len(bars)
+    for phase, colour in zip(PHASES, COLOURS, strict=True):
+        heights = [side.phases_s[phase] or 0.0 for _, _, side in bars]
+        drawn = axes.bar(places, heights, 0.36, bottom=bottom, color=colour, label=phase)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.bar_label(drawn, [measure.shown(side.total_s, 1) for _, _, side in bars], padding=2)
+    axes.set_xticks(places, [agent for _, agent, _ in bars], minor=True)
+    axes.set_xticks(range(len(rows)), ["\n" + ROWS[row][1].replace(", ", ",\n") for row in rows])  # below the agents' names
+    axes.tick_params(axis="x", which="both", length=0)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.margins(y=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="of stock in the row 'ignore', which takes 30 s a try")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    args = parser.parse_args()
+    rows = args.rows.split(",")
+    if unknown := [row for row in rows if row not in ROWS]:
+        parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
+
+    machine = measure.machine()
+    found, load = {}, {}
+    for row in rows:
+        stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
+        found[row] = measure_row(row, {"ours": args.repeat, "stock": stock_tries})
+        load[row] = measure.machine()["load_1m"]
+    header = ["fault of 1 of 2 workers", "ours s", "stock s", "stock / ours", "ours by phase", "stock by phase"]
+    text = measure.table(header, [row_cells(row, sides) for row, sides in found.items()])
+    text += f"\n\nMedians of {args.repeat}. Phases: {' + '.join(PHASES)}."
+    if IGNORE in found:
+        text += f" Stock's figure in the row with SIGTERM ignored: {len(found[IGNORE]['stock'].recoveries)} tries."
+    records = [
+        {
+            "row": row,
+            **{agent: side.record() for agent, side in sides.items()},
+            "ratio": measure.rounded(measure.ratio(sides["stock"].total_s, sides["ours"].total_s)),
+            "load_1m_after": load[row],
+        }
+        for row, sides in found.items()
+    ]
+    record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "machine": machine}
+    measure.publish(args.results, record, text, lambda figure: draw(figure, found))
+    return 1 if any(sides["ours"].lost for sides in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

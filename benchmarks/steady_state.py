@@ -1,0 +1,194 @@
+"""What does a formed job of 128 nodes cost its store while nothing happens? Ours on etcd; stock's c10d on its TCPStore.
+
+    python benchmarks/steady_state.py [--agents 128] [--seconds 20]
+
+Each agent has a connection of its own, as on a node of its own. Ours keeps its lease alive, and nothing else. Stock sends a
+keep-alive every 5 s, and its monitor loop asks num_nodes_waiting() every 0.1 s, torchrun's default (--monitor-interval), which
+reads the store once a second. Both with their defaults.
+
+Bytes are what /proc/net/dev counts on the loopback device: all of it, TCP and IP too, once for each packet, answers included. The
+benchmark moves into a network namespace of its own first, so that nobody else's are among them; where that is not allowed it says
+so and counts what is there. An etcd lease and a gRPC connection have rhythms of up to 10 s: measure for 20 s at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+
+sys.path.append(str(Path(__file__).with_name("workers")))
+import crew
+
+FEWER_BYTES = 100.0  # times, than stock
+MONITOR_INTERVAL_S = 0.1  # torchrun's default
+READY_S = 180.0
+_ALONE = "ELASTIC_EXT_BENCHMARK_ALONE"  # set for the copy of this process that runs in its own network namespace
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, linux/if.h
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Per second. requests: by kind, as the store counts them (stock: as the agents do). CPU in seconds of all processes."""
+
+    requests_s: dict[str, float]
+    bytes_s: float
+    client_cpu: float
+    server_cpu: float
+
+
+def loopback_bytes(table: str) -> int:
+    """What the loopback device has received, from the text of /proc/net/dev; all that is sent on it is received on it."""
+    for line in table.splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    raise ValueError("no line for lo: expected Linux's /proc/net/dev")
+
+
+def _loopback_bytes() -> int:
+    return loopback_bytes(Path("/proc/net/dev").read_text())
+
+
+def idle_for(seconds: float) -> None:
+    """The measurement itself is time that passes: nothing is waited for."""
+    time.sleep(seconds)
+
+
+def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, float]]) -> Idle:
+    """ask: returns what has been requested so far, and the CPU seconds of the clients and of the server so far."""
+    requests, client_s, server_s = ask()
+    lo, began = _loopback_bytes(), time.monotonic()
+    idle_for(seconds)
+    lo, took = _loopback_bytes() - lo, time.monotonic() - began
+    later, client_later_s, server_later_s = ask()
+    rates = {name: (count - requests.get(name, 0.0)) / took for name, count in later.items() if count != requests.get(name, 0.0)}
+    return Idle(rates, lo / took, (client_later_s - client_s) / took, (server_later_s - server_s) / took)
+
+
+def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
+    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), fsync=False) as endpoint:
+        job = {"endpoint": endpoint, "run_id": "benchmark", "min": agents, "max": agents, "ttl": lease_ttl_s, "loops": 4}
+        job |= {"own_connections": True, "timeout": READY_S}
+        shares = crew.shares(agents, processes)
+        with crew.Crew(
+            "etcd_agents.py", [{**job, "first": first, "count": count, "clients": count} for first, count in shares]
+        ) as members:
+            members.ask(READY_S, do="form")
+
+            def ask() -> tuple[dict[str, float], float, float]:
+                served = crew.traffic(endpoint)
+                return served.requests, sum(answer["cpu_s"] for answer in members.ask(READY_S, do="cpu")), served.cpu_s
+
+            return observe(seconds, ask)
+
+
+def stock(agents: int, seconds: float, processes: int) -> Idle:
+    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+        job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": agents, "max": agents, "timeout": READY_S}
+        jobs = [{**job, "count": count} for _, count in crew.shares(agents, processes)]
+        with crew.Crew("stock_agents.py", jobs) as members:
+            members.ask(READY_S, do="form")
+            members.ask(READY_S, do="poll", interval=MONITOR_INTERVAL_S)
+
+            def ask() -> tuple[dict[str, float], float, float]:
+                answers = members.ask(READY_S, do="count")
+                counts = {name: float(sum(answer[name] for answer in answers)) for name in ("gets", "sets", "conflicts")}
+                [server] = host.ask(READY_S, do="cpu")
+                return counts, sum(answer["cpu_s"] for answer in answers), server["cpu_s"]
+
+            return observe(seconds, ask)
+
+
+def move_into_a_namespace() -> bool:
+    """Run this program again in a network namespace where only it is; return False where the system does not allow it."""
+    if _ALONE in os.environ:
+        _bring_up_loopback()
+        return True
+    unshare = shutil.which("unshare")
+    own = ("--user", "--map-root-user", "--net")
+    if unshare is None or subprocess.run([unshare, *own, "true"], capture_output=True, check=False).returncode != 0:
+        return False
+    return os.execve(unshare, [unshare, *own, "--", sys.executable, *sys.argv], {**os.environ, _ALONE: "1"})
+
+
+def _bring_up_loopback() -> None:
+    with socket.socket() as any_socket:
+        request = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        flags = struct.unpack("16sH14x", request)[1]
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
+
+
+def draw(figure: Any, sides: dict[str, Idle]) -> None:
+    every = figure.subplots(1, 3)
+    figures = {
+        "requests/s": lambda side: sum(side.requests_s.values()),
+        "kB/s": lambda side: side.bytes_s / 1e3,
+        "CPU, % of a core": lambda side: 100 * (side.client_cpu + side.server_cpu),
+    }
+    for axes, (title, value) in zip(every, figures.items(), strict=True):
+        bars = axes.bar(list(sides), [value(side) for side in sides.values()], 0.5, color=("#4c9f70", "#c8553d"))
+        axes.bar_label(bars, [measure.shown(value(side), 1) for side in sides.values()], padding=2)
+        axes.set(title=title, yscale="log")
+        axes.margins(y=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def row_cells(name: str, side: Idle) -> list[str]:
+    kinds = ", ".join(f"{kind} {rate:.1f}" for kind, rate in sorted(side.requests_s.items()))
+    rates = [measure.shown(sum(side.requests_s.values()), 1), measure.shown(side.bytes_s / 1e3, 1)]
+    return [name, kinds, *rates, measure.shown(100 * side.client_cpu, 1), measure.shown(100 * side.server_cpu, 1)]
+
+
+def only_keep_alives(side: Idle) -> bool:
+    """Nothing but LeaseKeepAlive: no reads, no writes, no new watches."""
+    return set(side.requests_s) <= {"LeaseKeepAlive"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--processes", type=int, default=4, help="that the agents of a side share")
+    parser.add_argument("--lease-ttl", type=int, default=10, help="seconds; of ours, and its default")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    args = parser.parse_args()
+    alone = move_into_a_namespace()
+
+    machine = measure.machine()
+    sides = {
+        "ours": ours(args.agents, args.seconds, args.processes, args.lease_ttl),
+        "stock": stock(args.agents, args.seconds, args.processes),
+    }
+    fewer = measure.ratio(sides["stock"].bytes_s, sides["ours"].bytes_s)
+    reached = {
+        "times_fewer_bytes": measure.rounded(fewer, 1),
+        "100_times_fewer_bytes": fewer is not None and fewer >= FEWER_BYTES,
+        "keep_alives_only": only_keep_alives(sides["ours"]),
+    }
+    header = ["", "requests/s by kind", "requests/s", "kB/s", "clients' CPU %", "server's CPU %"]
+    text = measure.table(header, [row_cells(name, side) for name, side in sides.items()])
+    text += f"\n\n{args.agents} idle members for {args.seconds:g} s. CPU in % of one core. Ours: lease TTL {args.lease_ttl} s."
+    text += "" if alone else " No network namespace could be made: the bytes are those of everybody on this host's loopback."
+    text += "\n\n" + "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in reached.items())
+    record = {"benchmark": "steady_state", "agents": args.agents, "seconds": args.seconds, "alone": alone, "reached": reached}
+    record |= {name: asdict(side) for name, side in sides.items()} | {"machine": machine}
+    measure.publish(args.results, record, text, lambda figure: draw(figure, sides))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Many agents of one job on etcd in one process, driven by JSON lines on stdin; one line on stdout answers each.
+
+    python etcd_agents.py '{"endpoint": "127.0.0.1:2379", "run_id": "r", "first": 0, "count": 64, "min": 127, "max": 128, ...}'
+
+    {"do": "form"}                 all join round 1
+    {"do": "lose", "node": 7}      the process that has node 7 takes it out; the others, told by etcd, join the next round
+    {"do": "cpu"}                  nothing
+
+Each agent is a real `Participant`; no agent has workers, so a broken round costs no time to stop them. An answer holds `at`, the
+monotonic time at which the last agent here had what it was asked for (comparable between the processes of one host), and
+`cpu_s`, what this process has used since it started. {"error": ...} if an agent failed or was late.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+from elastic_ext.etcd import EtcdClient, endpoints
+from elastic_ext.rendezvous.participant import Loop, Participant
+from elastic_ext.rendezvous.rounds import Limits, Node, State
+
+CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not lost
+
+
+class Agent:
+    """What the supervisor is to a participant: it joins a round, and the next one when that one is broken."""
+
+    def __init__(self, crew: Crew, client: EtcdClient, loop: Loop, number: int) -> None:
+        job = crew.job
+        limits = Limits(job["min"], job["max"], last_call_s=5.0)
+        self._crew = crew
+        self._number = number
+        self._after = -1
+        self.round = 0
+        self.participant = Participant(client, loop, job["run_id"], f"node-{number:05d}", limits, job["ttl"], self._changed)
+
+    def ready(self, after: int) -> None:
+        if after > self._after:
+            self._after = after
+            self.participant.ready(Node(after, workers=8, role="default", address=f"host-{self._number:05d}", port=40000))
+
+    def _changed(self) -> None:
+        joined, header = self.participant.joined, self.participant.header
+        if self.participant.failure is not None:
+            self._crew.fail(self.participant.failure)
+        elif joined is not None and joined[0].round > self.round:
+            self.round = joined[0].round
+            self._crew.joined(self.round)
+        elif header.state is State.BROKEN and header.round == self.round:
+            self.ready(header.round)
+
+
+class Crew:
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self._news = threading.Condition()
+        self._joined: dict[int, int] = {}  # agents here that have joined a round, by its number
+        self._at = 0.0
+        self._failure: str | None = None
+        if job["own_connections"]:
+            # Else gRPC lets all channels of a process to one server share one connection.
+            endpoints.CHANNEL_OPTIONS += (("grpc.use_local_subchannel_pool", 1),)
+        clients = [EtcdClient(job["endpoint"], timeout_s=CALL_TIMEOUT_S) for _ in range(min(job["clients"], job["count"]))]
+        loops = [Loop() for _ in range(min(job["loops"], job["count"]))]
+        for client in clients:
+            client.status()  # connected before the clock starts, as an agent is that has checked its settings
+        numbers = range(job["first"], job["first"] + job["count"])
+        self.agents = {n: Agent(self, clients[n % len(clients)], loops[n % len(loops)], n) for n in numbers}
+
+    def joined(self, round_: int) -> None:
+        with self._news:
+            self._joined[round_] = self._joined.get(round_, 0) + 1
+            self._at = time.monotonic()
+            self._news.notify()
+
+    def fail(self, failure: Exception) -> None:
+        with self._news:
+            self._failure = str(failure)
+            self._news.notify()
+
+    def form(self) -> dict[str, Any]:
+        for agent in self.agents.values():
+            agent.ready(0)
+        return self._await(1, len(self.agents))
+
+    def lose(self, node: int, round_: int) -> dict[str, Any]:
+        """`began`: when the node began to leave, from the process that has it."""
+        began = time.monotonic()
+        lost = self.agents.pop(node, None)
+        if lost is not None:
+            lost.participant.leave(self.job["timeout"])
+        answer = self._await(round_, len(self.agents))
+        return {**answer, "began": began} if lost is not None else answer
+
+    def _await(self, round_: int, count: int) -> dict[str, Any]:
+        with self._news:
+            self._news.wait_for(lambda: self._failure or self._joined.get(round_, 0) == count, self.job["timeout"])
+            if self._failure is not None:
+                return {"error": self._failure}
+            found = self._joined.get(round_, 0)
+            if found != count:
+                return {"error": f"{found} of {count} agents joined round {round_} in {self.job['timeout']:g} s"}
+            return {"at": self._at}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR)  # thousands of agents: what goes wrong with one is in the answers
+    crew = Crew(json.loads(sys.argv[1]))
+    print(json.dumps({"up": True}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any] = {}
+        if command["do"] == "form":
+            answer = crew.form()
+        elif command["do"] == "lose":
+            answer = crew.lose(command["node"], command["round"])
+        print(json.dumps({**answer, "cpu_s": time.process_time()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

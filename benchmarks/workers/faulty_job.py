@@ -1,0 +1,100 @@
+"""A gloo job in which rank 1 fails once, in the first attempt after some collectives. It stamps how far each attempt came.
+
+    faulty_job.py FAULT STAMPS
+
+FAULT: kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM).
+STAMPS: a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which is one for
+all processes of a Linux machine. The events, in order:
+
+    process      the kernel made this process: starttime of /proc/self/stat, which counts in ticks of 10 ms, rounded down
+    user_code    the first line of this file
+    torch        torch and torch.distributed are imported
+    all_reduce   the process group is up and the first all_reduce is done
+    fault        (attempt 0, rank 1) the next thing that happens is the fault
+"""
+
+import time
+
+user_code_ns = time.monotonic_ns()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+torch_ns = time.monotonic_ns()
+
+import json  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+
+COLLECTIVES = 5
+START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
+
+ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+RANK = int(os.environ["RANK"])
+
+
+def process_ns() -> int:
+    """When this process was made, on CLOCK_MONOTONIC; the kernel tells it on CLOCK_BOOTTIME, which differs by the time asleep."""
+    with open("/proc/self/stat") as stat:
+        after_name = stat.read().rpartition(")")[2].split()  # the name may hold anything, and is field 2
+    ticks = int(after_name[START_TIME_FIELD - 3])
+    asleep_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    return ticks * 10**9 // os.sysconf("SC_CLK_TCK") - asleep_ns
+
+
+def stamp(file: int, **events: int) -> None:
+    """One write for all, so that lines of several workers do not mix."""
+    lines = [json.dumps({"attempt": ATTEMPT, "rank": RANK, "event": event, "ns": ns}) + "\n" for event, ns in events.items()]
+    os.write(file, "".join(lines).encode())
+
+
+def all_reduce() -> None:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    if value.item() != dist.get_world_size():
+        raise SystemExit(f"all_reduce gave {value.item()}, expected {dist.get_world_size()}")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segv() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # how fast this disk takes a core file is not the question
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def throw() -> None:
+    raise RuntimeError("flaky")
+
+
+FAULTS = {"kill": kill, "exit": leave, "raise": throw, "segv": segv, "ignore": kill}
+
+
+def main(fault: str, stamps: str) -> None:
+    file = os.open(stamps, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    stamp(file, process=process_ns(), user_code=user_code_ns, torch=torch_ns)
+    ignores = ATTEMPT == 0 and RANK == 0 and fault == "ignore"
+    if ignores:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.init_process_group("gloo")
+    all_reduce()
+    stamp(file, all_reduce=time.monotonic_ns())
+    for _ in range(COLLECTIVES):
+        all_reduce()
+    if ATTEMPT == 0 and RANK == 1:
+        stamp(file, fault=time.monotonic_ns())
+        FAULTS[fault]()
+    while ignores:
+        signal.pause()
+    dist.barrier()  # in the first attempt the survivor is in here when its peer dies
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""A client for etcd v3 (3.4 and later): calls with deadlines over many endpoints, leases kept alive, watches that resume.
+
+    with EtcdClient("etcd0:2379,etcd1:2379") as client:
+        session = LeaseSession(client, ttl_s=10)
+        client.put("/job/node", b"here", lease_id=session.lease_id)
+        for item in client.watch_with_snapshot("/job/"):
+            ...
+
+Nothing here knows of torch. Importing this package imports neither grpc nor etcd3: the first client does.
+"""
+
+from elastic_ext.etcd.client import EtcdClient
+from elastic_ext.etcd.endpoints import Tls
+from elastic_ext.etcd.errors import (
+    AuthError,
+    ClientClosed,
+    Compacted,
+    ConfigError,
+    EtcdError,
+    LeaseLost,
+    QuotaExceeded,
+    TlsError,
+    Unavailable,
+    UnsupportedVersion,
+)
+from elastic_ext.etcd.lease import LeaseSession
+from elastic_ext.etcd.records import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
+from elastic_ext.etcd.snapshot import Snapshot, SnapshotWatch
+from elastic_ext.etcd.watch import Batch, Watch
+
+__all__ = [
+    "AuthError",
+    "Batch",
+    "ClientClosed",
+    "Compacted",
+    "Compare",
+    "ConfigError",
+    "Delete",
+    "EtcdClient",
+    "EtcdError",
+    "Event",
+    "Get",
+    "KeyValue",
+    "LeaseLost",
+    "LeaseSession",
+    "Put",
+    "QuotaExceeded",
+    "Reading",
+    "Snapshot",
+    "SnapshotWatch",
+    "Tls",
+    "TlsError",
+    "TxnResult",
+    "Unavailable",
+    "UnsupportedVersion",
+    "Watch",
+    "absent",
+    "unchanged",
+]

@@ -1,0 +1,249 @@
+"""One unary call, carried to whichever endpoint answers within the deadline; and the token it travels with."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from elastic_ext.etcd import errors, vendor
+from elastic_ext.etcd.endpoints import Connection, Endpoints
+from elastic_ext.etcd.errors import Failure, Kind
+from elastic_ext.etcd.messages import etcdrpc
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# The member answers UNAVAILABLE at once when it has no leader (minority, election), where it would else hold the call.
+HAS_LEADER = ("hasleader", "true")
+
+_RENEWALS_PER_CALL = 2
+_MIN_ATTEMPT_S = 0.2
+_PAUSE_S = (0.05, 1.0)  # between two tours of all endpoints: first, last
+_CONNECT_S = 0.5  # on which to wait for a connection, from the second tour on
+_FRESH_S = 1.0  # a write goes out only where there was an answer in this time
+
+
+@dataclass(frozen=True)
+class User:
+    name: str
+    password: str = field(repr=False)
+
+
+class CallFailed(Exception):
+    """One attempt failed; internal to this package. It keeps no reference to gRPC's error, whose state holds the request."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Tokens:
+    """The token of the user, the same for all threads. One thread at a time authenticates, the others wait for its result."""
+
+    def __init__(self, user: User | None) -> None:
+        self.user = user
+        self._token: str | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Tokens({self.user!r})"
+
+    def metadata(self, connection: Connection, timeout_s: float) -> list[tuple[str, str]]:
+        """What a call must carry; empty without a user. Asks the server for a token where there is none yet.
+
+        Raises:
+            CallFailed: the server did not give one.
+        """
+        if self.user is None:
+            return []
+        if not self._lock.acquire(timeout=timeout_s):
+            raise CallFailed(Failure(Kind.NOT_TAKEN, connection.name, "no token in time"))
+        try:
+            if self._token is None:
+                self._token = self._authenticate(connection, self.user, timeout_s)
+            return [("token", self._token)] if self._token else []
+        finally:
+            self._lock.release()
+
+    def drop(self, metadata: list[tuple[str, str]]) -> None:
+        """The server refused this token. Nothing happens if another thread has already replaced it."""
+        with self._lock:
+            if dict(metadata).get("token") == (self._token or None):
+                self._token = None
+
+    @staticmethod
+    def _authenticate(connection: Connection, user: User, timeout_s: float) -> str:
+        rpc = etcdrpc()
+        request = rpc.AuthenticateRequest(name=user.name, password=user.password)
+        try:
+            # Not through etcd3: its constructor authenticates once, for good.
+            token = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
+        except CallFailed as error:
+            if error.failure.kind is not Kind.AUTH_OFF:
+                raise
+            logger.warning("etcd at %s does not use authentication: going on without a token", connection.name)
+            return ""
+        logger.debug("etcd at %s gave a token to user %s", connection.name, user.name)
+        return token
+
+
+def answer(connection: Connection, send: Callable[[], T]) -> T:
+    """What `send` returns; each error of gRPC or etcd3 becomes a CallFailed."""
+    import grpc  # type: ignore[import-untyped]
+
+    try:
+        return send()
+    except (grpc.RpcError, vendor.etcd3().Etcd3Exception) as error:
+        # etcd3 replaces some of gRPC's errors by its own, which hold no text; gRPC's is then the context.
+        cause: Any = error if isinstance(error, grpc.RpcError) else error.__context__
+        failure = errors.classify(cause.code().name, cause.details() or "", connection.name)
+    raise CallFailed(failure)
+
+
+def prove(connection: Connection, timeout_s: float, again: bool) -> None:
+    """Raise CallFailed unless the server answers, UnsupportedVersion if it is too old.
+
+    With this a write goes out only on a connection that works, so that a dead host costs it a detour and not its outcome.
+
+    again: it has just failed, so wait for the connection, if only shortly. Else the call fails at once as long as gRPC holds the
+    endpoint for bad; and old versions of it (1.48, 1.62) connect only while a call waits: they would never find out.
+    """
+    rpc = etcdrpc()
+    stub = rpc.MaintenanceStub(connection.channel)
+    limit = min(timeout_s, _CONNECT_S) if again else timeout_s
+    try:
+        status = answer(connection, lambda: stub.Status(rpc.StatusRequest(), limit, wait_for_ready=again))
+    except CallFailed as error:
+        if error.failure.kind in errors.TRANSIENT:
+            raise
+        if error.failure.kind is Kind.VERSION:
+            raise errors.fatal_error(error.failure, "status", None) from None
+        # Any other answer is one too: it lives.
+    else:
+        errors.check_version(status.version, connection.name)
+    connection.answered_at = time.monotonic()
+
+
+class Caller:
+    """Deadline, rotation over the endpoints, and token of every unary call."""
+
+    def __init__(self, endpoints: Endpoints, tokens: Tokens, timeout_s: float, closed: threading.Event) -> None:
+        self.endpoints = endpoints
+        self.tokens = tokens
+        self.timeout_s = timeout_s
+        self.closed = closed
+
+    def call(
+        self,
+        what: str,
+        send: Callable[[Any], T],
+        *,
+        repeatable: bool,
+        timeout_s: float | None = None,
+        attempt_s: float | None = None,
+        leader: bool = True,
+    ) -> T:
+        """Send until an endpoint answers.
+
+        Args:
+            what: the call, for messages, as in `put /a/b`.
+            send: gets an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
+            repeatable: it may be sent again where it is not known whether it was carried out. What the server has certainly
+                not taken is sent again in any case.
+            timeout_s: for all attempts together.
+            attempt_s: at most, for one attempt; by default what is left, shared among the endpoints not tried yet.
+            leader: fail fast on a member without a leader.
+        """
+        run = _Run(what, time.monotonic() + (timeout_s or self.timeout_s), timeout_s or self.timeout_s, repeatable)
+        while True:
+            if self.closed.is_set():
+                raise errors.ClientClosed(f"{what}: the etcd client is closed")
+            connection = self.endpoints.current()
+            try:
+                return self._attempt(connection, send, run, attempt_s, leader)
+            except CallFailed as error:
+                failed = error.failure
+            except ValueError as error:
+                if not self.closed.is_set():  # gRPC says "Cannot invoke RPC on closed channel!" in this way
+                    raise
+                raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
+            self._after(failed, connection, run)
+
+    def _attempt(self, connection: Connection, send: Callable[[Any], T], run: _Run, attempt_s: float | None, leader: bool) -> T:
+        run.sent = False
+        run.began = time.monotonic()
+        share = run.left() / (len(self.endpoints) - run.tried % len(self.endpoints))
+        end = min(run.deadline, run.began + max(_MIN_ATTEMPT_S, min(share, attempt_s or share)))
+        fresh_s = math.inf if run.repeatable else _FRESH_S
+        if run.began - connection.answered_at >= fresh_s:
+            prove(connection, _until(end), again=run.tried >= len(self.endpoints))
+        run.metadata = self.tokens.metadata(connection, _until(end))
+        if not run.repeatable:
+            end = run.deadline  # there is no second attempt to save time for
+        run.sent = True
+        bound = connection.bound(_until(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
+        result = answer(connection, lambda: send(bound))
+        connection.answered_at = time.monotonic()
+        return result
+
+    def _after(self, failure: Failure, connection: Connection, run: _Run) -> None:
+        """Return if the call is to be sent again, else raise."""
+        logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
+        user = self.tokens.user.name if self.tokens.user else None
+        if failure.kind is Kind.TOKEN and self.tokens.user is not None and run.renewals < _RENEWALS_PER_CALL:
+            run.renewals += 1
+            self.tokens.drop(run.metadata)
+            return
+        if failure.kind not in errors.TRANSIENT:
+            raise errors.fatal_error(failure, run.what, user)
+        if self.closed.is_set():
+            raise errors.ClientClosed(f"{run.what}: the etcd client was closed")
+        if failure.silent and not run.sent:
+            failure = run.failures.get(failure.endpoint, failure)  # no connection in time; the reason was seen before
+        self.endpoints.failed(connection, silent=failure.silent)
+        run.failures[failure.endpoint] = failure
+        run.tried += 1
+        maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable
+        all_tls = len(run.failures) == len(self.endpoints) and all(seen.kind is Kind.TLS for seen in run.failures.values())
+        if maybe_applied or all_tls or run.left() <= 0:
+            raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied)
+        if run.tried % len(self.endpoints) == 0:
+            pause = pause_s(run.tried // len(self.endpoints) - 1) - (time.monotonic() - run.began)
+            self.closed.wait(max(0.0, min(pause, run.left())))
+
+
+def _until(end: float) -> float:
+    """Seconds left, never none: gRPC would not even try."""
+    return max(0.001, end - time.monotonic())
+
+
+@dataclass
+class _Run:
+    """The state of one call over its attempts. deadline, began (of the last attempt): monotonic seconds."""
+
+    what: str
+    deadline: float
+    timeout_s: float
+    repeatable: bool
+    began: float = 0.0
+    sent: bool = False
+    tried: int = 0
+    renewals: int = 0
+    metadata: list[tuple[str, str]] = field(default_factory=list, repr=False)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def pause_s(tour: int) -> float:
+    """Seconds to wait after the tour-th failure (from 0) in a row: doubled each time, capped, with jitter against herds."""
+    first, last = _PAUSE_S
+    return min(last, first * 2 ** min(tour, 16)) * random.uniform(0.5, 1.0)

@@ -1,0 +1,293 @@
+"""EtcdClient: the calls of etcd v3 that elastic_ext needs, each with a deadline, over any number of endpoints.
+
+Reads are repeated on another endpoint within the deadline. Writes are repeated only where the server has certainly not taken
+them: a put, delete or transaction that fails with `Unavailable.maybe_applied` may have been carried out. Whoever must know
+reads again; whoever must not do it twice compares (`txn` with `unchanged` or `absent`), so that a second try does no harm.
+
+etcd3 does the connection (channel, certificates, stubs) and the plain calls. Ours are those where it loses something: ranges (no
+limit, no revision, a prefix that ends in 0xff fails), transactions (no header revision), keep-alive (one lease at a time), status
+(asks for the members as well) and authentication (once, in its constructor).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from elastic_ext.etcd.calls import Caller, Tokens, User
+from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
+from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
+from elastic_ext.etcd.keeper import LeaseKeeper
+from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.records import (
+    Alarm,
+    Compare,
+    Deleted,
+    Get,
+    KeptAlive,
+    Key,
+    Lease,
+    LeaseState,
+    Member,
+    Op,
+    Reading,
+    Status,
+    TxnResult,
+    Written,
+    range_of_prefix,
+    to_bytes,
+)
+from elastic_ext.etcd.snapshot import SnapshotWatch
+from elastic_ext.etcd.stream import WatchStream
+from elastic_ext.etcd.watch import Item, Watch
+
+PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once
+
+
+class EtcdClient:
+    """Safe to share among threads; one per process is enough. Never fork with one open: gRPC's threads do not survive it.
+
+    Every method takes `timeout_s` for all attempts together and raises a member of `errors.EtcdError`.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Iterable[str],
+        *,
+        tls: Tls | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        timeout_s: float = 5.0,
+        first: int | None = None,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            endpoints: `host:port`, with or without http(s)://, a comma list or several; default port 2379.
+            tls: certificates; https:// without it trusts the system's CAs.
+            timeout_s: default for each call.
+            first: index of the endpoint to begin with, by default one at random.
+        """
+        if (user is None) != (password is None):
+            raise ConfigError("etcd: expected both a user and a password, got one of them")
+        self._closed = threading.Event()
+        self._tokens = Tokens(User(user, password) if user is not None and password is not None else None)
+        self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)
+        self._caller = Caller(self._endpoints, self._tokens, timeout_s, self._closed)
+        self.timeout_s = timeout_s
+        self.keeper = LeaseKeeper(self, self._closed)
+        self.watches = WatchStream(self, self._endpoints, self._tokens, self._closed)
+
+    def __repr__(self) -> str:
+        return f"EtcdClient({', '.join(map(str, self._endpoints.endpoints))})"
+
+    def __enter__(self) -> EtcdClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all calls, watches and keep-alives at once; leases are left to expire. May be called twice."""
+        self._closed.set()
+        self._endpoints.close()  # first: it cancels the calls that the two threads may be in
+        self.watches.close()
+        self.keeper.close()
+
+    # Keys
+
+    def get(self, key: Key, *, revision: int = 0, timeout_s: float | None = None) -> Reading:
+        """The key as of now (linearizable), or as of `revision`; `.kv` is None where it does not exist."""
+        return self._range(to_bytes(key), b"", {"revision": revision}, f"get {_show(key)}", timeout_s)
+
+    def revision(self, key: Key, *, timeout_s: float | None = None) -> int:
+        """The store's revision now. key: any that the user may read."""
+        return self._range(to_bytes(key), b"", {"count_only": True}, "get the revision", timeout_s).revision
+
+    def get_prefix(self, prefix: Key, *, keys_only: bool = False, timeout_s: float | None = None) -> Reading:
+        """All keys with this prefix in their order, as of one revision, however many there are."""
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        while True:
+            try:
+                return self._pages(prefix, keys_only, deadline)
+            except Compacted:  # between two pages: begin again at a newer revision
+                if time.monotonic() > deadline:
+                    raise
+
+    def last_created_before(self, prefix: Key, create_revision: int, *, timeout_s: float | None = None) -> Reading:
+        """Of the keys with this prefix that were created before a revision, the one created last; `.kv` is None without any."""
+        start, end = range_of_prefix(prefix)
+        request = etcdrpc().RangeRequest
+        options = {
+            "limit": 1,
+            "sort_order": request.SortOrder.Value("DESCEND"),
+            "sort_target": request.SortTarget.Value("CREATE"),
+            "max_create_revision": create_revision - 1,
+        }
+        return self._range(start, end, options, f"get the last of {_show(prefix)}*", timeout_s)
+
+    def _pages(self, prefix: Key, keys_only: bool, deadline: float) -> Reading:
+        start, end = range_of_prefix(prefix)
+        options: dict[str, Any] = {"limit": PAGE, "keys_only": keys_only}
+        what = f"get {_show(prefix)}*"
+        page = self._range(start, end, options, what, deadline - time.monotonic())
+        first, kvs = page, list(page.kvs)
+        options["revision"] = first.revision
+        while page.more:
+            page = self._range(kvs[-1].key + b"\0", end, options, what, max(0.01, deadline - time.monotonic()))
+            kvs += page.kvs
+        return Reading(first.revision, tuple(kvs), first.count, False)
+
+    def _range(self, key: bytes, end: bytes, options: dict[str, Any], what: str, timeout_s: float | None) -> Reading:
+        request = etcdrpc().RangeRequest(key=key, range_end=end, **options)
+
+        def send(etcd: Any) -> Reading:
+            response = etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
+            return Reading.parse(response, response.header.revision)
+
+        return self._caller.call(what, send, repeatable=True, timeout_s=timeout_s)
+
+    def put(self, key: Key, value: Key, *, lease_id: int = 0, prev_kv: bool = False, timeout_s: float | None = None) -> Written:
+        """Raises LeaseLost where there is no such lease (any more)."""
+
+        def send(etcd: Any) -> Written:
+            response = etcd.put(key, value, lease=lease_id, prev_kv=prev_kv)
+            return Written.parse(response, response.header.revision)
+
+        return self._caller.call(f"put {_show(key)}", send, repeatable=False, timeout_s=timeout_s)
+
+    def delete(self, key: Key, *, prev_kv: bool = False, timeout_s: float | None = None) -> Deleted:
+        def send(etcd: Any) -> Deleted:
+            response = etcd.delete(key, prev_kv=prev_kv, return_response=True)
+            return Deleted.parse(response, response.header.revision)
+
+        return self._caller.call(f"delete {_show(key)}", send, repeatable=False, timeout_s=timeout_s)
+
+    def delete_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Deleted:
+        start, end = range_of_prefix(prefix)
+        request = etcdrpc().DeleteRangeRequest(key=start, range_end=end)
+
+        def send(etcd: Any) -> Deleted:
+            response = etcd.kvstub.DeleteRange(request, etcd.timeout, metadata=etcd.metadata)
+            return Deleted.parse(response, response.header.revision)
+
+        return self._caller.call(f"delete {_show(prefix)}*", send, repeatable=False, timeout_s=timeout_s)
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        on_success: Sequence[Op] = (),
+        on_failure: Sequence[Op] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> TxnResult:
+        """If all comparisons hold do the one list, else the other, in one revision. etcd's limit is 128 operations in a list."""
+        request = etcdrpc().TxnRequest(
+            compare=[compare.message() for compare in compares],
+            success=[op.message() for op in on_success],
+            failure=[op.message() for op in on_failure],
+        )
+        writes = [op for op in (*on_success, *on_failure) if not isinstance(op, Get)]
+        keys = [op.key for op in writes] or [compare.key for compare in compares]
+        what = f"transaction on {_show(keys[0]) if keys else 'nothing'}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+
+        def send(etcd: Any) -> TxnResult:
+            return TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
+
+        return self._caller.call(what, send, repeatable=not writes, timeout_s=timeout_s)
+
+    def watch(
+        self,
+        key: Key,
+        *,
+        prefix: bool = False,
+        start_revision: int | None = None,
+        prev_kv: bool = False,
+        callback: Callable[[Item], None] | None = None,
+    ) -> Watch:
+        """See `Watch`. Without `start_revision`: all that is written after this call has returned."""
+        return Watch(self, key, prefix=prefix, start_revision=start_revision, prev_kv=prev_kv, callback=callback)
+
+    def watch_with_snapshot(self, prefix: Key, on_news: Callable[[], None] | None = None) -> SnapshotWatch:
+        """See `SnapshotWatch`: the keys first, then their changes."""
+        return SnapshotWatch(self, prefix, on_news)
+
+    def compact(self, revision: int, *, timeout_s: float | None = None) -> None:
+        """Drop the history before `revision`."""
+        self._caller.call(f"compact to {revision}", lambda etcd: etcd.compact(revision), repeatable=False, timeout_s=timeout_s)
+
+    # Leases
+
+    def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease:
+        def send(etcd: Any) -> Lease:
+            sent_at = time.monotonic()
+            lease = etcd.lease(ttl_s)
+            return Lease(lease.id, lease.ttl, sent_at)
+
+        # Repeatable: a lease that was granted twice expires by itself.
+        return self._caller.call("grant a lease", send, repeatable=True, timeout_s=timeout_s)
+
+    def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
+        """Delete the lease and its keys; nothing happens where there is none."""
+        try:
+            self._caller.call(
+                f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), repeatable=True, timeout_s=timeout_s
+            )
+        except LeaseLost:
+            pass  # revoked by an attempt whose answer was lost, or expired: what was asked for holds
+
+    def lease_ttl(self, lease_id: int, *, keys: bool = False, timeout_s: float | None = None) -> LeaseState:
+        def send(etcd: Any) -> LeaseState:
+            info = etcd.get_lease_info(lease_id)
+            return LeaseState(lease_id, info.TTL, info.grantedTTL, tuple(info.keys) if keys else ())
+
+        return self._caller.call(f"look at lease {lease_id:x}", send, repeatable=True, timeout_s=timeout_s)
+
+    def lease_keep_alive(
+        self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
+    ) -> KeptAlive:
+        """Renew the leases once, over one stream."""
+        rpc = etcdrpc()
+        requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
+
+        def send(etcd: Any) -> KeptAlive:
+            sent_at = time.monotonic()
+            answers = etcd.leasestub.LeaseKeepAlive(iter(requests), etcd.timeout, metadata=etcd.metadata)
+            return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in answers})
+
+        what = f"keep {len(requests)} leases alive"
+        return self._caller.call(what, send, repeatable=True, timeout_s=timeout_s, attempt_s=attempt_s)
+
+    # The cluster
+
+    def status(self, *, timeout_s: float | None = None) -> Status:
+        """Of the member that is in use now; answered by one without a leader too."""
+        request = etcdrpc().StatusRequest()
+
+        def send(etcd: Any) -> Status:
+            answer = etcd.maintenancestub.Status(request, etcd.timeout, metadata=etcd.metadata)
+            head = answer.header
+            return Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
+
+        return self._caller.call("status", send, repeatable=True, timeout_s=timeout_s, leader=False)
+
+    def members(self, *, timeout_s: float | None = None) -> tuple[Member, ...]:
+        def send(etcd: Any) -> tuple[Member, ...]:
+            return tuple(Member(m.id, m.name, tuple(m.peer_urls), tuple(m.client_urls)) for m in etcd.members)
+
+        return self._caller.call("list the members", send, repeatable=True, timeout_s=timeout_s)
+
+    def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
+        kinds = etcdrpc().AlarmMember.DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
+
+        def send(etcd: Any) -> tuple[Alarm, ...]:
+            return tuple(Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
+
+        return self._caller.call("list the alarms", send, repeatable=True, timeout_s=timeout_s)
+
+
+def _show(key: Key) -> str:
+    text = key if isinstance(key, str) else key.decode(errors="backslashreplace")
+    return text if text.isprintable() else repr(text)

@@ -1,0 +1,216 @@
+"""Where etcd is: addresses, one gRPC channel for each, and which of them to use now."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+import re
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ext.etcd import vendor
+from elastic_ext.etcd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 2379
+
+# Measured on etcd 3.4 and 3.5. gRPC's own back-off grows to 120 s, so that the first good call came 36 s after a 75 s outage.
+# Without the two http2 options a frozen server is noticed after 60 s or more; pings closer than 5 s draw a GOAWAY from etcd.
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    (
+        "grpc.min_reconnect_backoff_ms",
+        3000,
+    ),  # what one connection attempt may take, 20 s by default: too long to find a host back
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # 30 s by default; a restarted pod comes back under a new address
+    ("grpc.max_receive_message_length", -1),  # 4 MiB by default; etcd puts up to 1,000 revisions into one watch answer
+    ("grpc.enable_http_proxy", 0),  # http_proxy of the image is for the outside, not for the cluster's own etcd
+)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Paths of PEM files. Without `ca` the system's own list is used. `cert` and `key`: the client's own, both or none.
+
+    server_name: the name the server's certificate must hold, where it is not the endpoint's host.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """host: a name or an address, IPv6 without brackets. tls: None leaves it to whether TLS settings were given."""
+
+    host: str
+    port: int
+    tls: bool | None
+
+    def __str__(self) -> str:
+        return f"{self.grpc_host}:{self.port}"
+
+    @property
+    def grpc_host(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+
+_ENDPOINT = re.compile(
+    r"(?:(?P<scheme>https?)://)?(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.]+)?)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?/?",
+    re.ASCII,
+)
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """`host`, `host:port`, `[v6]:port`, with or without http:// or https://; the port is 2379 where none is given.
+
+    Raises:
+        ConfigError: it is none of these. The text is not repeated where it may hold a password (`user:secret@host`).
+    """
+    if "@" in text:
+        raise ConfigError("an etcd endpoint holds a user or password: expected host:port, give the user and password apart")
+    match = _ENDPOINT.fullmatch(text.strip())
+    port = int(match["port"] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 65536:
+        raise ConfigError(f"etcd endpoint {text!r}: expected host:port, [IPv6]:port or http(s)://host:port")
+    return Endpoint(match["v6"] or match["host"], port, {"https": True, "http": False, None: None}[match["scheme"]])
+
+
+def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
+    """A comma list or several texts; doubles count once."""
+    texts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
+    parsed = tuple(dict.fromkeys(parse_endpoint(text) for text in texts if text.strip()))
+    if not parsed:
+        raise ConfigError("no etcd endpoint given: expected host:port, several separated by commas")
+    return parsed
+
+
+class Connection:
+    """One endpoint: an etcd3 client, which holds the channel, the certificates and the stubs, and what is known of the server.
+
+    Attributes:
+        answered_at: when the server answered last, monotonic; minus infinity where it has not since the last failure.
+    """
+
+    def __init__(self, endpoint: Endpoint, tls: Tls | None) -> None:
+        self.endpoint = endpoint
+        self.name = str(endpoint)
+        self.answered_at = -math.inf
+        self._client = vendor.etcd3().Etcd3Client(
+            host=endpoint.grpc_host, port=endpoint.port, **_security(endpoint, tls), grpc_options=_options(tls)
+        )
+
+    @property
+    def channel(self) -> Any:
+        return self._client.channel
+
+    def bound(self, timeout_s: float, metadata: Sequence[tuple[str, str]]) -> Any:
+        """The etcd3 client for one call, with the deadline and metadata (token) of that call.
+
+        A shallow copy: etcd3 keeps both in attributes, which threads with other deadlines must not see. Its call credentials
+        stay empty: gRPC refuses them on a channel without TLS, metadata travels on any.
+        """
+        client = copy.copy(self._client)
+        client.timeout = timeout_s
+        client.metadata = tuple(metadata)
+        return client
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
+    if endpoint.tls is False and tls is not None:
+        raise ConfigError(
+            f"etcd endpoint http://{endpoint} is without TLS but certificates were given: use https:// or drop them"
+        )
+    if tls is None and not endpoint.tls:
+        return {}
+    tls = tls or Tls()
+    if (tls.cert is None) != (tls.key is None):
+        raise ConfigError("TLS client certificate: expected both the certificate and its key, got one of them")
+    ca = tls.ca or _system_ca()
+    for path, mark in ((ca, b"CERTIFICATE-----"), (tls.cert, b"CERTIFICATE-----"), (tls.key, b"PRIVATE KEY-----")):
+        if path is not None:
+            _check_pem(path, mark)
+    return {"ca_cert": ca, "cert_cert": tls.cert, "cert_key": tls.key}
+
+
+def _check_pem(path: str, mark: bytes) -> None:
+    """gRPC takes any bytes, and each call then fails with a text that names no file."""
+    try:
+        with open(path, "rb") as file:
+            found = mark in file.read()
+    except OSError as error:
+        raise ConfigError(f"TLS file {path} cannot be read: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"TLS file {path} holds no PEM block that ends in {mark.decode()!r}")
+
+
+def _system_ca() -> str:
+    paths = ssl.get_default_verify_paths()
+    if paths.cafile is None:
+        raise ConfigError(
+            "etcd over TLS: no CA file given and the system has none: give the CA that signed the server's certificate"
+        )
+    return paths.cafile
+
+
+def _options(tls: Tls | None) -> list[tuple[str, Any]]:
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls is not None and tls.server_name else []
+    return [*CHANNEL_OPTIONS, *name]
+
+
+class Endpoints:
+    """All connections, of which one is in use. Any thread that sees it fail moves all to the next.
+
+    The first is drawn at random, so that the agents of a job spread over the members.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], tls: Tls | None, first: int | None = None) -> None:
+        self.endpoints = tuple(endpoints)
+        self._connections = [Connection(endpoint, tls) for endpoint in endpoints]
+        self._lock = threading.Lock()
+        self._index = random.randrange(len(endpoints)) if first is None else first
+        self._observers: list[Callable[[Connection], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def current(self) -> Connection:
+        with self._lock:
+            return self._connections[self._index]
+
+    def observe(self, on_silent: Callable[[Connection], None]) -> None:
+        """on_silent is called, on the thread that saw it, with a connection on which a call got no answer."""
+        self._observers.append(on_silent)
+
+    def failed(self, connection: Connection, silent: bool) -> None:
+        """Use the next endpoint from now on. silent: there was no answer, as against an answer that speaks of trouble."""
+        with self._lock:
+            connection.answered_at = -math.inf
+            if self._connections[self._index] is connection:
+                self._index = (self._index + 1) % len(self._connections)
+                if len(self._connections) > 1:
+                    logger.info("etcd endpoint %s failed, %s is next", connection.name, self._connections[self._index].name)
+        if silent and len(self._connections) > 1:
+            for observer in self._observers:
+                observer(connection)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()

@@ -1,0 +1,194 @@
+"""The errors of the etcd client, and the table that tells what an answer of gRPC or etcd means.
+
+A message is one line: what was seen, what was expected, what to do. No message ever holds a password or a token.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from elastic_ext.errors import ElasticExtError, UsageError
+
+
+class EtcdError(ElasticExtError):
+    """Base of this family; raised itself where etcd refused a request as wrong (too large, too many operations)."""
+
+
+class ConfigError(EtcdError, UsageError):
+    """The client cannot be made from what it was given: endpoints, files, installed packages."""
+
+
+class ClientClosed(EtcdError):
+    """The client was closed, before the call or during it."""
+
+
+class Unavailable(EtcdError):
+    """No endpoint answered within the deadline; trying again later may help.
+
+    Attributes:
+        maybe_applied: the request may have reached a server and may have been carried out.
+    """
+
+    def __init__(self, message: str, maybe_applied: bool = False) -> None:
+        super().__init__(message)
+        self.maybe_applied = maybe_applied
+
+
+class TlsError(EtcdError):
+    """A certificate was refused, the server's by us or ours by the server, on every endpoint."""
+
+
+class AuthError(EtcdError):
+    """Wrong password, no user given where one is needed, or no permission for this key."""
+
+
+class Compacted(EtcdError):
+    """The history asked for is gone: read the keys again, then watch from there.
+
+    Attributes:
+        revision: the server's compaction revision; 0 where it did not say.
+    """
+
+    def __init__(self, message: str, revision: int = 0) -> None:
+        super().__init__(message)
+        self.revision = revision
+
+
+class LeaseLost(EtcdError):
+    """The lease has expired or was revoked; the keys under it are gone."""
+
+
+class QuotaExceeded(EtcdError):
+    """etcd's database is full (NOSPACE alarm): it answers reads and deletes only, until an operator acts."""
+
+
+class UnsupportedVersion(EtcdError):
+    """The server does not speak etcd's v3 API as of 3.4."""
+
+
+class Kind(enum.Enum):
+    """What a failed call means for the caller."""
+
+    NOT_TAKEN = "the request was not taken: it may be repeated"
+    UNSURE = "the request may have been carried out"
+    TLS = "a certificate was refused"
+    TOKEN = "the token is missing, expired or of an older state of the users"
+    AUTH_OFF = "the server does not use authentication"
+    AUTH = "refused"
+    COMPACTED = "compacted"
+    LEASE = "no such lease"
+    QUOTA = "no space"
+    VERSION = "unknown call"
+    REFUSED = "refused as wrong"
+
+
+# gRPC status code, part of its text (any case; "" fits all), meaning. The first row that fits counts. The texts are those of
+# etcd's api/v3rpc/rpctypes/error.go (3.4, 3.5) and of gRPC's core, which has no code of its own for a failed handshake.
+_MEANINGS: list[tuple[str, str, Kind]] = [
+    ("UNAVAILABLE", "ssl_error", Kind.TLS),
+    ("UNAVAILABLE", "ssl handshake failed", Kind.TLS),  # all that grpcio before 1.60 says
+    ("UNAVAILABLE", "certificate", Kind.TLS),
+    ("UNAVAILABLE", "hostname verification", Kind.TLS),
+    ("UNAVAILABLE", "tsi_data_corrupted", Kind.TLS),  # TLS 1.3: the server's refusal of our certificate comes after the handshake
+    ("UNAVAILABLE", "failed to connect to all addresses", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "connections to all backends failing", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "errors resolving", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "resolution failed", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "etcdserver: no leader", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "etcdserver: not capable", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "not supported for learner", Kind.NOT_TAKEN),
+    ("UNAVAILABLE", "", Kind.UNSURE),
+    ("DEADLINE_EXCEEDED", "", Kind.UNSURE),
+    ("CANCELLED", "", Kind.UNSURE),
+    ("ABORTED", "", Kind.UNSURE),
+    ("INTERNAL", "", Kind.UNSURE),
+    ("UNKNOWN", "context", Kind.UNSURE),
+    ("UNKNOWN", "stream removed", Kind.UNSURE),
+    ("RESOURCE_EXHAUSTED", "too many requests", Kind.NOT_TAKEN),
+    ("RESOURCE_EXHAUSTED", "space exceeded", Kind.QUOTA),
+    ("UNAUTHENTICATED", "", Kind.TOKEN),
+    ("INVALID_ARGUMENT", "revision of auth store is old", Kind.TOKEN),
+    ("INVALID_ARGUMENT", "user name is empty", Kind.TOKEN),
+    ("INVALID_ARGUMENT", "authentication failed", Kind.AUTH),
+    ("PERMISSION_DENIED", "", Kind.AUTH),
+    ("FAILED_PRECONDITION", "authentication is not enabled", Kind.AUTH_OFF),
+    ("OUT_OF_RANGE", "compacted", Kind.COMPACTED),
+    ("NOT_FOUND", "lease not found", Kind.LEASE),
+    ("UNIMPLEMENTED", "", Kind.VERSION),
+]
+
+TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoint, or the same one later, may do better
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed attempt at one endpoint. text: one short line. silent: there was no answer at all."""
+
+    kind: Kind
+    endpoint: str
+    text: str
+    silent: bool = False
+
+
+def classify(code: str, details: str, endpoint: str) -> Failure:
+    """Code: the name of the gRPC status. details: its text."""
+    text = details.lower()
+    fits = (kind for row_code, part, kind in _MEANINGS if row_code == code and part in text)
+    silent = code == "DEADLINE_EXCEEDED"
+    return Failure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else telling(details) or code, silent)
+
+
+def telling(details: str) -> str:
+    """The part of a text that says something: etcd puts it after its name, gRPC last, after the address."""
+    text = " ".join(details.split())
+    for lead in ("etcdserver: ", "last error: ", "Failed to connect to remote host: "):
+        text = text.rpartition(lead)[2]
+    text = re.sub(r"^(?:UNKNOWN|UNAVAILABLE|INTERNAL): |\bipv[46]:\S+: ", "", text)
+    return text.removesuffix(": OK")[:300]
+
+
+def fatal_error(failure: Failure, what: str, user: str | None) -> EtcdError:
+    """The error for a failure that no other endpoint and no waiting will mend. what: the call, as in `put /a/b`."""
+    seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
+    who = f"user {user!r}" if user else "no user given"
+    if failure.kind in (Kind.AUTH, Kind.TOKEN):
+        return AuthError(f"{seen} ({who}); give the right user and password, and the role that this key needs")
+    if failure.kind is Kind.COMPACTED:
+        return Compacted(f"{seen}; read the keys again, then watch from there")
+    if failure.kind is Kind.LEASE:
+        return LeaseLost(f"{seen}; the lease expired or was revoked: grant a new one and put its keys again")
+    if failure.kind is Kind.QUOTA:
+        return QuotaExceeded(f"{seen}; compact and defragment etcd or raise --quota-backend-bytes, then `etcdctl alarm disarm`")
+    if failure.kind is Kind.VERSION:
+        return UnsupportedVersion(f"{seen}; expected etcd 3.4 or later: check that the address is that of an etcd server")
+    return EtcdError(f"{seen}; the request is wrong or beyond the server's limits")
+
+
+def unavailable(what: str, failures: list[Failure], timeout_s: float, maybe_applied: bool) -> EtcdError:
+    """The error for a call whose time is over, or whose certificates were refused everywhere.
+
+    failures: the last one of each endpoint. timeout_s: what the call had.
+    """
+    seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt ended"
+    if failures and all(failure.kind is Kind.TLS for failure in failures):
+        return TlsError(f"{what}: no TLS connection to etcd ({seen}); check the CA, the client certificate and http/https")
+    if maybe_applied:
+        advice = "it may have been carried out: read again before a second try, or compare in it"
+        return Unavailable(f"{what}: sent, but the answer of etcd did not come ({seen}); {advice}", maybe_applied=True)
+    # This is how a server with TLS answers a client without, and the other way round; a server that is just stopping as well.
+    cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
+    hint = ", http:// against https://, the client certificate" if cut_off else ""
+    advice = f"check the addresses{hint} and that etcd runs"
+    return Unavailable(f"{what}: no etcd endpoint answered within {timeout_s:g} s ({seen}); {advice}")
+
+
+def check_version(version: str, endpoint: str) -> None:
+    """Raise UnsupportedVersion for a server older than 3.4 (watch ids chosen by the client came with it)."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    if not (major.isdigit() and minor.isdigit()):
+        return  # an unreleased build; what it lacks will say so itself
+    if (int(major), int(minor)) < (3, 4):
+        raise UnsupportedVersion(f"etcd at {endpoint} is version {version}, expected 3.4 or later: upgrade it")

@@ -1,0 +1,110 @@
+"""A lease that is kept alive in the background until it is given up, revoked or lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastic_ext.etcd.errors import ConfigError
+from elastic_ext.etcd.keeper import Term
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd.client import EtcdClient
+
+logger = logging.getLogger(__name__)
+
+MIN_TTL_S = 2  # etcd raises shorter ones to one and a half election timeouts, 2 s by default
+
+
+class LeaseSession:
+    """Granted by the constructor, renewed every third of its TTL by the client's keeper thread.
+
+    Lost means: the server says that it is gone; or, unless `patient`, `alive_until` has passed without an answer. Trouble
+    on the way to the server before that time is no loss. A lost lease stays lost; the caller grants a new one if it wants.
+
+    A lease outlives an outage of all members: etcd gives each lease its full TTL again when a leader is elected. A `patient`
+    session uses that: it goes on asking, and only the server's word ends it; `alive_until` lies in the past meanwhile.
+
+    Attributes:
+        lease_id: for `put(..., lease_id=)`.
+        ttl_s: as granted by the server.
+        lost: set when the lease is lost.
+        lost_reason: one line, once lost.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        ttl_s: int,
+        *,
+        on_lost: Callable[[LeaseSession], None] | None = None,
+        patient: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Grant it.
+
+        Args:
+            ttl_s: seconds, at least 2.
+            on_lost: called once, on the keeper thread; it must return at once.
+            timeout_s: for the grant.
+
+        Raises:
+            EtcdError: the lease could not be granted.
+        """
+        if ttl_s < MIN_TTL_S:
+            raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, etcd cannot time less")
+        self._client = client
+        self._on_lost = on_lost
+        self._patient = patient
+        self.lost = threading.Event()
+        self.lost_reason: str | None = None
+        granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
+        self.lease_id = granted.lease_id
+        self.ttl_s = granted.ttl_s
+        self._term: Term
+        self.renewed(granted.sent_at, granted.ttl_s)
+        client.keeper.add(self)
+
+    def __repr__(self) -> str:
+        return f"LeaseSession({self.lease_id:x}, {self.ttl_s} s{', lost' if self.lost.is_set() else ''})"
+
+    @property
+    def alive_until(self) -> float:
+        """Monotonic seconds until which the lease is certainly alive on the server.
+
+        Counted from just before the last renewal that succeeded was sent: the server began to count later than that.
+        """
+        return self._term.alive_until
+
+    def revoke(self, *, timeout_s: float | None = None) -> None:
+        """Delete the lease and its keys now. Raises EtcdError where that fails: then it expires by itself."""
+        self.orphan()
+        self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
+
+    def orphan(self) -> None:
+        """Stop renewing: the server lets it expire, at `alive_until` or somewhat later."""
+        self._client.keeper.remove(self)
+
+    # For the keeper
+
+    @property
+    def term(self) -> Term:
+        return self._term
+
+    def renewed(self, sent_at: float, ttl_s: int) -> None:
+        self._term = Term(self.lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, self._patient)
+
+    def retry_at(self, at: float) -> None:
+        self._term = Term(self.lease_id, self._term.ttl_s, at, self._term.alive_until, self._patient)
+
+    def end(self, reason: str) -> None:
+        logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)
+        self.lost_reason = reason
+        self.lost.set()
+        if self._on_lost is not None:
+            try:
+                self._on_lost(self)
+            except Exception:  # foreign code on the thread that keeps the other leases alive
+                logger.exception("on_lost of etcd lease %x failed", self.lease_id)

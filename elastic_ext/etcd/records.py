@@ -1,0 +1,256 @@
+"""What goes into etcd and comes out of it, as plain frozen values, and their translation to and from the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from elastic_ext.etcd.messages import etcdrpc
+
+Key: TypeAlias = str | bytes
+
+
+def to_bytes(text: Key) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
+    """(key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
+
+    The end is the prefix with its last byte that is not 0xff increased and the rest cut off; where there is none, the byte 0
+    stands for "no end" (etcd's clientv3, GetPrefixRangeEnd).
+    """
+    start = to_bytes(prefix)
+    head = start.rstrip(b"\xff")
+    end = head[:-1] + bytes([head[-1] + 1]) if head else b"\0"
+    return start or b"\0", end
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """lease_id: 0 means that no lease holds it. version: writes since it was created, from 1."""
+
+    key: bytes
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease_id: int
+
+    @classmethod
+    def parse(cls, kv: Any) -> KeyValue:
+        return cls(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A key was put or deleted. Of a deletion `kv` has the key and, as mod_revision, the revision of the deletion."""
+
+    kind: Literal["put", "delete"]
+    kv: KeyValue
+    previous: KeyValue | None
+
+    @classmethod
+    def parse(cls, event: Any) -> Event:
+        previous = KeyValue.parse(event.prev_kv) if event.HasField("prev_kv") else None
+        return cls("delete" if event.type else "put", KeyValue.parse(event.kv), previous)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Answer to a get. revision: the store's at the time of reading. count: keys in the range, with those not returned."""
+
+    revision: int
+    kvs: tuple[KeyValue, ...]
+    count: int
+    more: bool
+
+    @property
+    def kv(self) -> KeyValue | None:
+        """The first key, or None."""
+        return self.kvs[0] if self.kvs else None
+
+    @classmethod
+    def parse(cls, response: Any, revision: int) -> Reading:
+        return cls(revision, tuple(KeyValue.parse(kv) for kv in response.kvs), response.count, response.more)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Answer to a put, at `revision`. previous: only where asked for."""
+
+    revision: int
+    previous: KeyValue | None
+
+    @classmethod
+    def parse(cls, response: Any, revision: int) -> Written:
+        return cls(revision, KeyValue.parse(response.prev_kv) if response.HasField("prev_kv") else None)
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """Answer to a delete. previous: only where asked for."""
+
+    revision: int
+    deleted: int
+    previous: tuple[KeyValue, ...]
+
+    @classmethod
+    def parse(cls, response: Any, revision: int) -> Deleted:
+        return cls(revision, response.deleted, tuple(KeyValue.parse(kv) for kv in response.prev_kvs))
+
+
+@dataclass(frozen=True)
+class TxnResult:
+    """succeeded: the comparisons held. responses: one per operation carried out, in their order. revision: after it."""
+
+    succeeded: bool
+    revision: int
+    responses: tuple[Reading | Written | Deleted, ...]
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """The answers to its gets alone."""
+        return tuple(response for response in self.responses if isinstance(response, Reading))
+
+    @classmethod
+    def parse(cls, response: Any) -> TxnResult:
+        revision = response.header.revision  # the answers within carry no useful header of their own
+        return cls(response.succeeded, revision, tuple(_parse_op(op, revision) for op in response.responses))
+
+
+def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
+    kind = op.WhichOneof("response")
+    if kind == "response_range":
+        return Reading.parse(op.response_range, revision)
+    if kind == "response_put":
+        return Written.parse(op.response_put, revision)
+    return Deleted.parse(op.response_delete_range, revision)
+
+
+@dataclass(frozen=True)
+class Put:
+    key: Key
+    value: Key
+    lease_id: int = 0
+    prev_kv: bool = False
+
+    def message(self) -> Any:
+        rpc = etcdrpc()
+        put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id, prev_kv=self.prev_kv)
+        return rpc.RequestOp(request_put=put)
+
+
+@dataclass(frozen=True)
+class Get:
+    key: Key
+    prefix: bool = False
+
+    def message(self) -> Any:
+        rpc = etcdrpc()
+        key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
+        return rpc.RequestOp(request_range=rpc.RangeRequest(key=key, range_end=end))
+
+
+@dataclass(frozen=True)
+class Delete:
+    key: Key
+    prefix: bool = False
+    prev_kv: bool = False
+
+    def message(self) -> Any:
+        rpc = etcdrpc()
+        key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end, prev_kv=self.prev_kv))
+
+
+Op: TypeAlias = Put | Get | Delete
+
+_TARGETS = {"version": "version", "create": "create_revision", "mod": "mod_revision", "value": "value", "lease": "lease"}
+_RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", ">": "GREATER", "<": "LESS"}
+
+
+@dataclass(frozen=True)
+class Compare:
+    """A condition on one key. Of a key that does not exist version, create, mod and lease are 0; a value never fits it."""
+
+    key: Key
+    target: Literal["version", "create", "mod", "value", "lease"]
+    result: Literal["=", "!=", ">", "<"]
+    operand: int | Key
+
+    def message(self) -> Any:
+        compare = etcdrpc().Compare
+        operand = self.operand if isinstance(self.operand, int) else to_bytes(self.operand)
+        return compare(
+            key=to_bytes(self.key),
+            target=compare.CompareTarget.Value(self.target.upper()),
+            result=compare.CompareResult.Value(_RESULTS[self.result]),
+            **{_TARGETS[self.target]: operand},
+        )
+
+
+def absent(key: Key) -> Compare:
+    """The key does not exist."""
+    return Compare(key, "create", "=", 0)
+
+
+def unchanged(key: Key, mod_revision: int) -> Compare:
+    """The key was last written at this revision; 0: it does not exist."""
+    return Compare(key, "mod", "=", mod_revision)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """ttl_s: what the server granted; it raises what is too short for it. sent_at: monotonic, just before the request left."""
+
+    lease_id: int
+    ttl_s: int
+    sent_at: float
+
+
+@dataclass(frozen=True)
+class KeptAlive:
+    """ttl_s: by lease id, 0 or less where it is gone. sent_at: monotonic, just before the request left."""
+
+    sent_at: float
+    ttl_s: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class LeaseState:
+    """ttl_s: seconds left, -1 where there is no such lease. keys: only where asked for."""
+
+    lease_id: int
+    ttl_s: int
+    granted_ttl_s: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    """One member's word about itself. leader: member id, 0 where it knows of none. db_size: bytes."""
+
+    version: str
+    member_id: int
+    leader: int
+    raft_term: int
+    db_size: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class Member:
+    member_id: int
+    name: str
+    peer_urls: tuple[str, ...]
+    client_urls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """kind: NOSPACE or CORRUPT."""
+
+    member_id: int
+    kind: str

@@ -1,0 +1,109 @@
+"""The keys under a prefix, then their changes: no gap, nothing twice, and again from the start when history is lost."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_ext.etcd.errors import Compacted
+from elastic_ext.etcd.records import Key, KeyValue
+from elastic_ext.etcd.watch import Batch, Item, Watch
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd.client import EtcdClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All keys with the prefix as of `revision`. What was known before is void: a key that is not here is gone."""
+
+    revision: int
+    kvs: tuple[KeyValue, ...]
+
+
+class SnapshotWatch:
+    """Gives a `Snapshot`, then `Batch`es of what changed since; after a compaction a `Snapshot` again.
+
+    Reading happens on the caller's thread, in `get`.
+    """
+
+    def __init__(self, client: EtcdClient, prefix: Key, on_news: Callable[[], None] | None = None) -> None:
+        """on_news: called on another thread when `get` will have something, to wake whoever selects; it must return at once."""
+        self._client = client
+        self._prefix = prefix
+        self._on_news = on_news
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._watch: Watch | None = None
+        self._closed = False
+
+    def __enter__(self) -> SnapshotWatch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def live(self) -> bool:
+        """See `Watch.live`."""
+        return self._watch is not None and self._watch.live
+
+    def get(self, timeout_s: float | None = None) -> Snapshot | Batch | None:
+        """The next of them; None when the time is over or it is closed. timeout_s: also for the
+        reading of a snapshot, where 0 stands for the client's default.
+
+        Raises:
+            EtcdError: the snapshot could not be read, the next `get` tries again; or the watch ended for another reason
+                than compaction.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            if self._watch is None:
+                return self._read(timeout_s or None)
+            try:
+                item = self._items.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if isinstance(item, Batch):
+                return item
+            self._watch.close()
+            if isinstance(item, Compacted):
+                self._watch = None
+            elif item is not None:
+                self._items.put(item)  # the end stays the end
+                raise item
+        return None
+
+    def _read(self, timeout_s: float | None) -> Snapshot:
+        reading = self._client.get_prefix(self._prefix, timeout_s=timeout_s)
+        # A queue for each watch: what the one before left behind is older than this snapshot.
+        items = self._items = queue.SimpleQueue()
+
+        def take(item: Item) -> None:
+            items.put(item)
+            if self._on_news is not None:
+                try:
+                    self._on_news()
+                except Exception:  # foreign code; the item is there all the same
+                    logger.exception("on_news of the etcd watch on %r failed", self._prefix)
+
+        self._watch = Watch(self._client, self._prefix, prefix=True, start_revision=reading.revision + 1, callback=take)
+        if self._closed:
+            self._watch.close()
+        return Snapshot(reading.revision, reading.kvs)
+
+    def __iter__(self) -> Iterator[Snapshot | Batch]:
+        while (item := self.get()) is not None:
+            yield item
+
+    def close(self) -> None:
+        """From any thread; wakes whoever waits in `get`."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.close()
+        self._items.put(None)

@@ -1,0 +1,96 @@
+"""Loads etcd3 0.12.0 with message classes that work on every protobuf, and leaves no trace of it.
+
+etcd3's generated code fails on protobuf 4 and later, and the variable that cures it slows all protobuf of the process
+down. So it is imported with `etcd3.etcdrpc` replaced by our own module, and taken out of sys.modules again: a user's
+own `import etcd3` gets what it would have got without us.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import sys
+import threading
+import types
+from pathlib import Path
+
+from elastic_ext.etcd import messages
+from elastic_ext.etcd.errors import ConfigError
+
+VERSION = "0.12.0"
+_INSTALL = f"pip install --force-reinstall etcd3=={VERSION}"
+
+_lock = threading.Lock()
+_loaded: types.ModuleType | None = None
+
+
+def etcd3() -> types.ModuleType:
+    """etcd3, private to this package: Etcd3Client, Etcd3Exception. Loaded at the first call.
+
+    Raises:
+        ConfigError: etcd3 is not installed, is another version, or another distribution took its place.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            check_owner()
+            _loaded = _import()
+        return _loaded
+
+
+def _import() -> types.ModuleType:
+    theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_etcd3(name)}
+    try:
+        sys.modules["etcd3.etcdrpc"] = messages.etcdrpc()
+        return importlib.import_module("etcd3")
+    finally:
+        for name in [name for name in sys.modules if _is_etcd3(name)]:
+            del sys.modules[name]
+        sys.modules.update(theirs)
+
+
+def _is_etcd3(name: str) -> bool:
+    return name == "etcd3" or name.startswith("etcd3.")
+
+
+def check_owner() -> None:
+    """Raise ConfigError unless the top-level module `etcd3` is that of the distribution etcd3 0.12.0.
+
+    etcd3-py and some forks install a package of the same name, over it or before it on the path.
+    """
+    try:
+        distribution = importlib.metadata.distribution("etcd3")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"the etcd client needs etcd3=={VERSION}, which is not installed: {_INSTALL}") from None
+    if distribution.version != VERSION:
+        raise ConfigError(f"the etcd client needs etcd3=={VERSION}, found {distribution.version}: {_INSTALL}")
+    expected = Path(str(distribution.locate_file("etcd3/client.py")))
+    found = _module_folder()
+    if found is None or not expected.exists() or not expected.parent.samefile(found):
+        raise ConfigError(
+            f"the module etcd3 found at {found} is not that of etcd3=={VERSION} ({expected.parent}): "
+            "another distribution of that name is in its way; uninstall it or put it later on the path"
+        )
+    if not _unchanged(distribution, expected):
+        raise ConfigError(
+            f"{expected} is not the file that etcd3=={VERSION} installed: another distribution (etcd3-py?) wrote over it; "
+            f"uninstall that one, then {_INSTALL}"
+        )
+
+
+def _module_folder() -> Path | None:
+    # The path finder and not find_spec: what a user has put into sys.modules is no concern of ours.
+    spec = importlib.machinery.PathFinder.find_spec("etcd3")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _unchanged(distribution: importlib.metadata.Distribution, path: Path) -> bool:
+    """True as well where the installer kept no checksums (distribution packages do not)."""
+    for entry in distribution.files or []:
+        if entry.as_posix() == "etcd3/client.py" and entry.hash is not None:
+            digest = hashlib.new(entry.hash.mode, path.read_bytes()).digest()
+            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == entry.hash.value
+    return True

@@ -1,0 +1,133 @@
+"""What is known of one failed worker: plain values, gathered here, judged in `classify`.
+
+An error file is whatever the worker left: half-written by a worker that was killed, huge, not JSON, not what torch expects. It is
+read here, within bounds, and never by torch's own reader, which raises into the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
+
+
+@dataclass(frozen=True)
+class RaisedException:
+    """An exception that left the script. frames: "file.py:line in function", outermost first."""
+
+    type: str
+    message: str
+    frames: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ErrorFile:
+    """What a worker's error file said.
+
+    Attributes:
+        path: the file, if torch may read it too; "" if not.
+        data: torch's {"message": ...}, checked; None without a usable file.
+        problem: why a file that exists is not used; "" otherwise.
+        exception: what was raised, if the file tells.
+        raised_ns: time.monotonic_ns() of the worker when it caught the exception; None if not known.
+    """
+
+    path: str = ""
+    data: dict[str, Any] | None = None
+    problem: str = ""
+    exception: RaisedException | None = None
+    raised_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One worker that ended otherwise than with 0. Everything that is not known is None, never a guess.
+
+    Attributes:
+        exit_code: what the process returned; None if a signal ended it or if it is not known.
+        signal: name of the signal that ended it, e.g. "SIGKILL".
+        first_step_done: this worker had done an optimizer step.
+        stopped_by_agent: it was well until the agent told it to end.
+        ended_ns: time.monotonic_ns() when the cause showed: the exception caught, else the exit seen.
+    """
+
+    rank: int
+    exit_code: int | None = None
+    signal: str | None = None
+    exception: RaisedException | None = None
+    step: int | None = None
+    first_step_done: bool | None = None
+    stopped_by_agent: bool = False
+    ended_ns: int = 0
+
+
+def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
+    """Split subprocess's exit code into (exit code, name of the signal)."""
+    if exitcode is None or exitcode >= 0:
+        return exitcode, None
+    try:
+        return None, signal.Signals(-exitcode).name
+    except ValueError:
+        return None, f"signal {-exitcode}"
+
+
+def read_error_file(path: str) -> ErrorFile:
+    """Read a worker's error file. Never raises for what a worker can leave there."""
+    if not path or not os.path.isfile(path):
+        return ErrorFile()
+    try:
+        size = os.path.getsize(path)
+        if size > MAX_ERROR_FILE_BYTES:
+            return ErrorFile(problem=f"error file of {size} bytes, the limit is {MAX_ERROR_FILE_BYTES}: {path}")
+        with open(path, "rb") as file:
+            data = json.loads(file.read(MAX_ERROR_FILE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        return ErrorFile(problem=f"unreadable error file {path}: {type(error).__name__}")
+    if not _fit_for_torch(data):
+        return ErrorFile(problem=f"error file without the fields that torch writes: {path}")
+    exception, raised_ns = _exception(data)
+    return ErrorFile(path, data, "", exception, raised_ns)
+
+
+def _fit_for_torch(data: Any) -> bool:
+    """Whether torch's ProcessFailure and ChildFailedError can show this (both index into it unchecked)."""
+    if not isinstance(data, dict):
+        return False
+    message = data.get("message")
+    if isinstance(message, str):
+        return _is_int(data.get("timestamp", 0))
+    if not isinstance(message, dict):
+        return False
+    extra = message.get("extraInfo")
+    return (
+        isinstance(extra, dict)
+        and _is_int(extra.get("timestamp"))
+        and isinstance(extra.get("py_callstack", ""), str)
+        and isinstance(message.get("message", ""), str)
+    )
+
+
+def _is_int(value: Any) -> bool:
+    try:
+        return 0 <= int(value) < 1 << 37  # seconds that datetime.fromtimestamp takes: up to the year 6325
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _exception(data: dict[str, Any]) -> tuple[RaisedException | None, int | None]:
+    """The exception as the bootstrap tells it, else as torch's `@record` puts it: "KeyError: 'x'"."""
+    ours = data.get("elastic_ext")
+    if isinstance(ours, dict) and isinstance(ours.get("type"), str):
+        frames = ours.get("frames")
+        frames = tuple(str(frame) for frame in frames) if isinstance(frames, list) else ()
+        raised_ns = ours.get("monotonic_ns")
+        exception = RaisedException(ours["type"], str(ours.get("message", "")), frames)
+        return exception, raised_ns if isinstance(raised_ns, int) else None
+    message = data["message"]
+    text = message.get("message", "") if isinstance(message, dict) else message
+    name, _, rest = text.partition(": ")
+    return (RaisedException(name, rest), None) if name.replace(".", "").isidentifier() else (None, None)

@@ -1,0 +1,85 @@
+"""What the user and torch are told of a failure: the cause first, its traceback once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.evidence import ErrorFile
+from elastic_ext.policy import Action, Decision
+
+
+@dataclass(frozen=True)
+class FailedWorker:
+    """One worker that failed, with all that is known of it. exitcode as subprocess has it."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: ErrorFile
+    diagnosis: Diagnosis
+
+    @property
+    def rank(self) -> int:
+        return self.diagnosis.evidence.rank
+
+
+def block(cause: FailedWorker, others: Sequence[FailedWorker], decision: Decision) -> str:
+    """The text for the log. On a stop the traceback is left to torch's own text, which comes last."""
+    lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind})"]
+    if others:
+        lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
+    lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
+    if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
+        lines += ["  " + line for line in traceback.rstrip().splitlines()]
+    return "\n".join(lines)
+
+
+def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:
+    """Torch's record of the failures, by global rank.
+
+    Torch takes the earliest timestamp for the root cause and, among equal ones, the first entry: the cause gets both.
+    """
+    first = _process_failure(cause)
+    failures = {cause.rank: first}
+    for worker in others:
+        failure = _process_failure(worker)
+        failure.timestamp = max(failure.timestamp, first.timestamp)
+        if _traceback(worker.error_file):
+            failure.message = f"{_short(worker)}; its traceback is in the error file"
+        failures[worker.rank] = failure
+    return failures
+
+
+def _process_failure(worker: FailedWorker) -> ProcessFailure:
+    failure = ProcessFailure(local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.exitcode, error_file="")
+    # Without a file torch gives every failure the same dict, and writes into it.
+    failure.error_file_data = dict(failure.error_file_data)
+    data = worker.error_file.data
+    if data is not None:
+        message = data["message"]
+        failure.error_file = worker.error_file.path
+        failure.error_file_data = data
+        failure.message = message
+        failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
+    elif worker.error_file.problem:
+        failure.message = f"{failure.message}\n  ({worker.error_file.problem})"
+    return failure
+
+
+def _traceback(error_file: ErrorFile) -> str:
+    message: Any = error_file.data["message"] if error_file.data else None
+    return str(message["extraInfo"].get("py_callstack", "")) if isinstance(message, dict) else ""
+
+
+def _short(worker: FailedWorker) -> str:
+    exception = worker.diagnosis.evidence.exception
+    if exception is not None:
+        text = exception.message.splitlines()[0][:120] if exception.message else ""
+        return f"{exception.type}: {text}" if text else exception.type
+    signal = worker.diagnosis.evidence.signal
+    return signal if signal is not None else f"exit code {worker.exitcode}"

@@ -1,0 +1,95 @@
+"""From what the user asked to run to what the agent starts: checked first, then put behind the bootstrap."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from elastic_ext.checkpoints import discovery
+from elastic_ext.errors import UsageError
+from elastic_ext.policy import NO_LIMIT
+from elastic_ext.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BOOTSTRAP = str(Path(__file__).with_name("workers") / "bootstrap.py")
+UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+
+
+@dataclass(frozen=True)
+class PythonProgram:
+    """`python -u [-m] program`, as torchrun builds it."""
+
+    options: tuple[str, ...]
+    is_module: bool
+    program: str
+    args: tuple[Any, ...]
+
+
+def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> PythonProgram | None:
+    """Return the Python program behind a command line; None for functions, other programs and options that we do not know."""
+    if not isinstance(entrypoint, str) or not (entrypoint == sys.executable or _PYTHON.fullmatch(os.path.basename(entrypoint))):
+        return None
+    rest = list(args)
+    options = []
+    if rest and rest[0] == "-u":
+        options.append(rest.pop(0))
+    is_module = bool(rest) and rest[0] == "-m"
+    if is_module:
+        rest.pop(0)
+    if not rest or str(rest[0]).startswith("-"):
+        return None
+    return PythonProgram(tuple(options), is_module, str(rest[0]), tuple(rest[1:]))
+
+
+def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
+    """Return the spec that the agent runs.
+
+    Raises:
+        UsageError: the script or the command is not there, or the checkpoint directory cannot be one.
+    """
+    if settings.checkpoint_dir:
+        _check_checkpoint_dir(settings.checkpoint_dir)
+    spec = copy.copy(spec)
+    if settings.max_restarts is not None:
+        spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
+    _check_command(spec.entrypoint)
+    program = python_program(spec.entrypoint, spec.args)
+    if program is None:
+        return spec
+    _check_script(program)
+    if settings.bootstrap:
+        module = ("-m",) if program.is_module else ()
+        spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
+    return spec
+
+
+def _check_checkpoint_dir(directory: str) -> None:
+    try:
+        discovery.newest_complete(directory)
+    except OSError as error:  # the storage does not answer now; before the first round it must
+        logger.warning("checkpoint_dir %s cannot be looked at now: %s", directory, error)
+
+
+def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
+    if isinstance(entrypoint, str) and shutil.which(entrypoint) is None:
+        raise UsageError(f"the command {entrypoint!r} was not found or cannot be executed; nothing was started")
+
+
+def _check_script(program: PythonProgram) -> None:
+    # A module is looked up by the worker, whose sys.path is not the agent's; "${...}" is one of torch's macros.
+    if program.is_module or "${" in program.program:
+        return
+    if not os.path.exists(program.program):
+        raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")

@@ -1,0 +1,296 @@
+"""The agent's Prometheus metrics: the values are kept here, prometheus-client lends the families and the text format.
+
+The counters of prometheus-client itself are not used. With PROMETHEUS_MULTIPROC_DIR in the environment, which is meant for
+the user's own workers, they live in files of that directory: the agent would not start where it is missing, two agents of one
+process would share their values, and the workers' own /metrics would show the agent's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import numbers
+import platform
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+WORKER_STATES = ("running", "stopped", "succeeded", "failed")
+PHASES = ("stop", "rendezvous", "start")
+
+# Seconds. A parked standby is back in some 15 ms, a platform may take minutes to replace a node.
+RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# torchelastic and what users put have a few dozen names; a name with a step or an id in it must not grow the agent for days.
+MAX_TORCHELASTIC_NAMES = 500
+
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerProgress:
+    """One worker at the time of a scrape. ``last_step_age_s``: seconds since its last optimizer step, None before the first."""
+
+    local_rank: int
+    steps: int
+    last_step_age_s: float | None
+
+
+@dataclass(frozen=True)
+class _Family:
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    help: str
+    labels: Labels = ()
+
+    def new(self, name: str) -> CounterMetricFamily | GaugeMetricFamily:
+        return self.kind(name, self.help, labels=self.labels)
+
+
+# A counter's name is shown with _total behind it.
+_FAMILIES = {
+    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers by what caused them.", ("kind",)),
+    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures by what they were found to be.", ("kind",)),
+    "elastic_ext_round": _Family(GaugeMetricFamily, "The rendezvous round."),
+    "elastic_ext_world_size": _Family(GaugeMetricFamily, "Workers in this round, over all nodes."),
+    "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent by state.", ("state",)),
+    "elastic_ext_torchelastic_last_value": _Family(
+        GaugeMetricFamily, "The last value given to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+    ),
+    "elastic_ext_torchelastic_values": _Family(
+        CounterMetricFamily, "Values given to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+    ),
+}
+_WORKER_FAMILIES = {
+    "elastic_ext_worker_steps": _Family(
+        CounterMetricFamily, "Optimizer steps of the worker since it was started.", ("local_rank",)
+    ),
+    "elastic_ext_worker_last_step_age_seconds": _Family(
+        GaugeMetricFamily, "Time since the worker's last optimizer step.", ("local_rank",)
+    ),
+}
+_RECOVERY = "elastic_ext_recovery_seconds"
+_RECOVERY_HELP = "Time that the phases of a recovery took."
+
+
+class AgentMetrics(Collector):
+    """What one agent tells Prometheus, in a registry of its own. Every method may be called from any thread.
+
+    Args:
+        torch: torch's version; this module does not import it.
+        run_id: the job's.
+        version: of this package.
+        node: this node's name, by default its host name.
+        progress: called at each scrape, in the thread of the scrape. It should not raise: that fails the whole scrape.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        torch: str,
+        run_id: str,
+        node: str = "",
+        progress: Callable[[], Sequence[WorkerProgress]] = tuple,
+    ) -> None:
+        info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
+        self._info = {name: _label(value) for name, value in info.items()}
+        self._progress = progress
+        # Re-entrant: a signal handler that calls put_metric may interrupt this very thread inside the lock.
+        self._lock = threading.RLock()
+        self._values: dict[str, dict[Labels, float]] = {name: {} for name in _FAMILIES}
+        self._recovery = {phase: _Histogram() for phase in PHASES}
+        self._full = False
+        self.round_started(0, 0)
+        self.workers()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def restarted(self, kind: str) -> None:
+        """Count a restart of the workers. ``kind``: a kind of failure, or membership."""
+        self._add("elastic_ext_restarts", (_label(kind),))
+
+    def failed(self, kind: str) -> None:
+        """Count a failure of the kind that it was found to be."""
+        self._add("elastic_ext_failures", (_label(kind),))
+
+    def round_started(self, round: int, world_size: int) -> None:
+        """``world_size``: workers over all nodes."""
+        with self._lock:
+            self._values["elastic_ext_round"][()] = round
+            self._values["elastic_ext_world_size"][()] = world_size
+
+    def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
+        """How many of this agent's workers are in each state. It replaces what was said before."""
+        counts = zip(WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
+        with self._lock:
+            self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
+
+    def phase(self, name: str, seconds: float) -> None:
+        """One phase of a recovery took ``seconds``. Raises KeyError for a name that is not in PHASES."""
+        with self._lock:
+            self._recovery[name].observe(seconds)
+
+    def put(self, group: str, name: str, value: float) -> None:
+        """Keep a value given to torchelastic's put_metric, which takes anything: what is no number is dropped.
+
+        The first MAX_TORCHELASTIC_NAMES names are kept; later ones are dropped, with one warning. Never raises.
+        """
+        number = _number(value)
+        if number is None:
+            logger.debug("torchelastic metric %s/%s: %r is not a number, dropped", group, name, type(value))
+            return
+        labels = _label(group), _label(name)
+        with self._lock:
+            last_values = self._values["elastic_ext_torchelastic_last_value"]
+            if labels in last_values or len(last_values) < MAX_TORCHELASTIC_NAMES:
+                last_values[labels] = number
+                self._add("elastic_ext_torchelastic_values", labels)
+                return
+            warned, self._full = self._full, True
+        if not warned:
+            logger.warning(
+                "more than %d names were given to put_metric: %s/%s and other new ones are not shown; "
+                "a metric's name should not hold a step or an id",
+                MAX_TORCHELASTIC_NAMES,
+                *labels,
+            )
+
+    def _add(self, name: str, labels: Labels) -> None:
+        with self._lock:
+            values = self._values[name]
+            values[labels] = values.get(labels, 0) + 1
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without their values; the registry asks for it when it registers a collector."""
+        for name, family in {**_FAMILIES, **_WORKER_FAMILIES}.items():
+            yield family.new(name)
+        yield HistogramMetricFamily(_RECOVERY, _RECOVERY_HELP, labels=("phase",))
+        yield InfoMetricFamily("elastic_ext", "What this agent is.")
+
+    def collect(self) -> Iterator[Metric]:
+        """Called at each scrape, in the thread of the scrape."""
+        with self._lock:
+            values = {name: dict(by_labels) for name, by_labels in self._values.items()}
+            recovery = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._recovery.items()}
+        yield InfoMetricFamily("elastic_ext", "What this agent is.", value=self._info)
+        for name, by_labels in values.items():
+            family = _FAMILIES[name].new(name)
+            for labels, value in by_labels.items():
+                family.add_metric(labels, value)
+            yield family
+        seconds = HistogramMetricFamily(_RECOVERY, _RECOVERY_HELP, labels=("phase",))
+        for phase, (buckets, total) in recovery.items():
+            seconds.add_metric((phase,), buckets, total)
+        yield seconds
+        yield from self._collect_progress()
+
+    def _collect_progress(self) -> Iterator[Metric]:
+        steps, ages = (family.new(name) for name, family in _WORKER_FAMILIES.items())
+        for worker in self._progress():
+            labels = (str(worker.local_rank),)
+            steps.add_metric(labels, worker.steps)
+            if worker.last_step_age_s is not None:
+                ages.add_metric(labels, worker.last_step_age_s)
+        yield steps
+        yield ages
+
+
+class _Histogram:
+    """Counts by bucket; not locked."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+        self._counts = [0] * (len(RECOVERY_BUCKETS) + 1)
+
+    def observe(self, seconds: float) -> None:
+        self.sum += seconds
+        self._counts[bisect.bisect_left(RECOVERY_BUCKETS, seconds)] += 1
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus has them: (upper bound, observations at or below it)."""
+        shown, below = [], 0
+        for bound, count in zip((*RECOVERY_BUCKETS, math.inf), self._counts, strict=True):
+            below += count
+            shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
+        return shown
+
+
+def _label(value: str) -> str:
+    """A lone surrogate, as in a host name or run id from an undecodable variable, would make every scrape fail."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _number(value: object) -> float | None:
+    # Only what Python and numpy call a real number: float() of a tensor would wait for its device.
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+# torchelastic's own metrics.
+
+TORCHELASTIC_GROUP = "torchelastic"
+
+
+class _Default:
+    """Stands for "no handler for this group": hands on to the default handler of the moment.
+
+    torch.distributed.elastic.metrics has no public way to take a group's handler away again.
+    """
+
+    def emit(self, metric_data: Any) -> None:
+        from torch.distributed.elastic.metrics import getStream
+
+        getStream("elastic_ext: a group that nobody configures").handler.emit(metric_data)
+
+
+class _Tee:
+    """A handler that feeds ``metrics`` while it is not None, and always ``before``, whose errors stay the caller's."""
+
+    def __init__(self, metrics: AgentMetrics, before: Any) -> None:
+        self.metrics: AgentMetrics | None = metrics
+        self.before = before
+
+    def emit(self, metric_data: Any) -> None:
+        metrics = self.metrics
+        if metrics is not None:
+            metrics.put(metric_data.group_name, metric_data.name, metric_data.value)
+        self.before.emit(metric_data)
+
+
+@contextmanager
+def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
+    """Inside, what torchelastic gives to put_metric goes to ``metrics`` too, besides the handler that was configured before.
+
+    Afterwards that handler is back, unless somebody has configured another one meanwhile, which then stays. Bridges of several
+    agents in one process may end in any order.
+    """
+    from torch.distributed.elastic.metrics import configure, getStream
+
+    before = getStream(TORCHELASTIC_GROUP).handler
+    if before is getStream("elastic_ext: a group that nobody configures").handler:
+        before = _Default()
+    tee = _Tee(metrics, before)
+    configure(tee, TORCHELASTIC_GROUP)
+    try:
+        yield
+    finally:
+        tee.metrics = None
+        current = getStream(TORCHELASTIC_GROUP).handler
+        if isinstance(current, _Tee):
+            # Take ended bridges off the top; one that ended before a later one is passed through until that ends.
+            while isinstance(current, _Tee) and current.metrics is None:
+                current = current.before
+            configure(current, TORCHELASTIC_GROUP)

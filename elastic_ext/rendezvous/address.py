@@ -1,0 +1,31 @@
+"""The address by which other nodes reach this one."""
+
+from __future__ import annotations
+
+import socket
+
+LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
+
+
+def host_of(endpoint: str) -> str:
+    """The host of "host:port", "[v6]:port", "host" or "https://host:port"."""
+    endpoint = endpoint.strip().rpartition("://")[2]
+    host, _, port = endpoint.rpartition(":")
+    return (host if host and port.isdigit() else endpoint).strip("[]")
+
+
+def address_towards(host: str) -> str:
+    """The address that the route to `host` starts from.
+
+    On that host itself the route is the loopback; there the host's own name is what all nodes can resolve.
+    """
+    if host in LOOPBACK_NAMES:
+        return "localhost"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            source = str(probe.getsockname()[0])
+    except OSError:
+        return socket.getfqdn()
+    return host if source.startswith("127.") or source == "::1" else source

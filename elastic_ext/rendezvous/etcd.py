@@ -1,0 +1,253 @@
+"""`ext_etcd`: torch's rendezvous interface over a `Participant` on etcd v3. No single host of the job can end it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic_ext.checkpoints import discovery
+from elastic_ext.errors import SeamError, UsageError
+from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded, Tls
+from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.participant import Loop, Participant
+from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
+from elastic_ext.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "ext_etcd"
+JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
+LEAVE_TIMEOUT_S = 3.0
+
+
+class EtcdRendezvous(RendezvousHandler):
+    """One agent's place in the job. See `EmbeddedRendezvous` for what the supervisor reads from a handler.
+
+    Invariant: each round has a store server of its own, which listened before the round was sealed.
+    """
+
+    is_elastic_ext = True
+    poll_interval_s: float | None = None  # news are events here
+
+    def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+        """Raises UsageError: no run id, or etcd cannot be used as configured; the message says why."""
+        if params.run_id in ("", "none"):
+            raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+        self.settings = settings
+        self.torch_conf = dict(params.config)
+        self.attached = False
+        self.round = 0
+        self.on_news: Callable[[], None] = lambda: None
+        self._run_id = params.run_id
+        self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
+        self._client = _connect(params.endpoint, settings)
+        tls = bool(settings.etcd_ca or settings.etcd_cert)
+        self._endpoints = [
+            each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
+        ]
+        self._address = params.local_addr or address_towards(host_of(params.endpoint.split(",")[0]))
+        self._changed = threading.Condition()
+        self._loop = Loop()
+        node_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        limits = Limits(params.min_nodes, params.max_nodes, settings.last_call)
+        self._participant = Participant(
+            self._client, self._loop, params.run_id, node_id, limits, settings.lease_ttl, self._notify
+        )
+        self._participant.may_grow = self._may_grow
+        self._boundary: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when its leader first looked
+        self._fence = Fence(lambda: self._participant.alive_until, settings.lease_ttl, self._notify)
+        self._part: tuple[Header, Assignment] | None = None
+        self._server: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self.on_news()
+
+    def _may_grow(self) -> bool:
+        """Nodes wait to join: now, or once a checkpoint is there that was not there when they came?"""
+        directory = self.settings.checkpoint_dir
+        if self.settings.grow_at == "now" or directory is None:
+            return True
+        newest = discovery.newest_complete(directory).resume
+        path = newest.path if newest is not None else None
+        if self._boundary is None or self._boundary[0] != self._participant.header.round:
+            self._boundary = (self._participant.header.round, path)
+        return path != self._boundary[1]
+
+    def prepare(self, spec: WorkerSpec) -> None:
+        """What this node offers to a round; the agent says it before the first one."""
+        self._workers, self._role = spec.local_world_size, spec.role
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if not self.attached:
+            raise SeamError(
+                "torch built another agent than elastic_ext's for this rendezvous; expected torch 2.8 or newer with an unpatched "
+                "launcher; use --rdzv-backend=c10d, or `python -m elastic_ext.agent`"
+            )
+        self._fence.watch(None, 0, 0)
+        server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        node = Node(
+            after=self.round,
+            workers=self._workers,
+            role=self._role,
+            address=self._address,
+            port=server.port,
+            topology=self.settings.topology or "",
+        )
+        self._participant.ready(node)
+        header, part = self._part = self._await_round()
+        self.round = header.round
+        if part.rank == 0 and header.port != server.port:
+            # Sealed with what this node had said before it was ready again (frozen, or its lease lost): that store is used up.
+            self.break_round("the store of rank 0 is not fresh")
+            return self.next_rendezvous()
+        self._server = server if part.rank == 0 else None
+        store = server if part.rank == 0 else TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
+        self._fence.watch((header.address, header.port), part.rank, header.nodes)
+        return RendezvousInfo(
+            PrefixStore("elastic_ext", store), part.rank, header.nodes, RendezvousStoreInfo(header.address, header.port)
+        )
+
+    def _await_round(self) -> tuple[Header, Assignment]:
+        participant = self._participant
+        deadline = time.monotonic() + self._join_timeout_s
+        with self._changed:
+            while True:
+                joined = participant.joined
+                if joined is not None and joined[0].round > self.round:
+                    return joined
+                if participant.failure is not None:
+                    raise self._as_torch(participant.failure)
+                if participant.header.state in (State.CLOSED, State.DONE):
+                    raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout)")
+                # The join timeout is a deadline; the minute only bounds how long a main thread sleeps without signals.
+                self._changed.wait(min(left, 60.0))
+
+    def _as_torch(self, failure: Exception) -> Exception:
+        if isinstance(failure, QuotaExceeded) and self.round == 0:  # nothing has been started yet: an operator must act first
+            return UsageError(str(failure))
+        return RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+
+    def workers(self) -> list[Worker]:
+        """The ranks of this node's workers: they are in the assignment, no store is asked."""
+        assert self._part is not None
+        header, part = self._part
+        return [
+            Worker(local, part.base_rank + local, part.base_role_rank + local, header.world, part.role_world)
+            for local in range(self._workers)
+        ]
+
+    def round_over(self) -> str | None:
+        """Why the workers of the current round must stop; None while it runs."""
+        header = self._participant.header
+        if self._fence.closed:
+            return "this node is cut off from etcd, and the others may go on without it"
+        if self._participant.failure is not None:
+            return None  # training goes on; the next rendezvous tells
+        if header.round != self.round or header.state is State.BROKEN:
+            return header.reason
+        return header.reason if header.state is State.CLOSED else None
+
+    def break_round(self, reason: str) -> None:
+        """Tell all nodes that this round is over; returns at once."""
+        self._participant.end_round(self.round, State.BROKEN, reason)
+
+    def await_all_done(self) -> bool:
+        """This node's workers have finished. Return True when those of all nodes have; False if the round is over otherwise.
+
+        Without a time limit, unlike torch's barrier: a node that left the round before its end would break it.
+        """
+        self._participant.done()
+        with self._changed:
+            while self._participant.header.state is not State.DONE:
+                if self.round_over() is not None:
+                    return False
+                self._changed.wait(60.0)
+        return True
+
+    def last_will(self) -> dict[str, Any] | None:
+        """What the warden needs to take this node out when the agent is killed: no secrets go anywhere but through its pipe."""
+        lease_id = self._participant.lease_id
+        if lease_id is None:
+            return None
+        settings = self.settings
+        return {
+            "endpoints": self._endpoints,
+            "lease": lease_id,
+            "ca": settings.etcd_ca,
+            "cert": settings.etcd_cert,
+            "key": settings.etcd_key,
+            "user": settings.etcd_user,
+            "password": settings.etcd_password,
+        }
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self.round_over() is None else 1
+
+    def is_closed(self) -> bool:
+        return self._participant.header.state is State.CLOSED
+
+    def set_closed(self) -> None:
+        if self._participant.header.state is not State.DONE:
+            self._participant.end_round(self.round, State.CLOSED, "a node has given up")
+
+    def shutdown(self) -> bool:
+        """Close the job for all nodes, unless it is done, and leave it."""
+        self.set_closed()
+        self.leave()
+        return True
+
+    def leave(self) -> None:
+        """Leave the job to the others; the end of an agent that was told to stop."""
+        self._fence.close()
+        self._participant.leave(LEAVE_TIMEOUT_S)
+        self._loop.close()
+        self._client.close()
+        self._server = None
+
+
+def _connect(endpoint: str, settings: Settings) -> EtcdClient:
+    if not endpoint.strip():
+        raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
+    tls = None
+    if settings.etcd_ca or settings.etcd_cert:
+        tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
+    try:
+        client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
+        client.get("/elastic_ext/")  # who may not, learns it now
+    except EtcdError as error:
+        raise UsageError(f"etcd at {endpoint}: {error}") from error
+    return client

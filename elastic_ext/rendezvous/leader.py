@@ -1,0 +1,158 @@
+"""The leader's part: it alone reads all nodes, asks `rounds` what to do, and writes it.
+
+Invariant: each of its writes compares the header that it acted on and its own key, so a leader that has been cut off, or that is
+late, changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, Put, Snapshot, unchanged
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.rounds import Assignment, End, Header, Node, Seal, State, View, Wait
+
+if TYPE_CHECKING:
+    from elastic_ext.rendezvous.participant import Participant
+
+logger = logging.getLogger(__name__)
+
+OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
+
+
+class Leader:
+    """Made when this node becomes the leader; belongs to the thread of the node's loop."""
+
+    def __init__(self, participant: Participant) -> None:
+        self._participant = participant
+        self._nodes: dict[str, Node] = {}
+        self._joined: dict[str, int] = {}
+        self._members: dict[str, int] = {}
+        self._last_arrival = time.monotonic()
+        self._renew_job_at = 0.0
+        self._prefix = participant.prefix + "nodes/"
+        self._called = False  # a look at the news waits on the loop already: one for many events
+        self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
+        self._load_members()
+
+    def _call(self) -> None:
+        if not self._called:
+            self._called = True
+            self._participant.post(self._participant.on_time)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def act(self, now: float) -> float:
+        """Do all that there is to do; return the monotonic time of the next look."""
+        self._called = False  # before the news are read: what comes later is another call
+        if now >= self._renew_job_at:
+            self._renew_job(now)
+        self._read_nodes(now)
+        while True:
+            view = self._view()
+            action = rounds.next_action(view, self._participant.limits, now)
+            if isinstance(action, Wait):
+                return min(action.until or self._renew_job_at, self._renew_job_at)
+            logger.info("rendezvous: %s", action.reason)
+            if isinstance(action, Seal):
+                self._seal(view, action)
+            else:
+                self._end(action)
+
+    def _view(self) -> View:
+        header = self._participant.header
+        view = View(header, self._nodes, self._joined, self._members, self._last_arrival)
+        if header.state is State.RUNNING and rounds.waiting(view) and not self._participant.may_grow():
+            return dataclasses.replace(view, may_grow=False)
+        return view
+
+    def _read_nodes(self, now: float) -> None:
+        while (item := self._watch.get(timeout_s=0)) is not None:
+            if isinstance(item, Snapshot):
+                self._nodes, self._joined = {}, {}
+                for kv in item.kvs:
+                    self._put(kv.key, kv.value, kv.create_revision, now)
+            elif isinstance(item, Batch):
+                for event in item.events:
+                    if event.kind == "put":
+                        self._put(event.kv.key, event.kv.value, event.kv.create_revision, now)
+                    else:
+                        self._nodes.pop(self._id(event.kv.key), None)
+
+    def _put(self, key: bytes, value: bytes, create_revision: int, now: float) -> None:
+        id_ = self._id(key)
+        if id_ not in self._nodes:
+            self._last_arrival = now
+        self._nodes[id_] = rounds.decode(Node, value, key.decode())
+        self._joined[id_] = create_revision
+
+    def _id(self, key: bytes) -> str:
+        return key.decode()[len(self._prefix) :]
+
+    def _load_members(self) -> None:
+        prefix = self._participant.prefix + "assign/"
+        self._members = {}
+        for kv in self._participant.client.get_prefix(prefix).kvs:
+            part = rounds.decode(Assignment, kv.value, kv.key.decode())
+            if part.of(self._participant.header):
+                self._members[kv.key.decode()[len(prefix) :]] = part.rank
+
+    def _write_header(self, header: Header) -> bool:
+        participant = self._participant
+        done = participant.client.txn(
+            self._compares(), [Put(participant.prefix + "round", rounds.encode(header), lease_id=participant.job_lease)]
+        )
+        if done.succeeded:
+            participant.saw_header(header, done.revision)
+        else:
+            self._look_again()
+        return done.succeeded
+
+    def _seal(self, view: View, action: Seal) -> None:
+        participant = self._participant
+        header, parts = rounds.seal(view, action, secrets.token_hex(4))
+        puts = [
+            Put(f"{participant.prefix}assign/{id_}", rounds.encode(part), lease_id=participant.job_lease)
+            for id_, part in parts.items()
+        ]
+        for at in range(0, len(puts), OPS_PER_TXN):
+            if not participant.client.txn(self._compares(), puts[at : at + OPS_PER_TXN]).succeeded:
+                return self._look_again()
+        # Before the header: the header's arrival makes this very node take its part.
+        members, self._members = self._members, {id_: part.rank for id_, part in parts.items()}
+        if not self._write_header(header):
+            return None
+        left = [Delete(f"{participant.prefix}assign/{id_}") for id_ in members if id_ not in parts and id_ not in self._nodes]
+        for at in range(0, len(left), OPS_PER_TXN):
+            participant.client.txn(self._compares(), left[at : at + OPS_PER_TXN])
+        return None
+
+    def _end(self, action: End) -> None:
+        self._write_header(dataclasses.replace(self._participant.header, state=action.state, reason=action.reason))
+
+    def _compares(self) -> list[Compare]:
+        participant = self._participant
+        return [
+            unchanged(participant.prefix + "round", participant.header_revision),
+            Compare(f"{self._prefix}{participant.id}", "create", "=", participant.created),
+        ]
+
+    def _look_again(self) -> None:
+        """Somebody else wrote first, or an answer was lost and it was this node."""
+        self._participant.read_header()
+        self._load_members()
+
+    def _renew_job(self, now: float) -> None:
+        """Keep alive what belongs to nobody. It outlives the last node for a while, and the leaders in between."""
+        participant = self._participant
+        ttl_s = participant.client.lease_keep_alive([participant.job_lease]).ttl_s.get(participant.job_lease, 0)
+        if ttl_s <= 0:
+            raise EtcdError(
+                "the lease of the job's records is gone: etcd was without its leader for too long; start the job again"
+            )
+        self._renew_job_at = now + ttl_s / 3

@@ -1,0 +1,261 @@
+"""The rounds of a job as a pure state machine: what the leader does next. Standard library only, no I/O, no clock.
+
+A round is one set of nodes with one numbering. It runs until a node is lost, leaves or asks for an end (broken), or until the
+workers of all its nodes have finished (done). The next one is sealed from the nodes that wait for it.
+
+Invariants, kept here and checked by the tests on every path:
+    ranks of a round are unique and contiguous, over nodes and over workers, with one world size;
+    every node of a sealed round has its assignment, and was alive and waiting when it was sealed;
+    a round's number is used once, and a round that is over never runs again;
+    a living node is in the round or waits for the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from elastic_ext.errors import ElasticExtError
+
+GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
+SCHEMA = 1  # of the records below; a record of a newer one is refused
+
+
+class RecordError(ElasticExtError):
+    """A record in the store that this version cannot read."""
+
+
+class State(str, Enum):
+    FORMING = "forming"  # before the first round
+    RUNNING = "running"
+    BROKEN = "broken"
+    DONE = "done"
+    CLOSED = "closed"  # the job is over, for good
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node says of itself.
+
+    Attributes:
+        after: it waits for a round later than this one. Its workers of that round, if it was in it, have been stopped.
+        done: the last round that its workers have finished well; 0: none.
+        workers: how many it runs.
+        port: a store server of this node that listens already and has never been used.
+    """
+
+    after: int
+    workers: int
+    role: str
+    address: str
+    port: int
+    done: int = 0
+    topology: str = ""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The state of the job that every node watches: small, whatever the number of nodes.
+
+    Attributes:
+        round: number of the round that runs, or of the last one; 0 before the first.
+        nodes, world: how many nodes and workers are in it.
+        address, port: the store of this round, at the node of rank 0.
+        reason: why it is in this state, for people.
+        seal: names the very act of sealing. A leader may be lost, or its view may change, after it wrote the parts of a round and
+            before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
+    """
+
+    round: int = 0
+    state: State = State.FORMING
+    nodes: int = 0
+    world: int = 0
+    address: str = ""
+    port: int = 0
+    reason: str = ""
+    seal: str = ""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One node's part in a round. base_rank, base_role_rank: of its first worker. role_world: of its role. seal: see Header."""
+
+    round: int
+    rank: int
+    base_rank: int
+    base_role_rank: int
+    role_world: int
+    seal: str = ""
+
+    def of(self, header: Header) -> bool:
+        """Is this a part in the header's round, and not in another try to form it?"""
+        return (self.round, self.seal) == (header.round, header.seal)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """last_call_s: how long the first round waits for more nodes after the last one came, once there are enough."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float
+
+
+@dataclass(frozen=True)
+class View:
+    """What the leader knows.
+
+    Attributes:
+        nodes: all that are alive, by id.
+        joined: order of joining (any increasing number), by id.
+        members: rank in header.round, by id; nodes that are lost are still in it.
+        last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
+        may_grow: nodes that wait may come in now (False: not before a checkpoint).
+    """
+
+    header: Header
+    nodes: Mapping[str, Node]
+    joined: Mapping[str, int]
+    members: Mapping[str, int]
+    last_arrival: float
+    may_grow: bool = True
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before something happens, or before `until` on the same clock."""
+
+    reason: str
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Start the next round with these nodes, in the order of their ranks."""
+
+    order: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End the round that runs: `state` is BROKEN or DONE."""
+
+    state: State
+    reason: str
+
+
+Action = Wait | Seal | End
+
+
+def next_action(view: View, limits: Limits, now: float) -> Action:
+    """Return what the leader does now."""
+    if view.header.state is State.RUNNING:
+        return _while_running(view, limits, now)
+    if view.header.state in (State.DONE, State.CLOSED):
+        return Wait(f"the job is over: {view.header.reason}")
+    return _between_rounds(view, limits, now)
+
+
+def waiting(view: View) -> list[str]:
+    """The nodes that wait for the next round, by id."""
+    return [id_ for id_, node in view.nodes.items() if id_ not in view.members or node.after >= view.header.round]
+
+
+def _while_running(view: View, limits: Limits, now: float) -> Action:
+    number = view.header.round
+    lost = [id_ for id_ in view.members if id_ not in view.nodes]
+    if lost:
+        return End(State.BROKEN, f"lost {_named(lost)}")
+    left = [id_ for id_ in view.members if view.nodes[id_].after >= number]
+    if left:
+        return End(State.BROKEN, f"{_named(left)} started again")
+    done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
+    if len(done) == len(view.members):
+        return End(State.DONE, "all workers have finished")
+    room = limits.max_nodes - len(view.members)
+    joining = waiting(view)[: max(room, 0)]
+    if not joining or done:
+        return Wait("running")
+    if view.may_grow:
+        return End(State.BROKEN, f"growing: {_named(joining)} joins")
+    return Wait(f"{_named(joining)} joins at the next checkpoint", now + GROW_LOOK_S)
+
+
+def _between_rounds(view: View, limits: Limits, now: float) -> Action:
+    present = waiting(view)
+    coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in present]
+    if coming:
+        return Wait(f"{_named(coming)} is stopping its workers")
+    if len(present) < limits.min_nodes:
+        return Wait(f"{len(present)} of at least {limits.min_nodes} nodes are here")
+    if len(present) < limits.max_nodes and view.header.state is State.FORMING:
+        last_call = view.last_arrival + limits.last_call_s
+        if now < last_call:
+            return Wait(f"{len(present)} of at most {limits.max_nodes} nodes are here, more may come", last_call)
+    return Seal(order(view, present, limits.max_nodes), f"{len(present)} nodes are here")
+
+
+def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
+    """The nodes of the next round by rank: old members first in their old order, then by topology, then by time of joining.
+
+    Stable, so that caches and shards stay where they are. Where there are too many, those that came last wait.
+    """
+    rank = view.members
+    chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
+    return tuple(sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_])))
+
+
+def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
+    """Return the header of the next round and each node's assignment, by id. name: of this act, unique."""
+    nodes = [view.nodes[id_] for id_ in action.order]
+    number = view.header.round + 1
+    role_world: dict[str, int] = {}
+    for node in nodes:
+        role_world[node.role] = role_world.get(node.role, 0) + node.workers
+    assignments, base, role_base = {}, 0, dict.fromkeys(role_world, 0)
+    for rank, (id_, node) in enumerate(zip(action.order, nodes, strict=True)):
+        assignments[id_] = Assignment(number, rank, base, role_base[node.role], role_world[node.role], name)
+        base += node.workers
+        role_base[node.role] += node.workers
+    first = nodes[0]
+    return Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name), assignments
+
+
+def _named(ids: Sequence[str]) -> str:
+    return f"node {ids[0]}" if len(ids) == 1 else f"{len(ids)} nodes, {ids[0]} among them"
+
+
+Record = TypeVar("Record", Node, Header, Assignment)
+
+
+def encode(record: Node | Header | Assignment) -> bytes:
+    return json.dumps({"schema": SCHEMA, **asdict(record)}, separators=(",", ":")).encode()
+
+
+def decode(kind: type[Record], value: bytes, key: str) -> Record:
+    """Read a record.
+
+    Raises:
+        RecordError: it is of a newer schema, or no record of this kind. key: for the message.
+    """
+    try:
+        data: Any = json.loads(value)
+        schema = data.pop("schema")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise RecordError(
+            f"{key} holds no record of elastic_ext ({type(error).__name__}): is the run id used by something else?"
+        ) from error
+    if schema != SCHEMA:
+        raise RecordError(
+            f"{key} was written with schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext"
+        )
+    try:
+        if kind is Header:
+            data["state"] = State(data["state"])
+        return kind(**{field.name: data[field.name] for field in fields(kind) if field.name in data})
+    except (TypeError, ValueError, KeyError) as error:
+        raise RecordError(f"{key} holds no {kind.__name__.lower()} of elastic_ext: {error}") from error

@@ -1,0 +1,255 @@
+"""The settings of one agent: read once, validated, frozen.
+
+Sources, first one wins: `--rdzv-conf key=value,...`, the environment (`ELASTIC_EXT_<KEY>`), the TOML file that
+`ELASTIC_EXT_CONFIG` names. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENV_PREFIX = "ELASTIC_EXT_"
+SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent only, never for its workers
+
+# Variables of ours that are no settings: the first names the file, the others are what the agent tells its workers (and
+# a worker may start an agent of its own).
+NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_FROM", "RESUME_STEP"})
+
+# Keys of `--rdzv-conf` that torch's own c10d rendezvous reads (torch/distributed/elastic/rendezvous, 2.8 to 2.15). They are
+# passed on untouched; `timeout` is put there by torchrun itself.
+TORCH_KEYS = frozenset(
+    {
+        "timeout",
+        "store_type",
+        "read_timeout",
+        "is_host",
+        "join_timeout",
+        "last_call_timeout",
+        "close_timeout",
+        "heartbeat_timeout",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+    }
+)
+
+# Kubernetes puts variables for every Service of the namespace into every pod; one of a Service called "elastic-ext" would
+# look like a setting.
+_KUBERNETES_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+
+_KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # METRICS_PORT is a setting, and what a Service "...-metrics" makes
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def _boolean(text: str) -> bool:
+    return _BOOLEANS[text.lower()]
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError(text)
+    return value
+
+
+def _restarts(text: str) -> int:
+    value = int(text)
+    if value < -1:
+        raise ValueError(text)
+    return value
+
+
+def _lease(text: str) -> int:
+    value = int(text)
+    if value < 2:  # etcd cannot time less
+        raise ValueError(text)
+    return value
+
+
+def _grow_at(text: str) -> str:
+    if text not in ("now", "checkpoint"):
+        raise ValueError(text)
+    return text
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
+
+
+# What a bad value should have been, in the words of the error message.
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    _boolean: "on or off",
+    _seconds: "a number of seconds, 0 or more",
+    _port: "a port number, 0 to 65535",
+    _restarts: "a whole number, or -1 for no limit",
+    _lease: "a whole number of seconds, 2 or more",
+    _grow_at: "now or checkpoint",
+    _text: "a non-empty text",
+}
+
+
+def _setting(default: Any, parse: Callable[[str], Any], what: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "what": what})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting with its default. Times are in seconds."""
+
+    bootstrap: bool = _setting(True, _boolean, "run Python workers through the bootstrap (error files, progress, stacks)")
+    checkpoint_dir: str | None = _setting(None, _text, "where the job's checkpoints are: a path or an fsspec URL")
+    etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
+    etcd_cert: str | None = _setting(None, _text, "ext_etcd: file of this client's certificate")
+    etcd_key: str | None = _setting(None, _text, "ext_etcd: file of this client's private key")
+    etcd_password: str | None = _setting(None, _text, "ext_etcd: password; give it by the environment or the file")
+    etcd_user: str | None = _setting(None, _text, "ext_etcd: user")
+    grow_at: str = _setting(
+        "now", _grow_at, "ext_etcd: a node joins a running job now, or at the next checkpoint (needs checkpoint_dir)"
+    )
+    last_call: float = _setting(2.0, _seconds, "ext_etcd: how long the first round waits for more nodes once there are enough")
+    lease_ttl: int = _setting(10, _lease, "ext_etcd: after how long without a sign a node is taken for dead; 2 or more")
+    max_restarts: int | None = _setting(None, _restarts, "overrides --max-restarts; -1: no limit")
+    metrics: bool = _setting(True, _boolean, "serve Prometheus metrics")
+    metrics_host: str = _setting("127.0.0.1", _text, "address that the metrics endpoint is bound to")
+    metrics_port: int = _setting(9401, _port, "port of the metrics endpoint; 0: any free one")
+    platform_grace: float | None = _setting(
+        None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
+    )
+    stop_grace: float | None = _setting(
+        None,
+        _seconds,
+        "time that survivors of a failure get between SIGTERM and SIGKILL; default 5, or --shutdown-timeout if less",
+    )
+    topology: str | None = _setting(
+        None, _text, "ext_etcd: where this node is (a rack, say); new nodes are numbered in its order"
+    )
+
+
+DEFAULT_STOP_GRACE = 5.0
+
+_FIELDS = {f.name: f for f in fields(Settings)}
+
+
+def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Return the settings of this agent.
+
+    Args:
+        rdzv_conf: the keys and values of `--rdzv-conf`, torch's own among them.
+        environ: the environment of the agent.
+
+    Raises:
+        UsageError: an unknown key (the nearest known one is named), a bad value, or a file that cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for origin, found in (
+        _from_file(environ.get(ENV_PREFIX + "CONFIG")),
+        ("the environment", _from_environ(environ)),
+        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if key not in TORCH_KEYS}),
+    ):
+        for key, value in found.items():
+            values[key] = _parse(key, value, origin)
+    return Settings(**values)
+
+
+def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
+    if not path:
+        return "", {}
+    try:
+        return path, tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the settings file {path} (ELASTIC_EXT_CONFIG) cannot be read as TOML: {error}") from error
+
+
+def _from_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
+    found = {}
+    for name, value in environ.items():
+        key = name.removeprefix(ENV_PREFIX)
+        if key == name or key in NOT_SETTINGS:
+            continue
+        if _KUBERNETES_SERVICE.search(key) and (key.lower() not in _FIELDS or _KUBERNETES_ADDRESS.match(value)):
+            continue
+        found[key.lower()] = value
+    return found
+
+
+def _parse(key: str, value: Any, origin: str) -> Any:
+    if key not in _FIELDS:
+        near = difflib.get_close_matches(key, [*_FIELDS, *TORCH_KEYS], n=1, cutoff=0.0)
+        raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
+    parse = _FIELDS[key].metadata["parse"]
+    try:
+        return parse(str(value).strip())
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"setting {key}={value!r} in {origin}: expected {_EXPECTED[parse]}") from error
+
+
+# (a time, the time that it must not exceed, why)
+_CONTRADICTIONS = (
+    ("stop_grace", "--shutdown-timeout", "a failure must not wait longer than a signal"),
+    ("--shutdown-timeout", "platform_grace", "the platform would kill the agent first"),
+    ("last_call_timeout", "join_timeout", "no round could ever be complete"),
+    ("keep_alive_interval", "join_timeout", "no round could ever be complete"),
+    ("lease_ttl", "join_timeout", "a dead node would outlast every attempt to form a round without it"),
+)
+
+
+def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeout: float) -> None:
+    """Refuse times that contradict each other.
+
+    Args:
+        settings: what `read` returned.
+        rdzv_conf: torch's own times are among its keys.
+        shutdown_timeout: torchrun's `--shutdown-timeout` in seconds.
+
+    Raises:
+        UsageError: names both times and why one must be less than the other.
+    """
+    times = {
+        "stop_grace": settings.stop_grace,
+        "platform_grace": settings.platform_grace,
+        "--shutdown-timeout": shutdown_timeout,
+        "lease_ttl": settings.lease_ttl,
+        **{key: _torch_time(rdzv_conf, key) for key in ("join_timeout", "last_call_timeout", "keep_alive_interval")},
+    }
+    for less, more, why in _CONTRADICTIONS:
+        small, large = times[less], times[more]
+        if small is not None and large is not None and small > large:
+            raise UsageError(f"{less}={small:g} must not be more than {more}={large:g}: {why}")
+
+
+def _torch_time(rdzv_conf: Mapping[str, Any], key: str) -> float | None:
+    """One of torch's own times, or None where torch's default holds (torch has its own error for a bad value)."""
+    try:
+        return float(rdzv_conf[key])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def stop_grace(settings: Settings, shutdown_timeout: float) -> float:
+    """Seconds that the survivors of a failure get between SIGTERM and SIGKILL."""
+    return settings.stop_grace if settings.stop_grace is not None else min(DEFAULT_STOP_GRACE, shutdown_timeout)

@@ -1,0 +1,50 @@
+"""A file descriptor that becomes readable when a signal arrives or another thread has news.
+
+A signal that arrives between "look" and "wait" would otherwise be handled only when something else ends the wait: Python runs
+signal handlers in the main thread between bytecodes, never inside poll(2).
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+
+
+class Wakeup:
+    """Use it as a context manager: signals are watched while inside (only in the main thread, the only one that may)."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous: int | None = None
+
+    def __enter__(self) -> Wakeup:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Wake the waiter; from any thread, any number of times."""
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            pass  # the buffer is full of wake-ups already
+
+    def clear(self) -> None:
+        """Forget the wake-ups so far. Look for news after this call, not before."""
+        try:
+            while self._reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass

@@ -1,0 +1,59 @@
+"""What each worker is told, and where its files go: a LogsSpecs around the user's own.
+
+`reify` is the public place where torch lets a plug-in see the environment of every worker before it starts, in every version;
+torch's own LogsSpecs writes TORCHELASTIC_ERROR_FILE there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+
+class WorkerLogs(LogsSpecs):
+    """Adds our variables to the workers' environment and keeps their error files from torch's reader.
+
+    Set before each round:
+        variables: for all workers of this node. TORCHELASTIC_RESTART_COUNT among them names the log directory.
+        tell: for each worker by local rank, as JSON in ELASTIC_EXT_WORKER; see `workers/bootstrap.py` for the keys.
+    Read after its start:
+        error_files, stacks_files: by local rank, where the worker leaves them.
+    """
+
+    def __init__(self, inner: LogsSpecs) -> None:
+        """inner: the user's own."""
+        super().__init__()
+        self._inner = inner
+        self.run_dir = ""  # the agent's private directory, for the files of a job that wants no logs
+        self.variables: dict[str, str] = {}
+        self.tell: dict[int, dict[str, Any]] = {}
+        self.error_files: dict[int, str] = {}
+        self.stacks_files: dict[int, str] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._inner.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env.update(self.variables)
+        dest = self._inner.reify(envs)
+        for local_rank, env in envs.items():
+            error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
+            self.stacks_files[local_rank] = os.path.join(os.path.dirname(error_file), "stacks.txt")
+            # Where stderr goes to a file, the traceback belongs into that file; on the console the agent shows it once.
+            quiet = dest.stderrs[local_rank] in ("", os.devnull)
+            told = {**self.tell[local_rank], "stacks": self.stacks_files[local_rank], "quiet_traceback": quiet}
+            env["ELASTIC_EXT_WORKER"] = json.dumps(told)
+        # Torch reads the files named here without any check as soon as a worker has failed. The supervisor reads them with care.
+        return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))
+
+    def _private_dir(self, local_rank: int) -> str:
+        path = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}", str(local_rank))
+        os.makedirs(path, exist_ok=True)
+        return path

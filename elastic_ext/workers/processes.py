@@ -1,0 +1,179 @@
+"""The worker processes of one round: seen to end at once, stopped within a deadline.
+
+A pidfd becomes readable when its process ends, so nothing polls. Exits are looked at without reaping (WNOWAIT): torch's process
+contexts reap, and as long as a zombie holds its number, a signal to its process group cannot hit a stranger.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+TRACER_LOOK_S = 0.02
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended.
+
+    Attributes:
+        exitcode: as subprocess has it, minus the number of the signal that killed it; None where it cannot be known (the
+            worker is no child of this process: start method forkserver).
+        asked_ns: time.monotonic_ns() when the agent first told it to end; None if it never did, or if it ended of a signal
+            that the agent had not sent.
+        seen_ns: time.monotonic_ns() when the agent saw it.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int | None
+    asked_ns: int | None
+    seen_ns: int
+
+    @property
+    def failed(self) -> bool:
+        return self.exitcode != 0
+
+    def was_asked(self, raised_ns: int | None) -> bool:
+        """Whether it ended because the agent told it to. raised_ns: when it raised what ended it, if it did.
+
+        What a worker raises while it answers our signal is how it ended, not why.
+        """
+        return self.asked_ns is not None and (raised_ns is None or raised_ns >= self.asked_ns)
+
+
+class WorkerProcesses:
+    """The processes of one round, by local rank.
+
+    Invariant: a pidfd is open for each worker from start() to close(), so a signal never reaches a reused pid.
+    """
+
+    def __init__(self, pids: Mapping[int, int], own_groups: bool) -> None:
+        """pids: pid by local rank. own_groups: each worker leads a process group of its own (torch starts commands so)."""
+        self.pids = dict(pids)
+        self._own_groups = own_groups
+        self._pidfds: dict[int, int] = {}
+        self._asked_ns: dict[int, int] = {}
+        self._sent: dict[int, set[int]] = {}
+        self.stopped = False  # after stop() torch may reap, so nothing is sent to any of these pids again
+        self.exits: dict[int, Exit] = {}
+        try:
+            for local_rank, pid in self.pids.items():
+                try:
+                    self._pidfds[local_rank] = os.pidfd_open(pid)
+                except ProcessLookupError:  # ended, and reaped by multiprocessing, which does so whenever it starts a process
+                    self.exits[local_rank] = Exit(local_rank, pid, None, None, time.monotonic_ns())
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks that have not been seen to end."""
+        return [local_rank for local_rank in self._pidfds if local_rank not in self.exits]
+
+    @property
+    def failed(self) -> bool:
+        """One at least has ended with something else than 0."""
+        return any(exit_.failed for exit_ in self.exits.values())
+
+    def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
+        """Block until a running worker ends, one of `others` is readable or the time is over; then look at who ended."""
+        poll = select.poll()
+        for local_rank in self.running:
+            poll.register(self._pidfds[local_rank], select.POLLIN)
+        for other in others:
+            poll.register(other, select.POLLIN)
+        poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+        self.look()
+
+    def look(self) -> None:
+        """Note who has ended by now."""
+        by_pidfd = {self._pidfds[local_rank]: local_rank for local_rank in self.running}
+        poll = select.poll()
+        for pidfd in by_pidfd:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            local_rank = by_pidfd[pidfd]
+            ended, exitcode = _exitcode(pidfd)
+            if not ended:
+                select.select([], [], [], TRACER_LOOK_S)  # so that wait() does not spin
+                continue
+            asked_ns = self._asked_ns.get(local_rank)
+            if exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
+                asked_ns = None
+            self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, asked_ns, time.monotonic_ns())
+
+    def stop(self, grace_s: float, on_stragglers: Callable[[list[int]], None], sig: signal.Signals = signal.SIGTERM) -> None:
+        """End all workers: `sig` now, SIGKILL to whatever is left of them after `grace_s` seconds.
+
+        on_stragglers gets the local ranks that outlived the grace, before they are killed. Returns when all have ended, or,
+        for a process that not even SIGKILL ends (it sleeps in the kernel), after another grace.
+        """
+        self._signal(self.running, sig)
+        self._await_all(grace_s)
+        if stragglers := self.running:
+            on_stragglers(stragglers)
+        # To the groups of the dead ones too: what a worker started must not outlive it. Their leaders are zombies until torch
+        # reaps them. What a worker that ended well, and by itself, left behind, it left on purpose.
+        ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.asked_ns is None}
+        self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
+        self._await_all(max(grace_s, 1.0))
+        self.stopped = True
+        for local_rank in self.running:
+            logger.error(
+                "worker %s (pid %s) did not end after SIGKILL: it sleeps in the kernel; this host may need a restart",
+                local_rank,
+                self.pids[local_rank],
+            )
+
+    def _await_all(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.running and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+
+    def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
+        for local_rank in list(local_ranks):
+            if local_rank not in self.exits:
+                self._asked_ns.setdefault(local_rank, time.monotonic_ns())
+                self._sent.setdefault(local_rank, set()).add(sig)
+            try:
+                if self._own_groups:
+                    os.killpg(self.pids[local_rank], sig)
+                else:
+                    signal.pidfd_send_signal(self._pidfds[local_rank], sig)
+            except ProcessLookupError:
+                pass  # it ended in this moment
+            except PermissionError as error:
+                logger.warning("worker %s (pid %s) cannot be sent %s: %s", local_rank, self.pids[local_rank], sig.name, error)
+
+
+def _exitcode(pidfd: int) -> tuple[bool, int | None]:
+    """Whether it has ended, and its exit code where that can be known.
+
+    A pidfd is readable when the process ends; under a tracer (strace, gdb) its parent learns of it somewhat later.
+    """
+    try:
+        status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True, None
+    if status is None:
+        return False, None
+    return True, status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

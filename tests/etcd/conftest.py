@@ -1,0 +1,123 @@
+"""Real etcd servers as fixtures. Those that a test kills, freezes or fills are its own; the others serve the whole session."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import EtcdClient, Event, Watch
+from tests.etcd.proxy import Proxy
+from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
+
+SECRETS = ("ann-secret-7731", "root-secret-9954", "wrong-secret-4410")
+TOKEN_TTL_S = 1
+
+_numbers = itertools.count()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Look again and again, for what no event tells."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
+        time.sleep(0.01)
+
+
+def take(watch: Watch, count: int, timeout_s: float = 30.0) -> list[Event]:
+    """The next so many events; how they come in batches depends on when the watch was opened."""
+    events: list[Event] = []
+    while len(events) < count:
+        batch = watch.get(timeout_s)
+        assert batch is not None, f"{len(events)} of {count} events after {timeout_s} s"
+        events += batch.events
+    return events
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """Stays up: for tests that do it no harm."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: EtcdServer) -> Iterator[EtcdClient]:
+    with EtcdClient(server.endpoint) as made:
+        yield made
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Keys of this test alone."""
+    return f"/test{next(_numbers)}/"
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path / "own") as started:
+        yield started
+
+
+@pytest.fixture
+def proxy(server: EtcdServer) -> Iterator[Proxy]:
+    """In front of `server`."""
+    with Proxy(server.client_port) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(whole_cluster: EtcdCluster) -> Iterator[EtcdCluster]:
+    """Three members; whatever the test did to them, the next test finds them well."""
+    yield whole_cluster
+    stopped = [member for member in whole_cluster.members if member.process is None]
+    for member in whole_cluster.members:
+        if member in stopped:
+            whole_cluster.restart(member, wait=False)
+        else:
+            member.resume()
+    for member in stopped:
+        member.await_ready()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def tls_server(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[EtcdServer]:
+    """Wants a client certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    with EtcdServer(folder, certificates=certificates, client_certificates=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def auth_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """User ann may read and write below /ann/. Tokens that are not used for a second expire."""
+    ann, root, _ = SECRETS
+    with EtcdServer(tmp_path_factory.mktemp("auth"), args=[f"--auth-token-ttl={TOKEN_TTL_S}"]) as started:
+        started.etcdctl("user", "add", "root", "--new-user-password", root)
+        started.etcdctl("user", "grant-role", "root", "root")
+        started.etcdctl("user", "add", "ann", "--new-user-password", ann)
+        started.etcdctl("role", "add", "ann")
+        started.etcdctl("role", "grant-permission", "ann", "readwrite", "--prefix", "/ann/")
+        started.etcdctl("user", "grant-role", "ann", "ann")
+        started.etcdctl("auth", "enable")
+        yield started
+
+
+@pytest.fixture
+def ann(auth_server: EtcdServer) -> Iterator[EtcdClient]:
+    with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[0]) as made:
+        yield made

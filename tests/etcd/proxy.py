@@ -1,0 +1,103 @@
+"""A TCP proxy that a test puts between client and server: it passes, is slow, goes deaf, or is not there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+
+class Proxy:
+    """Listens on a port of its own, the same over `stop` and `start`."""
+
+    def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
+        self._target_port = target_port
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._host = host
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener: socket.socket | None = None
+        self._delay_s = 0.0
+        self._deaf = False
+        self._stopped = threading.Event()
+        self.port = 0
+        self.start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
+
+    def start(self) -> None:
+        self._stopped.clear()
+        self._deaf = False
+        self._listener = socket.create_server((self._host, self.port), family=self._family)
+        self.port = self._listener.getsockname()[1]
+        self._spawn(self._accept, self._listener)
+
+    def stop(self) -> None:
+        """Close all connections and refuse new ones."""
+        self._stopped.set()
+        assert self._listener is not None
+        self._close(self._listener)
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+            threads, self._threads = self._threads, []
+        for each in sockets:
+            self._close(each)
+        for thread in threads:
+            thread.join()
+
+    def delay(self, seconds: float) -> None:
+        """Hold back each piece of data, in both directions, for so long."""
+        self._delay_s = seconds
+
+    def deaf(self) -> None:
+        """Accept and swallow all, in both directions; what was swallowed is gone, so only `stop` and `start` end it."""
+        self._deaf = True
+
+    def _spawn(self, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name="proxy", daemon=True)  # type: ignore[arg-type]
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    @staticmethod
+    def _close(each: socket.socket) -> None:
+        try:
+            each.shutdown(socket.SHUT_RDWR)  # wakes the thread that is blocked in it, which close() does not
+        except OSError:
+            pass
+        each.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stopped.is_set():
+            try:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target_port))
+            except ConnectionRefusedError:
+                self._close(near)
+                continue
+            except OSError:
+                return
+            with self._lock:
+                self._sockets += [near, far]
+            self._spawn(self._pump, near, far)
+            self._spawn(self._pump, far, near)
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                if self._delay_s:
+                    self._stopped.wait(self._delay_s)
+                if not self._deaf:
+                    sink.sendall(data)
+        except OSError:
+            pass
+        self._close(source)
+        self._close(sink)

@@ -1,0 +1,391 @@
+"""Calls on real servers: keys, transactions, deadlines, failover, and one clear error for each kind of trouble."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from elastic_ext.etcd import (
+    ClientClosed,
+    Compacted,
+    Compare,
+    Delete,
+    EtcdClient,
+    EtcdError,
+    Get,
+    LeaseLost,
+    Put,
+    QuotaExceeded,
+    Unavailable,
+    UnsupportedVersion,
+    absent,
+    unchanged,
+)
+from elastic_ext.etcd.client import PAGE
+from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.records import Alarm
+from tests.etcd.proxy import Proxy
+from tests.etcd_server import EtcdServer, free_port
+
+
+def nowhere() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+def test_put_get_delete(client: EtcdClient, prefix: str):
+    written = client.put(prefix + "a", "1")
+    assert written.previous is None
+    reading = client.get(prefix + "a")
+    assert reading.kv is not None
+    assert (reading.kv.key, reading.kv.value, reading.kv.version) == ((prefix + "a").encode(), b"1", 1)
+    assert (reading.kv.create_revision, reading.kv.mod_revision, reading.revision) == (written.revision,) * 3
+    assert client.revision(prefix) == written.revision
+
+    again = client.put(prefix + "a", b"\0\xff", prev_kv=True)
+    assert again.revision == written.revision + 1
+    assert again.previous is not None
+    assert again.previous.value == b"1"
+    old = client.get(prefix + "a", revision=written.revision)
+    assert old.kv is not None
+    assert old.kv.value == b"1"
+
+    deleted = client.delete(prefix + "a", prev_kv=True)
+    assert (deleted.deleted, deleted.previous[0].value) == (1, b"\0\xff")
+    assert client.get(prefix + "a").kv is None
+    assert client.delete(prefix + "a").deleted == 0
+
+
+def test_a_prefix_that_ends_in_0xff(client: EtcdClient, prefix: str):
+    base = prefix.encode() + b"\xff"
+    for key in (base, base + b"\0", base + b"\xff\xff", prefix.encode() + b"\xfe", prefix.encode()[:-1] + b"0"):
+        client.put(key, key)
+    assert [kv.key for kv in client.get_prefix(base).kvs] == [base, base + b"\0", base + b"\xff\xff"]
+    assert client.delete_prefix(base).deleted == 3
+    assert client.get_prefix(base).kvs == ()
+    assert client.get(prefix.encode() + b"\xfe").count == 1
+
+
+def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, prefix: str):
+    keys = [f"{prefix}{number:05d}" for number in range(2 * PAGE + 1)]
+    for start in range(0, len(keys), 128):
+        client.txn([], [Put(key, "old") for key in keys[start : start + 128]])
+    stop = threading.Event()
+
+    def write() -> None:
+        with EtcdClient([str(endpoint) for endpoint in client._endpoints.endpoints]) as other:
+            while not stop.is_set():
+                other.txn([], [Put(keys[0], "new"), Put(keys[-1], "new")])
+                other.txn([], [Put(keys[0], "old"), Put(keys[-1], "old")])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        readings = [client.get_prefix(prefix, timeout_s=30) for _ in range(5)]
+    finally:
+        stop.set()
+        writer.join()
+    for reading in readings:
+        assert [kv.key.decode() for kv in reading.kvs] == keys
+        assert reading.kvs[0].value == reading.kvs[-1].value
+        assert all(kv.mod_revision <= reading.revision for kv in reading.kvs)
+
+
+def test_transaction(client: EtcdClient, prefix: str):
+    a, b = prefix + "a", prefix + "b"
+    made = client.txn([absent(a)], [Put(a, "1"), Get(a), Put(b, "2", prev_kv=True)])
+    assert made.succeeded
+    assert made.revision == client.revision(prefix)
+    assert [type(response).__name__ for response in made.responses] == ["Written", "Reading", "Written"]
+    assert made.readings[0].kvs[0].mod_revision == made.revision
+
+    late = client.txn([absent(a)], [Put(a, "3")], [Get(prefix, prefix=True)])
+    assert not late.succeeded
+    assert late.revision == made.revision
+    assert [kv.value for kv in late.readings[0].kvs] == [b"1", b"2"]
+
+    assert client.txn([unchanged(a, made.revision)], [Put(a, "4")]).succeeded
+    assert not client.txn([unchanged(a, made.revision)], [Put(a, "5")]).succeeded
+    gone = client.txn([Compare(a, "value", "=", "4"), Compare(b, "version", "<", 2)], [Delete(prefix, prefix=True, prev_kv=True)])
+    assert gone.responses[0].deleted == 2
+
+
+@pytest.mark.parametrize(
+    ("compare", "holds"),
+    [
+        (Compare("k", "value", "=", "v"), True),
+        (Compare("k", "value", "!=", "v"), False),
+        (Compare("k", "value", ">", "a"), True),
+        (Compare("k", "version", "=", 1), True),
+        (Compare("k", "create", ">", 0), True),
+        (Compare("k", "mod", "<", 2), False),
+        (Compare("k", "lease", "=", 0), True),
+        (Compare("none", "version", "=", 0), True),
+        (Compare("none", "value", "!=", "v"), False),
+    ],
+)
+def test_each_comparison(client: EtcdClient, prefix: str, compare: Compare, holds: bool):
+    client.put(prefix + "k", "v")
+    moved = Compare(prefix + str(compare.key), compare.target, compare.result, compare.operand)
+    assert client.txn([moved]).succeeded is holds
+
+
+def test_the_cluster_tells_about_itself(client: EtcdClient, server: EtcdServer):
+    status = client.status()
+    (member,) = client.members()
+    assert status.version.startswith("3.")
+    assert status.member_id == status.leader == member.member_id
+    assert member.client_urls == (f"http://{server.endpoint}",)
+    assert client.alarms() == ()
+
+
+def test_a_compacted_revision(own_server: EtcdServer):
+    with EtcdClient(own_server.endpoint) as client:
+        revisions = [client.put("a", str(number)).revision for number in range(5)]
+        client.compact(revisions[3])
+        with pytest.raises(Compacted, match="read the keys again"):
+            client.get("a", revision=revisions[0])
+
+
+def test_what_the_server_refuses_as_wrong(client: EtcdClient, prefix: str):
+    with pytest.raises(EtcdError, match=r"transaction on .* and 199 more: .* too many operations"):
+        client.txn([], [Put(f"{prefix}{number}", "") for number in range(200)])
+    with pytest.raises(LeaseLost, match=r"lease not found; .*grant a new one"):
+        client.put(prefix, "", lease_id=4711)
+
+
+# No answer
+
+
+def test_no_server():
+    with EtcdClient([nowhere(), nowhere()], timeout_s=0.5) as client, pytest.raises(Unavailable) as caught:
+        client.put("a", "1")
+    assert str(caught.value).count("Connection refused") == 2
+    assert "put a: no etcd endpoint answered within 0.5 s" in str(caught.value)
+    assert not caught.value.maybe_applied
+
+
+def test_a_name_that_does_not_resolve():
+    with (
+        EtcdClient("no-such-host.invalid", timeout_s=0.5) as client,
+        pytest.raises(Unavailable, match=r"no-such-host\.invalid:2379"),
+    ):
+        client.get("a")
+
+
+def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
+    with EtcdClient(own_server.endpoint, timeout_s=0.5) as client:
+        client.put("a", "1")
+        own_server.pause()
+        with pytest.raises(Unavailable, match=r"put a: sent, but .*no answer in time.*may have been carried out") as caught:
+            client.put("a", "2")
+        assert caught.value.maybe_applied
+        for call in (client.members, client.alarms, client.status, lambda: client.get("a"), lambda: client.lease_grant(5)):
+            with pytest.raises(Unavailable):
+                call()
+        own_server.resume()
+        # It was taken before the freeze ended it, or not: the reading decides.
+        value = client.get("a", timeout_s=10).kv
+        assert value is not None
+        assert value.value in (b"1", b"2")
+
+
+def test_a_write_is_not_sent_to_a_server_that_does_not_answer(own_server: EtcdServer):
+    """It goes out only on a connection that works, so here it can be said that it did not."""
+    own_server.pause()
+    with EtcdClient(own_server.endpoint, timeout_s=0.5) as client:
+        with pytest.raises(Unavailable) as caught:
+            client.put("a", "1")
+        assert not caught.value.maybe_applied
+        own_server.resume()
+        assert client.get("a", timeout_s=10).kv is None
+
+
+def test_first_good_call_soon_after_a_longer_outage(server: EtcdServer):
+    """gRPC's own back-off would wait 4 s more at this point, and up to 120 s later on."""
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        client.get("a")
+        proxy.stop()
+        with pytest.raises(Unavailable):
+            client.get("a", timeout_s=12)
+        proxy.start()
+        client.get("a", timeout_s=2)
+
+
+def test_a_slow_link(proxy: Proxy, prefix: str):
+    proxy.delay(0.1)
+    with EtcdClient(proxy.endpoint) as client:
+        client.put(prefix, "1")
+        with client.watch(prefix, start_revision=1) as watch:
+            batch = watch.get(10)
+    assert batch is not None
+    assert batch.events[0].kv.value == b"1"
+
+
+# Many endpoints
+
+
+def test_rotation_over_endpoints(server: EtcdServer, prefix: str):
+    with EtcdClient([nowhere(), nowhere(), server.endpoint], first=0) as client:
+        client.put(prefix + "a", "1")  # not taken by the first two: a write may go on as well
+        assert client.get(prefix + "a").kv is not None
+
+
+def test_an_endpoint_that_hears_but_does_not_answer(server: EtcdServer, prefix: str):
+    with Proxy(server.client_port) as deaf:
+        deaf.deaf()
+        with EtcdClient([deaf.endpoint, server.endpoint], first=0, timeout_s=2) as client:
+            client.put(prefix + "a", "1")
+            assert client.get(prefix + "a").kv is not None
+
+
+def test_reads_go_on_when_the_endpoint_in_use_goes_deaf(server: EtcdServer, proxy: Proxy, prefix: str):
+    with EtcdClient([proxy.endpoint, server.endpoint], first=0, timeout_s=2) as client:
+        client.put(prefix + "a", "1")
+        proxy.deaf()
+        assert client.get(prefix + "a").kv is not None
+        client.put(prefix + "a", "2")
+
+
+def test_ipv6_and_names(server: EtcdServer):
+    with EtcdClient(f"http://localhost:{server.client_port}") as client:
+        client.status()
+    try:
+        proxy = Proxy(server.client_port, host="::1")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with proxy, EtcdClient(proxy.endpoint) as client:
+        client.status()
+
+
+def test_http_proxy_of_the_environment_is_not_used(client: EtcdClient, server: EtcdServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", f"http://{nowhere()}")
+    with EtcdClient(server.endpoint) as other:
+        other.status()
+
+
+# The rest
+
+
+def test_quota(tmp_path: Path):
+    with EtcdServer(tmp_path / "quota", args=["--quota-backend-bytes=1000000"]) as server, EtcdClient(server.endpoint) as client:
+        client.put("before", "1")
+
+        def fill() -> None:
+            for number in range(100):
+                client.put(f"a{number}", "x" * 100_000)
+
+        with pytest.raises(QuotaExceeded, match="database space exceeded; compact and defragment etcd"):
+            fill()
+        assert client.alarms() == (Alarm(client.status().member_id, "NOSPACE"),)
+        with pytest.raises(QuotaExceeded):
+            client.txn([absent("b")], [Put("b", "1")])
+        assert client.get("before").kv is not None
+        assert client.delete("before").deleted == 1
+
+
+def test_closing_ends_calls_at_once(own_server: EtcdServer):
+    client = EtcdClient(own_server.endpoint, timeout_s=300)
+    client.get("a")
+    own_server.pause()
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            client.get("a")
+        except EtcdError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    client.close()
+    waiting.join(30)
+    assert [type(error) for error in errors] == [ClientClosed]
+    with pytest.raises(ClientClosed):
+        client.get("a")
+    with pytest.raises(ClientClosed):
+        client.watch("a", start_revision=1)
+    client.close()
+
+
+def test_a_process_ends_with_its_client_open(server: EtcdServer):
+    """Nothing that runs in the background keeps it, or its exit code, up."""
+    code = (
+        "import sys; from elastic_ext.etcd import EtcdClient, LeaseSession\n"
+        "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60); watch = client.watch('a', start_revision=1)\n"
+        "client.put('b', '', lease_id=session.lease_id); print(client.status().version)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_threads_share_a_client(client: EtcdClient, prefix: str):
+    """A counter that 8 threads raise by compare-and-swap comes out right."""
+    client.put(prefix, "0")
+
+    def count() -> None:
+        for _ in range(20):
+            while True:
+                kv = client.get(prefix).kv
+                assert kv is not None
+                if client.txn([unchanged(prefix, kv.mod_revision)], [Put(prefix, str(int(kv.value) + 1))]).succeeded:
+                    break
+
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kv = client.get(prefix).kv
+    assert kv is not None
+    assert kv.value == b"160"
+
+
+def test_etcd_may_be_restarted_between_two_calls(own_server: EtcdServer):
+    with EtcdClient(own_server.endpoint) as client:
+        client.put("a", "1")
+        own_server.restart()
+        assert client.get("a").kv is not None
+        client.put("a", "2")
+
+
+# Servers that are no etcd of today. A 3.3 is not to be had any more, so a gRPC server plays it.
+
+
+@contextmanager
+def grpc_server(*handlers: grpc.GenericRpcHandler) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1), handlers=handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_server_too_old():
+    rpc = etcdrpc()
+    status = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: rpc.StatusResponse(version="3.3.27"),
+        request_deserializer=rpc.StatusRequest.FromString,
+        response_serializer=rpc.StatusResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("etcdserverpb.Maintenance", {"Status": status})
+    with grpc_server(handler) as endpoint, EtcdClient(endpoint) as client:
+        with pytest.raises(UnsupportedVersion, match=r"is version 3\.3\.27, expected 3\.4 or later: upgrade it"):
+            client.put("a", "1")
+        with pytest.raises(UnsupportedVersion):
+            client.watch("a", start_revision=1).get(20)
+
+
+def test_a_server_that_speaks_grpc_but_is_no_etcd():
+    message = "check that the address is that of an etcd server"
+    with grpc_server() as endpoint, EtcdClient(endpoint) as client, pytest.raises(UnsupportedVersion, match=message):
+        client.put("a", "1")

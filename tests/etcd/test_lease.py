@@ -1,0 +1,156 @@
+"""Leases on a real server: kept alive, given up, revoked, lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from elastic_ext.etcd import ConfigError, EtcdClient, LeaseSession
+from tests.etcd.conftest import until
+from tests.etcd.proxy import Proxy
+from tests.etcd_server import EtcdServer
+
+TTL_S = 2
+
+
+def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
+    lost: list[LeaseSession] = []
+    session = LeaseSession(client, TTL_S, on_lost=lost.append)
+    client.put(prefix, "1", lease_id=session.lease_id)
+    first = session.alive_until
+    assert first <= time.monotonic() + TTL_S
+    until(lambda: session.alive_until > first + TTL_S + 1)
+    assert client.get(prefix).kv is not None
+    assert not session.lost.is_set()
+    assert lost == []
+    session.revoke()
+    assert client.get(prefix).kv is None
+    assert client.lease_ttl(session.lease_id).ttl_s == -1
+    assert not session.lost.is_set()  # given back is not lost
+    session.revoke()
+
+
+def test_the_server_agrees_with_alive_until(client: EtcdClient):
+    session = LeaseSession(client, 5)
+    for _ in range(20):
+        claimed = session.alive_until - time.monotonic()
+        assert client.lease_ttl(session.lease_id).ttl_s >= int(claimed)
+    session.revoke()
+
+
+def test_an_orphan_expires_by_itself(client: EtcdClient, prefix: str):
+    session = LeaseSession(client, TTL_S)
+    client.put(prefix, "1", lease_id=session.lease_id)
+    with client.watch(prefix) as watch:
+        session.orphan()
+        batch = watch.get(20)
+        seen = time.monotonic()
+    assert batch is not None
+    assert batch.events[0].kind == "delete"
+    assert seen >= session.alive_until
+    assert not session.lost.is_set()
+
+
+def test_a_lease_that_is_gone_is_an_event(client: EtcdClient):
+    lost: queue.SimpleQueue[LeaseSession] = queue.SimpleQueue()
+    session = LeaseSession(client, TTL_S, on_lost=lost.put)
+    client.lease_revoke(session.lease_id)
+    assert session.lost.wait(20)
+    assert lost.get(timeout=20) is session
+    assert session.lost_reason is not None
+    assert "etcd says that it has expired or was revoked" in session.lost_reason
+    assert client.lease_keep_alive([session.lease_id]).ttl_s == {session.lease_id: 0}
+
+
+def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServer):
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        session = LeaseSession(client, 4)
+        before = session.alive_until
+        proxy.stop()
+        until(lambda: client.keeper._trouble is not None)
+        proxy.start()
+        until(lambda: session.alive_until > before)
+        assert not session.lost.is_set()
+        session.revoke()
+
+
+@pytest.mark.parametrize("how", ["stop", "deaf"])
+def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        session = LeaseSession(client, TTL_S)
+        getattr(proxy, how)()
+        assert session.lost.wait(20)
+        assert time.monotonic() >= session.alive_until
+        assert session.lost_reason is not None
+        assert "no answer from etcd for its TTL of 2 s: keep 1 leases alive: no etcd endpoint answered" in session.lost_reason
+
+
+def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
+    """etcd gives each lease its full time again when it comes back; only its word counts then."""
+    with EtcdClient(own_server.endpoint) as client:
+        patient, other = LeaseSession(client, TTL_S, patient=True), LeaseSession(client, TTL_S)
+        own_server.kill()
+        assert other.lost.wait(20)
+        overdue = patient.alive_until
+        until(lambda: time.monotonic() > overdue)
+        assert not patient.lost.is_set()
+        own_server.start()
+        until(lambda: patient.alive_until > overdue)
+        assert client.lease_ttl(patient.lease_id).ttl_s >= 0
+        assert not patient.lost.is_set()
+
+
+def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient, caplog: pytest.LogCaptureFixture):
+    sessions = [LeaseSession(client, TTL_S) for _ in range(100)]
+    keepers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-keeper"]
+    assert len(keepers) == 1
+    first = [session.alive_until for session in sessions]
+    until(lambda: all(session.alive_until > was + TTL_S for session, was in zip(sessions, first, strict=True)))
+    assert not any(session.lost.is_set() for session in sessions)
+    for session in sessions:
+        session.orphan()
+
+
+def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
+    def fail(session: LeaseSession) -> None:
+        raise RuntimeError("from the callback")
+
+    bad, good = LeaseSession(client, TTL_S, on_lost=fail), LeaseSession(client, TTL_S)
+    client.lease_revoke(bad.lease_id)
+    assert bad.lost.wait(20)
+    was = good.alive_until
+    until(lambda: good.alive_until > was)
+    assert "from the callback" in caplog.text
+    good.revoke()
+
+
+def test_a_keeper_that_fails_tells_all_sessions(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    with EtcdClient(server.endpoint) as client:
+        session = LeaseSession(client, TTL_S)
+
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(client, "lease_keep_alive", fail)
+        assert session.lost.wait(20)
+        assert session.lost_reason is not None
+        assert "a bug" in session.lost_reason
+        assert "Traceback" in caplog.text
+
+
+def test_closing_the_client_stops_renewing_and_is_no_loss(server: EtcdServer):
+    client = EtcdClient(server.endpoint)
+    session = LeaseSession(client, 60)
+    client.close()
+    assert not [t for t in threading.enumerate() if t.name == "etcd-lease-keeper" and t is client.keeper._thread]
+    assert not session.lost.is_set()
+
+
+def test_a_ttl_below_what_etcd_can_time(client: EtcdClient):
+    with pytest.raises(ConfigError, match="lease TTL of 1 s: expected at least 2 s"):
+        LeaseSession(client, 1)

@@ -1,0 +1,228 @@
+"""TLS and passwords on real servers: what works, one clear error for what does not, and secrets in no message."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdClient, EtcdError, LeaseSession, Tls, TlsError, Unavailable
+from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take, until
+from tests.etcd_server import Certificates, EtcdServer
+
+
+@pytest.fixture(autouse=True)
+def no_secret_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG)
+    yield
+    printed = capfd.readouterr()
+    for secret in SECRETS:
+        assert secret not in caplog.text
+        assert secret not in printed.out + printed.err
+
+
+# TLS
+
+
+def test_tls_with_client_certificate(tls_server: EtcdServer, certificates: Certificates, prefix: str):
+    with EtcdClient(tls_server.endpoint, tls=certificates.tls(client=True)) as client:
+        session = LeaseSession(client, 5)
+        client.put(prefix + "a", "1", lease_id=session.lease_id)
+        with client.watch(prefix, prefix=True, start_revision=1) as watch:
+            assert isinstance(watch.get(10), Batch)
+        session.revoke()
+
+
+@pytest.mark.parametrize("host", ["localhost", "https://localhost", "https://127.0.0.1"])
+def test_tls_by_name_and_address(tls_server: EtcdServer, certificates: Certificates, host: str):
+    with EtcdClient(f"{host}:{tls_server.client_port}", tls=certificates.tls(client=True)) as client:
+        client.status()
+
+
+def test_wrong_ca(tls_server: EtcdServer, certificates: Certificates):
+    wrong = certificates.tls(client=True, ca="other-ca.crt")
+    with (
+        EtcdClient(tls_server.endpoint, tls=wrong) as client,
+        pytest.raises(TlsError, match=r"(?i)handshake failed.*check the CA"),
+    ):
+        client.get("a")
+
+
+def test_no_client_certificate_where_one_is_needed(tls_server: EtcdServer, certificates: Certificates):
+    with EtcdClient(tls_server.endpoint, tls=certificates.tls()) as client, pytest.raises(TlsError, match=r"client certificate"):
+        client.get("a")
+
+
+def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Certificates):
+    tls = Tls(certificates.path("ca.crt"), certificates.path("client.crt"), certificates.path("client.key"), server_name="etcd0")
+    with (
+        EtcdClient(tls_server.endpoint, tls=tls) as client,
+        pytest.raises(TlsError, match=r"Hostname Verification|not in peer certificate"),
+    ):
+        client.get("a")
+
+
+def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
+    for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
+        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// against https://"):
+            client.get("a")
+
+
+def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_server: EtcdServer, certificates: Certificates):
+    others = Certificates.make(tmp_path)
+    with EtcdServer(tmp_path / "etcd", certificates=others) as stranger:
+        endpoints = [stranger.endpoint, tls_server.endpoint]
+        with EtcdClient(endpoints, tls=certificates.tls(client=True), first=0) as client:
+            client.put("a", "1")
+
+
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        (Tls(ca="/no/such/file"), "/no/such/file cannot be read: No such file"),
+        (Tls(ca=__file__), "holds no PEM block"),
+        (Tls(ca=None, cert="a.crt"), "both the certificate and its key"),
+    ],
+)
+def test_certificate_files_that_are_none(tls: Tls, message: str):
+    with pytest.raises(ConfigError, match=message):
+        EtcdClient("127.0.0.1:1", tls=tls)
+
+
+def test_certificates_for_an_http_endpoint(certificates: Certificates):
+    with pytest.raises(ConfigError, match="use https:// or drop them"):
+        EtcdClient("http://127.0.0.1:1", tls=certificates.tls())
+
+
+# Passwords
+
+
+def test_password_without_tls(ann: EtcdClient):
+    """etcd3 passes the token as call credentials, which gRPC refuses on a channel without TLS."""
+    ann.put("/ann/a", "1")
+    assert ann.get("/ann/a").kv is not None
+    assert ann.get_prefix("/ann/").count >= 1
+
+
+def test_token_is_in_no_log_line(ann: EtcdClient, caplog: pytest.LogCaptureFixture):
+    ann.put("/ann/a", "1")
+    with ann.watch("/ann/", prefix=True) as watch:
+        until(lambda: watch.live)
+    assert token_of(ann) not in caplog.text + repr(vars(ann)) + repr(vars(ann._caller))
+
+
+def test_wrong_password(auth_server: EtcdServer):
+    with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[2]) as client:
+        for call in (
+            lambda: client.get("/ann/a"),
+            lambda: client.put("/ann/a", "1"),
+            lambda: client.watch("/ann/a", start_revision=1).get(),
+        ):
+            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*give the right user and password") as caught:
+                call()
+            told = "".join(traceback.format_exception(caught.value)) + repr(client)
+            assert not any(secret in told for secret in SECRETS)
+
+
+def test_no_password_where_one_is_needed(auth_server: EtcdServer):
+    with EtcdClient(auth_server.endpoint) as client:
+        with pytest.raises(AuthError, match=r"no user given.*give the right user"):
+            client.get("/ann/a")
+        with pytest.raises(AuthError, match="no user given"):
+            client.watch("/ann/a", start_revision=1).get()
+
+
+def test_no_permission(ann: EtcdClient):
+    with pytest.raises(AuthError, match=r"put /bob/a: .*permission denied \(user 'ann'\)"):
+        ann.put("/bob/a", "1")
+
+
+def test_a_watch_without_permission_ends_alone(ann: EtcdClient):
+    with ann.watch("/ann/", prefix=True) as mine, ann.watch("/bob/", prefix=True, start_revision=1) as others:
+        with pytest.raises(AuthError, match=r"/bob/.*refused it: permission denied \(user 'ann'\)"):
+            others.get(10)
+        assert others.closed
+        revision = ann.put("/ann/alone", "1").revision
+        batch = mine.get(10)
+    assert batch is not None
+    assert batch.revision == revision
+
+
+def test_password_on_a_server_without_authentication(server: EtcdServer, prefix: str):
+    with EtcdClient(server.endpoint, user="ann", password=SECRETS[0]) as client:
+        client.put(prefix, "1")
+        with client.watch(prefix, start_revision=1) as watch:
+            assert watch.get(10) is not None
+
+
+def test_user_without_password():
+    with pytest.raises(ConfigError, match="both a user and a password"):
+        EtcdClient("127.0.0.1:1", user="ann")
+
+
+def token_of(client: EtcdClient) -> str:
+    (pair,) = client._tokens.metadata(client._endpoints.current(), 5)
+    return pair[1]
+
+
+def await_expiry(server: EtcdServer, token: str) -> None:
+    """Return when etcd knows the token no more. To ask would prolong it, so first its time must pass."""
+    threading.Event().wait(2 * TOKEN_TTL_S)
+    probe = EtcdClient(server.endpoint, user="ann", password=SECRETS[0])
+    probe._tokens._token = token
+    with probe:
+        probe.get("/ann/a")
+        assert probe._tokens._token != token, "the token has not expired"
+
+
+def test_token_expired_at_a_put_and_under_a_watch(ann: EtcdClient, auth_server: EtcdServer):
+    """The server answers a new watch with id -1 then, and is silent ever after; those that are open must not miss a thing."""
+    with ann.watch("/ann/", prefix=True) as old:
+        until(lambda: old.live)
+        await_expiry(auth_server, token_of(ann))
+        revisions = [ann.put("/ann/expired", "1").revision]
+        await_expiry(auth_server, token_of(ann))
+        with ann.watch("/ann/new", start_revision=1) as new:
+            until(lambda: new.live)
+            revisions.append(ann.put("/ann/new", "2").revision)
+            assert [event.kv.mod_revision for event in take(new, 1)] == revisions[1:]
+        assert [event.kv.mod_revision for event in take(old, 2)] == revisions
+
+
+def test_token_lost_by_a_restart_of_the_server(tmp_path: Path):
+    """Simple tokens live in the server's memory."""
+    with EtcdServer(tmp_path / "restarted") as server:
+        server.etcdctl("user", "add", "root", "--new-user-password", SECRETS[1])
+        server.etcdctl("user", "grant-role", "root", "root")
+        server.etcdctl("auth", "enable")
+        with EtcdClient(server.endpoint, user="root", password=SECRETS[1]) as client:
+            session = LeaseSession(client, 5)
+            with client.watch("a") as watch:
+                client.put("a", "1", lease_id=session.lease_id)
+                server.restart()
+                client.put("a", "2", lease_id=session.lease_id)
+                assert [event.kv.value for event in take(watch, 2)] == [b"1", b"2"]
+            assert not session.lost.is_set()
+
+
+def test_one_thread_authenticates_for_all(auth_server: EtcdServer, caplog: pytest.LogCaptureFixture):
+    with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[0], timeout_s=20) as client:
+        failed: list[EtcdError] = []
+
+        def put() -> None:
+            try:
+                client.put("/ann/many", "1")
+            except EtcdError as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=put) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+    assert caplog.text.count("gave a token to user ann") == 1

@@ -1,0 +1,153 @@
+"""Start real jobs: stock torchrun with our rendezvous, and our own command. Every process started here is reaped."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT_S = 120
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+STOCK = [*TORCHRUN, "--standalone"]
+EXT = [*TORCHRUN, "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
+AGENT = [sys.executable, "-m", "elastic_ext.agent"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without what would leak into the job; any free metrics port, so that jobs do not meet."""
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "PYTEST"))
+    }
+    env.update({"OMP_NUM_THREADS": "1", "ELASTIC_EXT_METRICS_PORT": "0", **variables})
+    return env
+
+
+@dataclass
+class Finished:
+    returncode: int
+    out: str
+    err: str
+
+    @property
+    def all(self) -> str:
+        return self.out + self.err
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> Finished:
+    """Run a job to its end."""
+    with Job(command, cwd, **variables) as job:
+        return job.finish()
+
+
+class Job:
+    """A running job whose output can be waited for line by line."""
+
+    def __init__(self, command: list[str], cwd: Path, **variables: str) -> None:
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._lines: dict[str, list[str]] = {"out": [], "err": []}
+        self._changed = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in (("out", self.process.stdout), ("err", self.process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            with self._changed:
+                self._lines[name].append(line)
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def out(self) -> str:
+        return "".join(self._lines["out"])
+
+    @property
+    def err(self) -> str:
+        return "".join(self._lines["err"])
+
+    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[re.Match[str]]:
+        """Wait until the output has `count` matches; return them. Fails with the output if the job ends before, or in time."""
+        found: list[re.Match[str]] = []
+
+        def enough() -> bool:
+            nonlocal found
+            found = list(re.finditer(pattern, self.out + self.err))
+            return len(found) >= count or not any(reader.is_alive() for reader in self._readers)
+
+        with self._changed:
+            self._changed.wait_for(enough, timeout_s)
+        assert len(found) >= count, f"{pattern!r} seen {len(found)} times, expected {count}\n--out\n{self.out}\n--err\n{self.err}"
+        return found
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> Finished:
+        self.process.wait(timeout_s)
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return Finished(self.process.returncode, self.out, self.err)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream:
+                stream.close()
+
+
+class Gate:
+    """A file that workers wait at: they ask for a lock that the test holds until it opens the gate."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def open(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def wait_gone(pids: list[int], timeout_s: float = 20) -> list[int]:
+    """Wait until these processes have ended (events, no polling); return those that have not."""
+    deadline = time.monotonic() + timeout_s
+    alive = []
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            alive.append(pid)
+        os.close(pidfd)
+    return alive

@@ -1,0 +1,50 @@
+"""A gloo job that does what it is told, for the tests of the supervisor.
+
+gloo_job.py [FAULT:RANK ...]      faults happen in the first attempt only, after some collectives
+"""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+value = torch.ones(1)
+for _ in range(3):
+    dist.all_reduce(value)
+report = {"rank": rank, "world": dist.get_world_size(), "attempt": attempt, "pid": os.getpid()}
+sys.stdout.write(json.dumps(report) + "\n")  # one write: print() makes two, and the ranks share the console
+
+
+def ignore_term() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ignoring", flush=True)
+    dist.barrier()
+    while True:
+        signal.pause()
+
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(3),
+    "key": lambda: {}["missing"],
+    "runtime": lambda: (_ for _ in ()).throw(RuntimeError("flaky")),
+    "ignore": ignore_term,
+    "hang": signal.pause,
+}
+
+for argument in sys.argv[1:]:
+    fault, _, who = argument.partition(":")
+    if attempt == 0 and int(who) == rank:
+        if fault != "ignore" and any(other.startswith("ignore") for other in sys.argv[1:]):
+            dist.barrier()
+        FAULTS[fault]()
+dist.barrier()
+sys.stdout.write(f"finished {rank}\n")
+dist.destroy_process_group()

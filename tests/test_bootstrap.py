@@ -1,0 +1,430 @@
+"""The bootstrap on real processes: everything is compared with what `python -u` does with the same script."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.workers import bootstrap
+from elastic_ext.workers.bootstrap import SLOT_BYTES, STACKS_SIGNAL
+from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
+
+BOOTSTRAP = str(Path(bootstrap.__file__).resolve())
+DEADLINE_S = 120.0  # of a child process: reached only by a broken one
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all scripts, and the other ways to hold one."""
+    here = tmp_path_factory.mktemp("bootstrap").resolve()
+    for name, text in {**SCRIPTS, "__main__.py": SHOW}.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    (here / "relative_link.py").symlink_to("sub/show.py")
+    (here / "absolute_link.py").symlink_to(here / "sub" / "show.py")
+    (here / "linked_folder").symlink_to("sub")
+    (here / "linked_app").symlink_to("app")
+    with zipfile.ZipFile(here / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", SHOW)
+    for name in ("compiled.pyc", "compiled_without_suffix"):
+        code = f"import py_compile; py_compile.compile('show.py', cfile={name!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=here, check=True, timeout=DEADLINE_S)
+    return here
+
+
+class Worker:
+    """What an agent gives to one worker: slot 1 of a progress file, a stacks file, an error file."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.progress, self.stacks, self.error_file = folder / "progress", folder / "stacks", folder / "error.json"
+        self.progress.write_bytes(b"\xff" * SLOT_BYTES * 3)
+        wanted = {"slot": 1, "progress": str(self.progress), "stacks": str(self.stacks), "agent": "token", **settings}
+        self.environ = {"ELASTIC_EXT_WORKER": json.dumps(wanted), "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
+
+    def words(self, slot: int = 1) -> "list[int]":
+        return list(memoryview(self.progress.read_bytes()).cast("Q")[slot * 8 : slot * 8 + 8])
+
+    @property
+    def error(self) -> "dict":
+        return json.loads(self.error_file.read_text())
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path)
+
+
+def environ(more: "dict[str, str] | None" = None) -> "dict[str, str]":
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ELASTIC_EXT", "TORCHELASTIC"))}
+    return {**mine, **(more or {})}
+
+
+@contextlib.contextmanager
+def start(
+    argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)
+) -> "Iterator[subprocess.Popen[str]]":
+    """`python -u FLAGS... ARGV...`; it does not outlive the block."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-u", *flags, *argv]
+    with subprocess.Popen(
+        command, cwd=cwd, env=environ(env), stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="backslashreplace"
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)) -> "tuple[int, str, str]":
+    """Exit status, stdout and stderr, without addresses and pids."""
+    with start(argv, cwd, env, flags) as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, *(re.sub(r"0x[0-9a-f]+|(?<=process )\d+", "N", text) for text in (out, err))
+
+
+def run_text(tmp_path: Path, script: str, env: "dict[str, str]") -> "tuple[int, str, str]":
+    (tmp_path / "script.py").write_text(script)
+    return run(["script.py"], tmp_path, env)
+
+
+# ---- as python does
+
+
+@pytest.mark.parametrize("safe", ["", "1"], ids=["", "safe_path"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Worker, way: str, safe: str) -> None:
+    argv = [*way.format(here=here).split(","), "first", "-m", "--last"]
+    env = {**worker.environ, "PYTHONSAFEPATH": safe}
+    native = run(argv, here, env, flags=())
+    assert run(argv, here, env) == native
+    assert native[0] == 0 or (safe and argv[0] == "-m" and sys.version_info >= (3, 11))  # then nothing of this folder is found
+    assert worker.words()[bootstrap.PID] != 0
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_a_script_ends_as_without_the_bootstrap(here: Path, worker: Worker, way: str) -> None:
+    argv = [*way.split(","), "first"]
+    native = run(argv, here, worker.environ, flags=())
+    assert not worker.error_file.exists()
+    assert run(argv, here, worker.environ) == native
+
+
+def test_development_mode_finds_nothing_to_complain_about(here: Path, worker: Worker) -> None:
+    env = {**worker.environ, "PYTHONDEVMODE": "1"}
+    assert run(["cause.py"], here, env) == run(["cause.py"], here, env, flags=())
+
+
+def test_absent_torch_is_absent(tmp_path: Path, worker: Worker) -> None:
+    (tmp_path / "script.py").write_text("import torch")
+    native = run(["script.py"], tmp_path, worker.environ, flags=("-S",))
+    assert native[0] == 1
+    assert "No module named 'torch'" in native[2]
+    assert run(["script.py"], tmp_path, worker.environ, flags=("-S", BOOTSTRAP)) == native
+
+
+@pytest.mark.parametrize("flags", [(), (BOOTSTRAP,)], ids=["native", "bootstrap"])
+def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str, ...]") -> None:
+    # Python leaves SIGINT alone where it was ignored before, as in a shell's background job.
+    script = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nprint('waiting')\nwhile True: signal.pause()"
+    )
+    (tmp_path / "script.py").write_text(script)
+    with start(["script.py"], tmp_path, worker.environ, flags) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == -signal.SIGINT
+    assert err.endswith("KeyboardInterrupt\n")
+    assert "bootstrap" not in err
+    assert not flags or worker.error["elastic_ext"]["type"] == "KeyboardInterrupt"
+
+
+def test_a_forked_child_can_run_a_script_as_main(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "standby.py").write_text(f"""
+import os, sys
+sys.path.insert(0, {str(Path(BOOTSTRAP).parents[2])!r})
+from elastic_ext.workers.bootstrap import run_as_main
+def wait_for_work():
+    child = os.fork()
+    if child == 0:
+        return run_as_main(sys.argv[1:], {{}})
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+wait_for_work()
+""")
+    for script in ("cause.py", "exit_7.py", "thread_raises.py", "pickles.py"):
+        native = run([script], here, {}, flags=())
+        assert run([script], here, {}, flags=(str(tmp_path / "standby.py"),)) == native
+
+
+def test_importing_it_does_nothing() -> None:
+    code = """if True:
+        import sys
+        before = list(sys.argv), list(sys.path), list(sys.meta_path), sys.excepthook, sys.modules["__main__"]
+        import elastic_ext.workers.bootstrap
+        assert before == (sys.argv, sys.path, sys.meta_path, sys.excepthook, sys.modules["__main__"])
+        assert not {"torch", "json", "signal", "traceback"} & set(sys.modules)
+    """
+    root = str(Path(BOOTSTRAP).parents[2])
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=root, env=environ(), check=True, timeout=DEADLINE_S)
+
+
+HARMLESS = ["", '{"slot": null}', '{"quiet_traceback": 7}']
+USELESS = ["{", "[]", "x", "{} x", '{"stacks": "missing/file"}', '{"stacks": 1.5}'] + [
+    json.dumps({"slot": slot, "progress": progress})
+    for slot, progress in [("a", "progress"), (0, "missing"), (9, "progress"), (-1, "progress"), (10**24, "progress"), (0, 1)]
+]
+
+
+@pytest.mark.parametrize("settings", HARMLESS + USELESS)
+def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, settings: str) -> None:
+    Worker(tmp_path)
+    code, out, err = run_text(tmp_path, "print('runs')\nraise SystemExit(3)", {"ELASTIC_EXT_WORKER": settings})
+    assert (code, out) == (3, "runs\n")
+    assert re.fullmatch(r"(elastic_ext: [^\n]*\n)?", err)
+    assert bool(err) == (settings in USELESS)
+
+
+# ---- the error file
+
+FAILS = "def step(x):\n    raise KeyError(x)\n\nstep('lr')\n"
+
+
+def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker) -> None:
+    before = time.monotonic_ns()
+    code, out, err = run_text(tmp_path, FAILS, worker.environ)
+    assert (code, out) == (1, "")
+    message, ours = worker.error["message"], worker.error["elastic_ext"]
+    assert message["message"] == "KeyError: 'lr'"
+    assert message["extraInfo"]["py_callstack"] == err
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < DEADLINE_S
+    assert before < ours.pop("monotonic_ns") < time.monotonic_ns()
+    frames = ["script.py:4 in <module>", "script.py:2 in step"]
+    assert ours == {"type": "KeyError", "message": "'lr'", "frames": frames, "first_step_done": None}
+    assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == ["error.json"]
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "message"),
+    [
+        ("own_type.py", "A.B", "q"),
+        ("interrupt.py", "KeyboardInterrupt", "x"),
+        ("bad_utf8.py", "SyntaxError", None),
+        ("str_raises.py", "E", "<exception str() failed>"),
+        ("torch_breaks.py", "ModuleNotFoundError", "No module named 'no_such_module'"),
+        ("-m,missing", "ModuleNotFoundError", "No module named missing"),
+        ("-m,plain", "ModuleNotFoundError", None),
+        ("-m,missing.module", "ModuleNotFoundError", None),
+        ("-m,broken", "ModuleNotFoundError", "No module named 'no_such_module'"),
+        ("empty", "ImportError", None),
+        ("exit_7.py", None, None),
+        ("exit_text.py", None, None),
+        ("missing.py", None, None),
+        ("pickles.py", None, None),
+        ("multiprocess.py", None, None),  # its children fail
+        ("fork.py", None, None),
+    ],
+)
+def test_types_in_the_error_file(here: Path, worker: Worker, way: str, kind: "str | None", message: "str | None") -> None:
+    run(way.split(","), here, worker.environ)
+    assert worker.error_file.exists() == (kind is not None)
+    if kind is not None:
+        ours = worker.error["elastic_ext"]
+        assert ours["type"] == kind
+        assert message in (None, ours["message"])
+
+
+def test_the_error_file_is_bounded(tmp_path: Path, worker: Worker) -> None:
+    run_text(tmp_path, "def f(n):\n    if n: f(n - 1)\n    raise ValueError('a' * 10**6 + 'z' * 10**6)\nf(200)", worker.environ)
+    message, ours = worker.error["message"], worker.error["elastic_ext"]
+    for text, limit in (
+        (message["message"], 16 * 1024),
+        (ours["message"], 16 * 1024),
+        (message["extraInfo"]["py_callstack"], 128 * 1024),
+    ):
+        assert limit * 0.9 < len(text) <= limit
+        assert text.rstrip().endswith("zzz")
+    assert ours["frames"] == ["script.py:4 in <module>"] + ["script.py:2 in f"] * 62 + ["script.py:3 in f"]
+
+
+LATE = """
+import {module}
+def late():
+    print("late")
+    input()
+{begin}
+raise ValueError("x")
+"""
+THREAD_BEGINS = "threading.Thread(target=lambda: [threading.main_thread().join(), late()]).start()"
+
+
+@pytest.mark.parametrize(("module", "begin"), [("atexit", "atexit.register(late)"), ("threading", THREAD_BEGINS)])
+def test_the_error_file_is_there_before_the_process_ends(tmp_path: Path, worker: Worker, module: str, begin: str) -> None:
+    (tmp_path / "script.py").write_text(LATE.format(module=module, begin=begin))
+    with start(["script.py"], tmp_path, worker.environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "late\n"
+        assert worker.error["elastic_ext"]["message"] == "x"
+        assert process.poll() is None
+        process.communicate("go on\n", timeout=DEADLINE_S)
+    assert process.returncode == 1
+
+
+def test_record_was_first(tmp_path: Path, worker: Worker) -> None:
+    script = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main(): raise KeyError('lr')\nmain()"
+    )
+    assert run_text(tmp_path, script, worker.environ)[0] == 1
+    assert worker.error["message"]["message"] == "KeyError: 'lr'"
+    assert "wrapper" in worker.error["message"]["extraInfo"]["py_callstack"]
+    assert worker.error["elastic_ext"]["type"] == "KeyError"
+    assert worker.error["elastic_ext"]["frames"][-1] == "script.py:3 in main"
+
+
+@pytest.mark.parametrize("present", ['{"message": {"mess', "[1]"])
+def test_an_error_file_that_is_none_stays_and_the_traceback_is_printed(tmp_path: Path, present: str) -> None:
+    worker = Worker(tmp_path, quiet_traceback=True)
+    worker.error_file.write_text(present)
+    assert "KeyError" in run_text(tmp_path, FAILS, worker.environ)[2]
+    assert worker.error_file.read_text() == present
+
+
+FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+
+
+@pytest.mark.parametrize(("path", "before"), [("missing/error.json", ""), (".", ""), ("error.json", FULL_DISK)])
+def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, path: str, before: str) -> None:
+    worker = Worker(tmp_path, quiet_traceback=True)
+    code, _, err = run_text(tmp_path, before + FAILS, {**worker.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / path)})
+    warning, _, rest = err.partition("\n")
+    assert code == 1
+    assert warning.startswith("elastic_ext: the error file ")
+    assert rest.startswith("Traceback")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["progress", "script.py", "stacks"]
+
+
+# ---- quiet_traceback
+
+
+def test_a_quiet_worker_prints_nothing_where_the_agent_has_the_error(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, quiet_traceback=True)
+    assert run_text(tmp_path, FAILS, worker.environ) == (1, "", "")
+    assert run_text(tmp_path, "raise KeyboardInterrupt", worker.environ) == (-signal.SIGINT, "", "")
+    assert run_text(tmp_path, "import sys\nsys.exit('bye')", worker.environ) == (1, "", "bye\n")
+    assert "KeyError" in run_text(tmp_path, FAILS, {**worker.environ, "TORCHELASTIC_ERROR_FILE": ""})[2]
+
+
+def test_a_hook_of_the_script_is_called_in_a_quiet_worker(here: Path, tmp_path: Path) -> None:
+    worker = Worker(tmp_path, quiet_traceback=True)
+    for script in ("hook.py", "hook_raises.py"):
+        assert run([script], here, worker.environ) == run([script], here, {}, flags=())
+
+
+GROUP = """
+import sys
+import torch.distributed as dist
+{before}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise ValueError("x")
+"""
+
+
+def test_the_hook_that_torch_installs_is_no_hook_of_the_script(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, quiet_traceback=True)
+    assert "[rank0]: ValueError" in run_text(tmp_path, GROUP.format(before=""), {})[2]
+    code, _, err = run_text(tmp_path, GROUP.format(before=""), worker.environ)
+    assert (code, "ValueError" in err) == (1, False)
+    assert (
+        "HOOK x"
+        in run_text(tmp_path, GROUP.format(before="sys.excepthook = lambda t, e, tb: print('HOOK', e)"), worker.environ)[1]
+    )
+
+
+# ---- progress and stacks
+
+STEPS = """
+import os, sys
+finders = len(sys.meta_path)
+import torch
+assert len(sys.meta_path) <= finders and not any("StepCounter" in repr(finder) for finder in sys.meta_path)
+layer = torch.nn.Linear(2, 2)
+one, two = (torch.optim.SGD([parameter], lr=0.1) for parameter in layer.parameters())
+def train(steps):
+    for _ in range(steps):
+        layer(torch.ones(1, 2)).sum().backward()
+        one.step(); two.step()
+if len(sys.argv) > 1:
+    train(3)
+    child = os.fork()
+    if child == 0:
+        one.step()
+        os._exit(0)
+    os.waitpid(child, 0)
+raise torch.OutOfMemoryError("x")
+"""
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool) -> None:
+    (tmp_path / "script.py").write_text(STEPS)
+    before = time.monotonic_ns()
+    with start(["script.py", *["train"] * train], tmp_path, worker.environ) as process:
+        err = process.communicate(timeout=DEADLINE_S)[1]
+    assert err.splitlines()[-1] == "torch.OutOfMemoryError: x"
+    pid, steps, last_ns, first_ns, *rest = worker.words()
+    assert (pid, steps, rest) == (process.pid, 6 if train else 0, [1, 1, 0, 0])
+    assert (before < first_ns < last_ns < time.monotonic_ns()) if train else (first_ns, last_ns) == (0, 0)
+    assert worker.words(0) == worker.words(2) == [2**64 - 1] * 8
+    assert worker.error["elastic_ext"]["type"] == "torch.OutOfMemoryError"
+    assert worker.error["elastic_ext"]["first_step_done"] is train
+
+
+STUCK = """
+import sys, threading
+def stuck_thread(): threading.Event().wait()
+threading.Thread(target=stuck_thread, daemon=True).start()
+def stuck_main():
+    print("stuck")
+    {stuck}
+stuck_main()
+"""
+
+
+@pytest.mark.parametrize("stuck", ["threading.Event().wait()", "while True: pass"], ids=["lock", "busy"])
+def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
+    worker = Worker(tmp_path)
+    os.mkfifo(worker.stacks)  # so that the dump is an event for this process
+    stacks = os.open(worker.stacks, os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "script.py").write_text(STUCK.format(stuck=stuck))
+    with start(["script.py"], tmp_path, worker.environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        assert worker.words() == [process.pid, 0, 0, 0, 0, 1, 0, 0]
+        process.send_signal(STACKS_SIGNAL)
+        dump = b""
+        while b"in run_as_main" not in dump:  # the outermost frames come last
+            assert select.select([stacks], [], [], DEADLINE_S)[0], dump
+            dump += os.read(stacks, 65536)
+        assert process.poll() is None
+    os.close(stacks)
+    assert b"in stuck_thread" in dump
+    assert b"in stuck_main" in dump
+
+
+def test_dumps_are_appended_to_the_stacks_file(tmp_path: Path, worker: Worker) -> None:
+    worker.stacks.write_text("before\n")
+    script = f"import os\nfor _ in range(2): os.kill(os.getpid(), {int(STACKS_SIGNAL)})"
+    assert run_text(tmp_path, script, worker.environ)[0] == 0
+    text = worker.stacks.read_text()
+    assert text.startswith("before\n")
+    assert text.count('script.py", line 2 in <module>') == 2

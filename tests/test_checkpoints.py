@@ -1,0 +1,537 @@
+"""Which checkpoint a job resumes from: the order as pure functions, the rest on real files that torch has written."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_ext.checkpoints import discovery, formats
+from elastic_ext.checkpoints.discovery import Choice, choose, families, newest_complete, pattern_of, step_of
+from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, UNKNOWN, Entry, Verdict
+from elastic_ext.errors import UsageError
+
+
+def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, barred: str = "") -> Entry:
+    return Entry(name, f"/c/{name}", is_dir, 1, mtime, barred)
+
+
+def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[str] | None = None) -> Choice:
+    """choose() where all but ``broken`` is complete; the names that it asked about go to ``looked``."""
+
+    def inspect(item: Entry) -> Verdict:
+        if looked is not None:
+            looked.append(item.name)
+        return Verdict(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
+
+    return choose(entries, inspect)
+
+
+def chosen(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
+    resume = decide(entries, broken).resume
+    return resume and resume.path.removeprefix("/c/")
+
+
+# The order.
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "pattern"),
+    [
+        ("checkpoint_epoch_5.pt", 5, "checkpoint_epoch_#.pt"),
+        ("step_00000120", 120, "step_#"),
+        ("model_latest.pt", None, "model_latest.pt"),
+        ("epoch=1-step=1000.ckpt", 1000, "epoch=#-step=#.ckpt"),
+        ("model.7.pt", 7, "model.#.pt"),
+        ("step_5_loss_0.25.pt", 5, "step_#_loss_#.#.pt"),
+        ("loss-1.5.pt", None, "loss-#.#.pt"),
+        ("모델 3 ②.pt", 3, "모델 # ②.pt"),
+        ("", None, ""),
+    ],
+)
+def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -> None:
+    assert (step_of(name), pattern_of(name)) == (step, pattern)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([entry("s_9.pt", 9), entry("s_10.pt", 1)], "s_10.pt"),  # by number, neither as text nor by time
+        ([entry("s_5.pt", 1), entry("s_05.pt", 2)], "s_05.pt"),  # the same step twice: the later
+        ([entry("epoch_9.pt", 1), entry("step_2.pt", 2)], "step_2.pt"),  # 9 epochs do not compare with 2 steps
+        ([entry("epoch_9.pt", 3), entry("step_2.pt", 2)], "epoch_9.pt"),
+        ([entry("last.pt", 2), entry("s_1.pt", 2)], "s_1.pt"),  # at the same time: the one that tells the step
+        ([entry("last.pt", 3), entry("s_1.pt", 2)], "last.pt"),
+        ([entry("last.pt", None), entry("best.pt", None)], "best.pt"),  # no time at all: the same on every call
+        ([entry("e_1_s_90.pt", 1), entry("e_2_s_95.pt", 1)], "e_2_s_95.pt"),
+        ([entry("e_1_s_90.pt", 1), entry("e_2_s_5.pt", 2)], "e_2_s_5.pt"),  # the step begins again with each epoch
+        ([entry("r_1_s_90.pt", 2), entry("r_2_s_5.pt", 1)], "r_1_s_90.pt"),  # two runs side by side
+        ([entry("loss-0.5.pt", 2), entry("loss-0.9.pt", 1)], "loss-0.5.pt"),  # a value is no step
+    ],
+)
+def test_which_of_complete_ones(entries: list[Entry], expected: str) -> None:
+    assert chosen(entries) == expected
+    assert chosen(entries[::-1]) == expected
+
+
+def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
+    entries = [entry(f"s_{step}.pt", step) for step in range(5)]
+    choice = decide(entries, {"s_4.pt", "s_3.pt"})
+    assert choice.resume is not None
+    assert (choice.resume.path, choice.resume.step, choice.resume.format) == ("/c/s_2.pt", 2, TORCH_SAVE)
+    assert "newest complete of 5 named s_#.pt" in choice.resume.reason
+    assert [(passed.path, passed.reason) for passed in choice.passed_over] == [("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
+
+
+def test_nothing_complete() -> None:
+    choice = decide([entry("s_1.pt")], {"s_1.pt"})
+    assert choice.resume is None
+    assert len(choice.passed_over) == 1
+    assert choose([], lambda item: pytest.fail("nothing to look at")) == Choice(None)
+
+
+def test_a_family_counts_by_its_newest_complete_member() -> None:
+    """The newest file of all is broken; what is left of its family is older than the other family's best."""
+    entries = [entry("step_8.pt", 8), entry("step_2.pt", 2), entry("epoch_1.pt", 5)]
+    assert chosen(entries, {"step_8.pt"}) == "epoch_1.pt"
+
+
+def test_only_what_may_change_the_choice_is_looked_at() -> None:
+    looked: list[str] = []
+    decide([entry(f"s_{step}.pt", step) for step in range(10_000)] + [entry("best.pt", 17)], set(), looked)
+    assert looked == ["s_9999.pt"]
+
+
+def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
+    """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
+    entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
+    written = {"step_3": 7.0, "epoch_9.pt": 5.0}
+    resume = choose(entries, lambda item: Verdict(True, DCP, "", written[item.name])).resume
+    assert resume is not None
+    assert resume.step == 3
+
+
+def test_names_that_are_never_looked_at() -> None:
+    names = [".s_1.pt", "s_1.pt.tmp", "s_1.pt.part", "README.md", "events.out.tfevents.1", "s_1.safetensors"]
+    entries = [entry(name) for name in names] + [entry(".git", is_dir=True), entry("step_5.tmp", is_dir=True)]
+    looked: list[str] = []
+    assert decide(entries, set(), looked) == Choice(None)
+    assert looked == []
+
+
+def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -> None:
+    entries = [entry("logs", is_dir=True), entry("checkpoint-500", is_dir=True)]
+    choice = choose(entries, lambda item: Verdict(False, UNKNOWN, "not one"))
+    assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
+
+
+def test_barred_entries_are_passed_over_without_a_look() -> None:
+    looked: list[str] = []
+    choice = decide([entry("s_2.pt", barred="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
+    assert looked == ["s_1.pt"]
+    assert choice.passed_over[0].reason == "a link that leads nowhere"
+
+
+def test_families_come_with_the_one_first_that_may_hold_the_newest() -> None:
+    found = families([entry("a_1.pt", 1), entry("b_1.pt", 3), entry("a_2.pt", 2), entry("d_1", 0, is_dir=True)])
+    assert [(family.pattern, family.newest) for family in found] == [("d_#", float("inf")), ("b_#.pt", 3), ("a_#.pt", 2)]
+    assert [member.name for member in found[2].members] == ["a_2.pt", "a_1.pt"]
+
+
+# Real checkpoints.
+
+
+def save_file(path: Path, value: float = 1.0) -> Path:
+    torch.save({"model": torch.full((64,), value), "epoch": 3}, path)
+    return path
+
+
+def save_dcp(path: Path) -> Path:
+    dcp.save({"model": torch.ones(64), "step": 3}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def at(path: Path, seconds: float) -> None:
+    os.utime(path, (seconds, seconds))
+
+
+def found_path(directory: Path | str) -> str | None:
+    resume = newest_complete(str(directory)).resume
+    return resume and resume.path
+
+
+def reasons(directory: Path | str) -> dict[str, str]:
+    return {os.path.basename(passed.path): passed.reason for passed in newest_complete(str(directory)).passed_over}
+
+
+def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert newest_complete(str(tmp_path / "not" / "yet")) == Choice(None)
+    assert newest_complete(str(tmp_path)) == Choice(None)
+
+
+@pytest.mark.parametrize("suffix", formats.SUFFIXES)
+def test_torch_save_files(tmp_path: Path, suffix: str) -> None:
+    for step in (2, 10, 9):
+        save_file(tmp_path / f"step_{step}{suffix}")
+    choice = newest_complete(str(tmp_path))
+    assert choice.resume is not None
+    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / f"step_10{suffix}"), 10, TORCH_SAVE)
+    assert choice.passed_over == ()
+
+
+def test_a_truncated_file_is_never_chosen(tmp_path: Path) -> None:
+    old = save_file(tmp_path / "step_1.pt")
+    data = old.read_bytes()
+    size = len(data)
+    for length in sorted({*range(0, size, size // 16), 1, 4, 21, 22, size - 66, size - 23, size - 22, size - 2, size - 1}):
+        (tmp_path / "step_2.pt").write_bytes(data[:length])
+        assert found_path(tmp_path) == str(old), length
+        assert reasons(tmp_path)["step_2.pt"], length
+    (tmp_path / "step_2.pt").write_bytes(data)
+    assert found_path(tmp_path) == str(tmp_path / "step_2.pt")
+
+
+def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
+    whole = save_file(tmp_path / "good.pth").read_bytes()
+    (tmp_path / "a.pt").write_bytes(b"")
+    (tmp_path / "b.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "c.pt").write_bytes(os.urandom(100) + b"\0" * 5000)
+    torch.save({"a": 1}, tmp_path / "d.pt", _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(tmp_path / "e.pt", "w") as archive:
+        archive.writestr("data.txt", "x")
+    os.mkfifo(tmp_path / "f.pt")
+    (tmp_path / "g.pt").symlink_to("nowhere")
+    at(tmp_path / "good.pth", 1)  # the rest is newer, so that each is looked at
+    said = reasons(tmp_path)
+    assert found_path(tmp_path) == str(tmp_path / "good.pth")
+    assert said == {
+        "a.pt": "an empty file",
+        "b.pt": f"its zip directory, at the end of {len(whole) // 2} bytes, is missing or damaged",
+        "c.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
+        "d.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
+        "e.pt": "a zip archive of 1 entries without data.pkl: not written by torch.save",
+        "f.pt": "neither a file nor a directory",
+        "g.pt": "a link that leads nowhere (No such file or directory)",
+    }
+
+
+def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
+    whole = save_file(tmp_path / "a.pt").read_bytes()
+    start = whole.index(b"PK\x01\x02")
+    chance = random.Random(0)
+    verdicts = set()
+    for _ in range(3000):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
+        verdicts.add(formats.check_torch_save(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+    assert verdicts == {True, False}
+
+
+def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "big.pt"
+    torch.save({"model": torch.zeros(4 << 20)}, path)  # 16 MiB
+
+    class Counting(io.FileIO):
+        count = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(-1 if size is None else size)
+            assert data is not None
+            Counting.count += len(data)
+            return data
+
+    with Counting(path) as file:
+        assert formats.check_torch_save(entry("big.pt"), file).complete
+    assert Counting.count < 64 << 10
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    torch.save(Touch(tmp_path / "ran"), tmp_path / "step_1.pt")
+    assert found_path(tmp_path) == str(tmp_path / "step_1.pt")
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "step_1.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_distributed_checkpoints(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        save_dcp(tmp_path / f"step_{step:08}")
+    choice = newest_complete(str(tmp_path))
+    assert choice.resume is not None
+    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / "step_00000010"), 10, DCP)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def rename_to_tmp(path: Path) -> None:
+    path.rename(path.with_name(".metadata.tmp"))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "said"),
+    [
+        (remove, ".metadata", "no .metadata, the save did not finish"),
+        (rename_to_tmp, ".metadata", "no .metadata, the save did not finish"),
+        (empty, ".metadata", ".metadata is empty, the save did not finish"),
+        (remove, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is gone"),
+        (empty, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is gone"),
+    ],
+)
+def test_an_unfinished_distributed_checkpoint_is_passed_over(tmp_path: Path, damage: Any, name: str, said: str) -> None:
+    save_dcp(tmp_path / "step_1")
+    save_dcp(tmp_path / "step_2")
+    damage(tmp_path / "step_2" / name)
+    assert found_path(tmp_path) == str(tmp_path / "step_1")
+    assert reasons(tmp_path) == {"step_2": said}
+
+
+def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("logs", "checkpoint-500", "step_3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "step_3" / ".metadata.tmp").write_bytes(b"x")
+    assert reasons(tmp_path) == {
+        "checkpoint-500": f"no .metadata and no .distcp file: not a {DCP} directory",
+        "step_3": "no .metadata, the save did not finish",
+    }
+
+
+def test_mixed_formats_go_by_the_time_the_checkpoint_was_written(tmp_path: Path) -> None:
+    at(save_file(tmp_path / "checkpoint_epoch_7.pt"), 2000)
+    directory = save_dcp(tmp_path / "step_5")
+    at(directory / ".metadata", 3000)
+    assert found_path(tmp_path) == str(directory)
+    at(directory / ".metadata", 1000)
+    at(directory, 4000)  # somebody put a note into it
+    assert found_path(tmp_path) == str(tmp_path / "checkpoint_epoch_7.pt")
+
+
+def test_the_directory_above_is_meant(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "step_1")
+    choice = newest_complete(str(tmp_path / "step_1"))
+    assert choice.resume is None
+    assert choice.passed_over[0].path == str(tmp_path / "step_1")
+    assert "checkpoint_dir must name the directory above it" in choice.passed_over[0].reason
+
+
+def test_a_link_beside_its_target_gives_the_target(tmp_path: Path) -> None:
+    """The target tells the step, and is still the same when the link is moved while workers load."""
+    target = save_dcp(tmp_path / "step_7")
+    for link in ("latest", "step_99"):
+        (tmp_path / link).symlink_to("step_7")
+    choice = newest_complete(str(tmp_path))
+    assert choice.resume is not None
+    assert (choice.resume.path, choice.resume.step, choice.passed_over) == (str(target), 7, ())
+
+
+def test_a_link_to_elsewhere_is_a_candidate(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    save_dcp(tmp_path / "elsewhere")
+    (here / "latest").symlink_to(tmp_path / "elsewhere")
+    (here / "step_3.pt").symlink_to(save_file(tmp_path / "blob"))
+    at(tmp_path / "blob", 5)
+    assert found_path(here) == str(here / "latest")
+    (here / "latest").unlink()
+    assert found_path(here) == str(here / "step_3.pt")
+
+
+def test_names_with_spaces_and_other_letters(tmp_path: Path) -> None:
+    odd = tmp_path / "my run, 실험 = #1"
+    odd.mkdir()
+    save_file(odd / "체크 포인트 (12).pt")
+    assert found_path(odd) == str(odd / "체크 포인트 (12).pt")
+    save_dcp(odd / "étape 13")
+    os.utime(odd / "체크 포인트 (12).pt", (1, 1))
+    assert found_path(odd) == str(odd / "étape 13")
+
+
+def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(tmp_path / "step_1.pt")
+    monkeypatch.chdir(tmp_path.parent)
+    assert found_path(tmp_path.name) == str(tmp_path / "step_1.pt")
+    assert found_path(f"{tmp_path}/") == str(tmp_path / "step_1.pt")
+    assert found_path(f"file://{tmp_path}") == str(tmp_path / "step_1.pt")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert found_path(f"~/{tmp_path.name}") == str(tmp_path / "step_1.pt")
+
+
+def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
+    code = (
+        "import sys; from elastic_ext.checkpoints.discovery import newest_complete; newest_complete(sys.argv[1])\n"
+        "print({'torch', 'fsspec'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# What the user got wrong.
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    path = save_file(tmp_path / "checkpoint.pt")
+    for wrong in (path, f"file://{path}", path / "below"):
+        with pytest.raises(UsageError, match="is a file") as caught:
+            newest_complete(str(wrong))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "said"), [("", "is empty"), ("nosuch://bucket/x", "nosuch"), ("nosuch::memory://x", "nosuch")])
+def test_what_names_no_storage(wrong: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        newest_complete(wrong)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o311, 0o644])
+def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
+    """Run as another user if need be: permission bits do not bind root. 0o644: the names can be listed, but not reached."""
+    private = tmp_path / "private"
+    private.mkdir()
+    save_file(private / "step_1.pt")
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    private.chmod(mode)
+    code = (
+        "import os, sys\n"
+        "from elastic_ext.checkpoints import discovery\n"  # before the change of user, who may not read this package
+        "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "try: print(discovery.newest_complete(sys.argv[1]))\n"
+        "except discovery.UsageError as error: print('usage:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(private)], capture_output=True, text=True, check=False)
+    private.chmod(0o755)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        f"usage: checkpoint_dir {private} may not be read (Permission denied): let this user read it, or change it\n"
+    )
+
+
+# Other filesystems.
+
+
+@pytest.fixture
+def memory() -> Any:
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    for path in filesystem.ls("/", detail=False):
+        filesystem.rm(path, recursive=True)
+
+
+def upload(filesystem: Any, source: Path, target: str) -> None:
+    filesystem.put(str(source), target, recursive=True)
+
+
+def test_on_a_url(tmp_path: Path, memory: Any) -> None:
+    upload(memory, save_file(tmp_path / "a.pt"), "/bucket/ckpt/epoch 9.pt")
+    resume = newest_complete("memory://bucket/ckpt").resume
+    assert resume is not None
+    assert (resume.path, resume.step) == ("memory://bucket/ckpt/epoch 9.pt", 9)
+    with fsspec.open(resume.path) as file:
+        assert torch.load(file)["epoch"] == 3
+
+    upload(memory, save_dcp(tmp_path / "step_4"), "/bucket/ckpt/step_4")  # written later
+    resume = newest_complete("memory://bucket/ckpt/").resume
+    assert resume is not None
+    assert (resume.path, resume.step, resume.format) == ("memory://bucket/ckpt/step_4", 4, DCP)
+
+    memory.rm("/bucket/ckpt/step_4/.metadata")
+    choice = newest_complete("memory://bucket/ckpt")
+    assert choice.resume is not None
+    assert choice.resume.path == "memory://bucket/ckpt/epoch 9.pt"
+    assert [(passed.path, passed.reason) for passed in choice.passed_over] == [
+        ("memory://bucket/ckpt/step_4", "no .metadata, the save did not finish")
+    ]
+
+
+def test_truncated_on_a_url(tmp_path: Path, memory: Any) -> None:
+    data = save_file(tmp_path / "a.pt").read_bytes()
+    memory.pipe("/bucket/step_1.pt", data)
+    for length in range(0, len(data), len(data) // 20):
+        memory.pipe("/bucket/step_2.pt", data[:length])
+        assert found_path("memory://bucket") == "memory://bucket/step_1.pt"
+
+
+def test_a_url_that_is_a_file_or_nothing(memory: Any) -> None:
+    memory.pipe("/bucket/step_1.pt", b"x")
+    with pytest.raises(UsageError, match="is a file"):
+        newest_complete("memory://bucket/step_1.pt")
+    assert newest_complete("memory://bucket/none") == Choice(None)
+
+
+class CachingMemory(MemoryFileSystem):
+    """fsspec's memory filesystem with the listings cache that its object-store filesystems have."""
+
+    protocol = "cachingmemory"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the base class
+    pseudo_dirs: list[str] = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("cachingmemory://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True)
+        return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.dircache.clear()
+
+
+def test_each_call_lists_anew(tmp_path: Path) -> None:
+    fsspec.register_implementation("cachingmemory", CachingMemory, clobber=True)
+    data = save_file(tmp_path / "a.pt").read_bytes()
+    filesystem = fsspec.filesystem("cachingmemory")
+    filesystem.pipe("/bucket/step_1.pt", data)
+    assert found_path("cachingmemory://bucket") == "cachingmemory://bucket/step_1.pt"
+    filesystem.pipe("/bucket/step_2.pt", data)
+    assert len(filesystem.ls("/bucket")) == 1  # the cache is there
+    assert found_path("cachingmemory://bucket") == "cachingmemory://bucket/step_2.pt"
+
+
+def test_what_a_storage_says_of_time() -> None:
+    stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
+    assert [discovery._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert discovery._mtime({"mtime": None, "updated": "yesterday"}) is None
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:
+    """Retention removes old ones at any time: listed, then gone."""
+    save_file(tmp_path / "step_1.pt")
+    save_dcp(tmp_path / "step_2")
+    directory = discovery._LocalDir(str(tmp_path))
+    listed = list(directory.entries())
+    shutil.rmtree(tmp_path / "step_2")
+    (tmp_path / "step_1.pt").unlink()
+    choice = choose(listed, directory.inspect)
+    assert choice.resume is None
+    assert {passed.reason for passed in choice.passed_over} == {"it vanished after it was listed"}

@@ -1,0 +1,485 @@
+"""The agent's metrics: what a scraper gets over HTTP, and what torchelastic's own metrics become."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch.distributed.elastic.metrics as torchelastic
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from elastic_ext.observe.metrics import MAX_TORCHELASTIC_NAMES, AgentMetrics, WorkerProgress, bridge_torchelastic
+from elastic_ext.observe.server import MetricsServer
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def agent(**changes: Any) -> AgentMetrics:
+    return AgentMetrics(**{"version": "1.2", "torch": "2.13.0", "run_id": "job1", "node": "n0", **changes})
+
+
+def samples(text: str, parse: Any = parse_text) -> Samples:
+    """Every sample by (name, sorted labels); no sample may be there twice, as Prometheus would refuse the page."""
+    found: Samples = {}
+    for family in parse(text):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def read(metrics: AgentMetrics) -> Samples:
+    return samples(generate_latest(metrics.registry).decode())
+
+
+def get(url: str, accept: str = "*/*") -> tuple[int, str, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept}), timeout=30) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(metrics: AgentMetrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
+            server = MetricsServer(metrics.registry, host, port)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# What is shown.
+
+
+def test_what_the_supervisor_tells_is_shown() -> None:
+    metrics = agent(progress=lambda: [WorkerProgress(0, 12, 0.5), WorkerProgress(1, 0, None)])
+    metrics.restarted("code")
+    metrics.restarted("membership")
+    metrics.restarted("membership")
+    metrics.failed("unknown")
+    metrics.round_started(3, 16)
+    metrics.workers(running=2)
+    metrics.workers(failed=1, stopped=1)
+    metrics.put("torchelastic", "workers.default.run_total", 1)
+    metrics.put("torchelastic", "workers.default.run_total", 7)
+    metrics.phase("stop", 0.02)
+    found = read(metrics)
+    seconds = {key: value for key, value in found.items() if key[0].startswith("elastic_ext_recovery_seconds")}
+    name = (("group", "torchelastic"), ("name", "workers.default.run_total"))
+    assert {key: value for key, value in found.items() if key not in seconds} == {
+        ("elastic_ext_info", (("node", "n0"), ("run_id", "job1"), ("torch", "2.13.0"), ("version", "1.2"))): 1,
+        ("elastic_ext_restarts_total", (("kind", "code"),)): 1,
+        ("elastic_ext_restarts_total", (("kind", "membership"),)): 2,
+        ("elastic_ext_failures_total", (("kind", "unknown"),)): 1,
+        ("elastic_ext_round", ()): 3,
+        ("elastic_ext_world_size", ()): 16,
+        ("elastic_ext_workers", (("state", "running"),)): 0,
+        ("elastic_ext_workers", (("state", "stopped"),)): 1,
+        ("elastic_ext_workers", (("state", "succeeded"),)): 0,
+        ("elastic_ext_workers", (("state", "failed"),)): 1,
+        ("elastic_ext_torchelastic_last_value", name): 7,
+        ("elastic_ext_torchelastic_values_total", name): 2,
+        ("elastic_ext_worker_steps_total", (("local_rank", "0"),)): 12,
+        ("elastic_ext_worker_steps_total", (("local_rank", "1"),)): 0,
+        ("elastic_ext_worker_last_step_age_seconds", (("local_rank", "0"),)): 0.5,
+    }
+
+
+def test_recovery_times_are_a_histogram_by_phase() -> None:
+    metrics = agent()
+    for seconds in (0.004, 0.005, 0.02, 599, 700):
+        metrics.phase("rendezvous", seconds)
+    found = read(metrics)
+
+    def below(bound: str, phase: str = "rendezvous") -> float:
+        return found["elastic_ext_recovery_seconds_bucket", (("le", bound), ("phase", phase))]
+
+    assert [below(bound) for bound in ("0.005", "0.01", "0.025", "300.0", "600.0", "+Inf")] == [2, 2, 3, 3, 4, 5]
+    assert found["elastic_ext_recovery_seconds_count", (("phase", "rendezvous"),)] == 5
+    assert found["elastic_ext_recovery_seconds_sum", (("phase", "rendezvous"),)] == pytest.approx(1299.029)
+    assert [below("+Inf", phase) for phase in ("stop", "start")] == [0, 0]  # there from the start, so that rates work
+    with pytest.raises(KeyError):
+        metrics.phase("nap", 1.0)
+
+
+def test_progress_is_read_at_the_time_of_the_scrape() -> None:
+    now = [WorkerProgress(0, 1, None)]
+    metrics = agent(progress=lambda: now)
+    steps = ("elastic_ext_worker_steps_total", (("local_rank", "0"),))
+    assert read(metrics)[steps] == 1
+    now[0] = WorkerProgress(0, 2, None)
+    assert read(metrics)[steps] == 2
+    now.clear()
+    assert steps not in read(metrics)
+
+
+def test_two_agents_in_one_process_and_the_global_registry_are_apart() -> None:
+    before = generate_latest(REGISTRY).count(b"elastic_ext")
+    first, second = agent(), agent(run_id="job2")
+    first.restarted("code")
+    restarts = ("elastic_ext_restarts_total", (("kind", "code"),))
+    assert read(first)[restarts] == 1
+    assert restarts not in read(second)
+    assert generate_latest(REGISTRY).count(b"elastic_ext") == before == 0
+
+
+def test_the_multiprocess_mode_of_the_users_own_metrics_is_not_ours(tmp_path: Any) -> None:
+    """prometheus-client's counters would need that directory, and share their values between agents through it."""
+    code = (
+        "from elastic_ext.observe.metrics import AgentMetrics\n"
+        "from prometheus_client import generate_latest\n"
+        "for count in (1, 2):\n"
+        "    agent = AgentMetrics(version='1', torch='2', run_id='job')\n"
+        "    agent.restarted('code'); agent.phase('stop', 1.0)\n"
+        "    assert 'elastic_ext_restarts_total{kind=\"code\"} 1.0' in generate_latest(agent.registry).decode()\n"
+    )
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_metrics_imports_no_torch() -> None:
+    code = "import sys, elastic_ext.observe.metrics, elastic_ext.observe.server; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_counts_from_many_threads_are_all_there() -> None:
+    metrics = agent()
+
+    def work() -> None:
+        for _ in range(500):
+            metrics.restarted("code")
+            metrics.put("torchelastic", "x", 1)
+            metrics.phase("start", 0.1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        read(metrics)
+    found = read(metrics)
+    assert found["elastic_ext_restarts_total", (("kind", "code"),)] == 4000
+    assert found["elastic_ext_torchelastic_values_total", (("group", "torchelastic"), ("name", "x"))] == 4000
+    assert found["elastic_ext_recovery_seconds_count", (("phase", "start"),)] == 4000
+
+
+def test_odd_names_do_not_break_the_page() -> None:
+    """Among them a run id and a node that were no UTF-8 in the environment."""
+    metrics = agent(run_id=os.fsdecode(b"job\xff"), node='a "b"\\\n')
+    for name in ('quo"te', "back\\slash", "two\nlines", "한글", os.fsdecode(b"\xfe"), ""):
+        metrics.put("torchelastic", name, 1)
+    found = read(metrics)
+    (info,) = (dict(labels) for name, labels in found if name == "elastic_ext_info")
+    assert (info["run_id"], info["node"]) == ("job\\udcff", 'a "b"\\\n')
+    names = [dict(labels)["name"] for name, labels in found if name == "elastic_ext_torchelastic_last_value"]
+    assert names == ['quo"te', "back\\slash", "two\nlines", "한글", "\\udcfe", ""]
+
+
+# torchelastic's put_metric.
+
+
+def last_value(metrics: AgentMetrics, name: str) -> float | None:
+    return read(metrics).get(("elastic_ext_torchelastic_last_value", (("group", "torchelastic"), ("name", name))))
+
+
+class Recorder(torchelastic.MetricHandler):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+
+    def emit(self, metric_data: Any) -> None:
+        self.seen.append((metric_data.name, metric_data.value))
+
+
+class Failing(torchelastic.MetricHandler):
+    def emit(self, metric_data: Any) -> None:
+        raise ZeroDivisionError(metric_data.name)
+
+
+@pytest.fixture(autouse=True)
+def leave_torchelastic_as_it_was() -> Iterator[None]:
+    unconfigured = torchelastic.getStream("nobody's group").handler
+    group = torchelastic.getStream("torchelastic").handler
+    yield
+    torchelastic.configure(unconfigured)
+    torchelastic.configure(group, "torchelastic")
+
+
+def test_put_metric_reaches_ours_and_the_users_handler_and_later_the_users_only() -> None:
+    user, metrics = Recorder(), agent()
+    torchelastic.configure(user, "torchelastic")
+    with bridge_torchelastic(metrics):
+        torchelastic.put_metric("agent.x", 3)
+        torchelastic.put_metric("other", 5, "my_group")
+    assert torchelastic.getStream("torchelastic").handler is user
+    torchelastic.put_metric("agent.x", 4)
+    assert user.seen == [("agent.x", 3), ("agent.x", 4)]
+    assert (last_value(metrics, "agent.x"), last_value(metrics, "other")) == (3, None)
+
+
+def test_torchelastics_own_decorator_is_seen() -> None:
+    metrics = agent()
+
+    @torchelastic.prof
+    def rendezvous() -> None:
+        pass
+
+    with bridge_torchelastic(metrics):
+        rendezvous()
+    (name,) = (dict(labels)["name"] for key, labels in read(metrics) if key.endswith("last_value") and "success" in str(labels))
+    assert name.endswith("rendezvous.success")
+
+
+def test_without_a_handler_of_the_group_the_default_one_of_the_moment_is_used() -> None:
+    first, second, metrics = Recorder(), Recorder(), agent()
+    torchelastic.configure(first)
+    torchelastic.configure(first, "torchelastic")  # what getStream cannot tell from an unconfigured group
+    with bridge_torchelastic(metrics):
+        torchelastic.put_metric("a", 1)
+        torchelastic.configure(second)
+        torchelastic.put_metric("a", 2)
+    torchelastic.put_metric("a", 3)
+    torchelastic.configure(first)
+    torchelastic.put_metric("a", 4)
+    assert (first.seen, second.seen) == ([("a", 1), ("a", 4)], [("a", 2), ("a", 3)])
+    assert last_value(metrics, "a") == 2
+
+
+def test_an_error_of_the_users_handler_is_the_callers_as_before() -> None:
+    metrics = agent()
+    torchelastic.configure(Failing(), "torchelastic")
+    with bridge_torchelastic(metrics), pytest.raises(ZeroDivisionError, match="x"):
+        torchelastic.put_metric("x", 1)
+    assert last_value(metrics, "x") == 1
+
+
+@pytest.mark.parametrize("value", ["text", None, object(), [1], 10**400, 1j])
+def test_what_is_no_number_is_dropped_and_still_reaches_the_user(value: Any) -> None:
+    user, metrics = Recorder(), agent()
+    torchelastic.configure(user, "torchelastic")
+    with bridge_torchelastic(metrics):
+        torchelastic.put_metric("x", value)
+    assert user.seen == [("x", value)]
+    assert last_value(metrics, "x") is None
+
+
+def test_numbers_of_other_types_are_kept() -> None:
+    metrics = agent()
+    for name, value in {"float": 0.5, "bool": True, "numpy": numpy.float32(0.25)}.items():
+        metrics.put("torchelastic", name, value)
+    assert [last_value(metrics, name) for name in ("float", "bool", "numpy")] == [0.5, 1, 0.25]
+
+
+def test_the_bridge_ends_with_an_exception_too() -> None:
+    user = Recorder()
+    torchelastic.configure(user, "torchelastic")
+    with pytest.raises(RuntimeError), bridge_torchelastic(agent()):
+        raise RuntimeError
+    assert torchelastic.getStream("torchelastic").handler is user
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_bridges_of_two_agents_end_in_any_order(first_to_end: int) -> None:
+    user, agents = Recorder(), (agent(), agent())
+    torchelastic.configure(user, "torchelastic")
+    bridges = [bridge_torchelastic(one) for one in agents]
+    for bridge in bridges:
+        bridge.__enter__()
+    torchelastic.put_metric("x", 1)
+    bridges[first_to_end].__exit__(None, None, None)
+    torchelastic.put_metric("x", 2)
+    bridges[1 - first_to_end].__exit__(None, None, None)
+    torchelastic.put_metric("x", 3)
+    assert torchelastic.getStream("torchelastic").handler is user
+    assert (last_value(agents[first_to_end], "x"), last_value(agents[1 - first_to_end], "x")) == (1, 2)
+    assert user.seen == [("x", 1), ("x", 2), ("x", 3)]
+
+
+def test_a_handler_configured_meanwhile_stays() -> None:
+    user = Recorder()
+    with bridge_torchelastic(agent()):
+        torchelastic.configure(user, "torchelastic")
+    assert torchelastic.getStream("torchelastic").handler is user
+
+
+def test_names_without_end_are_cut_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = agent()
+    for step in range(MAX_TORCHELASTIC_NAMES + 50):
+        metrics.put("torchelastic", f"step_{step}", step)
+    metrics.put("torchelastic", "step_0", -1)
+    assert sum(name == "elastic_ext_torchelastic_last_value" for name, _ in read(metrics)) == MAX_TORCHELASTIC_NAMES
+    assert last_value(metrics, "step_0") == -1
+    (said,) = warnings(caplog)
+    assert f"torchelastic/step_{MAX_TORCHELASTIC_NAMES}" in said
+
+
+# Over HTTP.
+
+
+def test_pages(serve: Any) -> None:
+    metrics = agent()
+    metrics.restarted("code")
+    server = serve(metrics)
+    status, content_type, text = get(f"{server.url}/metrics")
+    assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert samples(text) == read(metrics)
+    status, content_type, text = get(f"{server.url}/metrics?x=1", "application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text;")
+    assert samples(text, parse_openmetrics) == read(metrics)
+    status, content_type, text = get(server.url)
+    assert (status, content_type) == (200, "text/html; charset=utf-8")
+    assert 'href="/metrics"' in text
+    assert get(f"{server.url}/metricsx")[0] == 404
+
+
+def test_where_it_listens_is_logged(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server = serve(agent())
+    assert server.url == f"http://127.0.0.1:{server.port}"
+    assert caplog.messages == [f"metrics: serving {server.url}/metrics (bound to 127.0.0.1)"]
+
+
+def test_two_servers_of_one_process(serve: Any) -> None:
+    servers = [serve(agent(run_id=f"job{number}")) for number in range(2)]
+    for number, server in enumerate(servers):
+        assert f'run_id="job{number}"' in get(f"{server.url}/metrics")[2]
+
+
+def test_a_port_that_is_taken(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = serve(agent(), port=port)
+        assert server.port not in (None, port)
+        assert get(f"{server.url}/metrics")[0] == 200
+    (said,) = warnings(caplog)
+    assert f"cannot listen on 127.0.0.1 port {port}" in said
+    assert f"listening on 127.0.0.1 port {server.port} instead" in said
+
+
+def test_the_second_agent_of_a_machine_gets_another_port(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first = serve(agent())
+    second = serve(agent(), port=first.port)
+    assert first.port != second.port
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", ""])  # 192.0.2.0/24 is nobody's: RFC 5737
+def test_a_host_that_cannot_be_bound(serve: Any, caplog: pytest.LogCaptureFixture, host: str) -> None:
+    server = serve(agent(), host)
+    assert server.url == f"http://127.0.0.1:{server.port}"
+    assert get(f"{server.url}/metrics")[0] == 200
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_port_out_of_range(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert get(f"{serve(agent(), port=70000).url}/metrics")[0] == 200
+    assert len(warnings(caplog)) == 1
+
+
+def test_all_addresses(serve: Any) -> None:
+    server = serve(agent(), "0.0.0.0")
+    assert server.url == f"http://127.0.0.1:{server.port}"
+    assert get(f"{server.url}/metrics")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_ipv6(serve: Any, host: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    server = serve(agent(), host)
+    assert server.url == f"http://[::1]:{server.port}"
+    assert get(f"{server.url}/metrics")[0] == 200
+
+
+def test_nothing_is_served_where_no_socket_can_be_had() -> None:
+    code = (
+        "import logging, os, resource\n"
+        "from elastic_ext.observe.metrics import AgentMetrics\n"
+        "from elastic_ext.observe.server import MetricsServer\n"
+        "logging.basicConfig(format='%(levelname)s %(message)s', level=logging.INFO)\n"
+        "metrics = AgentMetrics(version='1', torch='2', run_id='job')\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))\n"
+        "server = MetricsServer(metrics.registry)\n"
+        "print(server.url, server.port)\n"
+        "server.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "None None\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("WARNING metrics: cannot listen on 127.0.0.1 port 0")
+    assert line.endswith("nothing is served")
+
+
+def test_close_frees_the_port_and_may_be_called_again(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before = threading.active_count()
+    first = serve(agent())
+    first.close()
+    first.close()
+    assert threading.active_count() == before
+    with pytest.raises(urllib.error.URLError):
+        get(first.url)
+    assert serve(agent(), port=first.port).port == first.port
+    assert warnings(caplog) == []
+
+
+def test_clients_that_hang_are_in_nobodys_way(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(agent())
+    with contextlib.ExitStack() as stack:
+        for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost:") * 5:
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(sent)
+        assert get(f"{server.url}/metrics")[0] == 200
+        server.close()
+        assert serve(agent(), port=server.port).port == server.port
+    assert warnings(caplog) == []
+
+
+def test_clients_that_talk_nonsense_or_leave_print_nothing(serve: Any, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(agent(run_id="x" * 4_000_000))  # more than socket buffers hold, so that leaving is an error for the server
+    for sent in (b"\x16\x03\x01\x02\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(sent)
+            assert client.recv(1)
+    assert get(f"{server.url}/")[0] == 200
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join()
+    server.close()
+    assert capfd.readouterr() == ("", "")
+    assert warnings(caplog) == []
+
+
+def test_a_scrape_that_fails_is_an_error_page_and_is_said_once(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> list[WorkerProgress]:
+        raise OSError("the shared memory is gone")
+
+    server = serve(agent(progress=broken))
+    assert [get(f"{server.url}/metrics")[0] for _ in range(3)] == [500, 500, 500]
+    assert get(server.url)[0] == 200
+    (said,) = warnings(caplog)
+    assert "the shared memory is gone" in said

@@ -1,0 +1,258 @@
+"""The state machine of the rounds: cases, and a model of nodes that crash, come, go, are cut off and seen late."""
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.rounds import Assignment, End, Header, Limits, Node, RecordError, Seal, State, View, Wait, next_action
+
+
+def node(after=0, workers=2, **more):
+    return Node(after=after, workers=workers, role=more.pop("role", "w"), address="h", port=1, **more)
+
+
+def view(header, nodes, members=(), last_arrival=0.0, **more):
+    joined = {id_: at for at, id_ in enumerate(nodes)}
+    return View(header, nodes, joined, {id_: rank for rank, id_ in enumerate(members)}, last_arrival, **more)
+
+
+LIMITS = Limits(2, 4, last_call_s=5)
+RUNNING = Header(3, State.RUNNING)
+BROKEN = Header(3, State.BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "action"),
+    [
+        (view(Header(), {"a": node()}), 99, Wait("1 of at least 2 nodes are here")),
+        (view(Header(), {"a": node(), "b": node()}, last_arrival=1), 2, Wait("2 of at most 4 nodes are here, more may come", 6)),
+        (view(Header(), {"a": node(), "b": node()}, last_arrival=1), 6, Seal(("a", "b"), "2 nodes are here")),
+        (view(Header(), {id_: node() for id_ in "abcd"}), 0, Seal(tuple("abcd"), "4 nodes are here")),
+        (view(Header(), {id_: node() for id_ in "abcde"}), 0, Seal(tuple("abcd"), "5 nodes are here")),
+        (view(RUNNING, {"a": node(), "b": node()}, "ab"), 0, Wait("running")),
+        (view(RUNNING, {"a": node()}, "ab"), 0, End(State.BROKEN, "lost node b")),
+        (view(RUNNING, {"a": node(3), "b": node()}, "ab"), 0, End(State.BROKEN, "node a started again")),
+        (view(RUNNING, {"a": node(done=3), "b": node(done=3)}, "ab"), 0, End(State.DONE, "all workers have finished")),
+        (view(RUNNING, {"a": node(done=3), "b": node()}, "ab"), 0, Wait("running")),
+        (view(RUNNING, {"a": node(), "b": node(), "c": node(3)}, "ab"), 0, End(State.BROKEN, "growing: node c joins")),
+        (
+            view(RUNNING, {"a": node(), "b": node(), "c": node(3)}, "ab", may_grow=False),
+            0,
+            Wait("node c joins at the next checkpoint", 5),
+        ),
+        (view(RUNNING, {"a": node(done=3), "b": node(), "c": node(3)}, "ab"), 0, Wait("running")),
+        (view(RUNNING, {id_: node() for id_ in "abcde"}, "abcd"), 0, Wait("running")),
+        # No fixed last call: all that live are back and there are enough.
+        (view(BROKEN, {"b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b"), "2 nodes are here")),
+        (view(BROKEN, {"a": node(3), "b": node(2)}, "abc"), 0, Wait("node b is stopping its workers")),
+        (view(BROKEN, {"a": node(3)}, "abc"), 0, Wait("1 of at least 2 nodes are here")),
+        # Old ranks first, whoever comes first now; then spares.
+        (view(BROKEN, {"d": node(), "b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b", "d"), "3 nodes are here")),
+        (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
+    ],
+)
+def test_next_action(seen, now, action):
+    assert next_action(seen, LIMITS, now) == action
+
+
+def test_topology_orders_strangers():
+    seen = view(
+        Header(), {"a": node(topology="r2"), "b": node(topology="r1"), "c": node(topology="r2"), "d": node(topology="r1")}
+    )
+    assert next_action(seen, LIMITS, 0).order == ("b", "d", "a", "c")
+
+
+def test_seal_numbers_mixed_workers_and_roles():
+    seen = view(Header(1, State.BROKEN), {"a": node(1, 2, role="t"), "b": node(1, 1, role="r"), "c": node(1, 3, role="t")}, "abc")
+    header, parts = rounds.seal(seen, next_action(seen, LIMITS, 0))
+    assert (header.round, header.state, header.nodes, header.world, header.address, header.port) == (
+        2,
+        State.RUNNING,
+        3,
+        6,
+        "h",
+        1,
+    )
+    assert parts == {"a": Assignment(2, 0, 0, 0, 5), "b": Assignment(2, 1, 2, 0, 1), "c": Assignment(2, 2, 3, 2, 5)}
+
+
+@pytest.mark.parametrize("record", [node(), Header(4, State.BROKEN, 2, 3, "h", 9, "why"), Assignment(1, 2, 3, 4, 5)])
+def test_records(record):
+    assert rounds.decode(type(record), rounds.encode(record), "k") == record
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"{", b"[]", b"null", b"{}", b'{"schema":2}', b'{"schema":1}', b'{"schema":1,"round":1,"state":"odd"}', b"\xff"],
+)
+def test_what_is_no_record_is_refused_in_one_line(value):
+    with pytest.raises(RecordError, match="the/key") as error:
+        rounds.decode(Header, value, "the/key")
+    assert "\n" not in str(error.value)
+
+
+IDS = st.sampled_from("abcdef")
+
+
+class Job(RuleBasedStateMachine):
+    """Nodes and a leader over a store that only ever shows the leader a late view of them.
+
+    `store` is the truth, `seen` what the leader has been told; events may be delivered late, doubled, or (after a new leader or
+    a lost watch) replaced by a snapshot. A leader's write holds only if the header is still the one that it saw.
+    """
+
+    @initialize(min_nodes=st.integers(1, 3), extra=st.integers(0, 2))
+    def begin(self, min_nodes, extra):
+        self.limits = Limits(min_nodes, min_nodes + extra, last_call_s=5)
+        self.now = 0.0
+        self.header, self.store, self.joined, self.members = Header(), {}, {}, {}
+        self.assignments = {}
+        self.seen, self.seen_header = {}, self.header
+        self.clock = 0
+        self.running = {}  # node id -> round that its workers run
+        self.last_arrival = 0.0
+
+    def write_header(self, header):
+        """A round that is over never runs again, and a number is used once."""
+        if header.state is State.RUNNING:
+            assert self.header.state is not State.RUNNING
+            assert header.round == self.header.round + 1
+        else:
+            assert self.header.state is State.RUNNING
+            assert header.round == self.header.round
+        self.header = header
+
+    @rule(id_=IDS, workers=st.integers(1, 4))
+    def start(self, id_, workers):
+        if id_ not in self.store:
+            self.clock += 1
+            self.store[id_], self.joined[id_] = node(self.header.round, workers), self.clock
+
+    @rule(id_=IDS)
+    def crash(self, id_):
+        """The process or its host dies, or its lease expires while it is cut off: it fences itself before that."""
+        self.store.pop(id_, None)
+        self.running.pop(id_, None)
+        self.assignments.pop(id_, None)
+
+    @rule(id_=IDS)
+    def look_at_header(self, id_):
+        """A node's watches: it takes its part in a round that runs, and comes back when its round is over."""
+        header, mine = self.header, self.assignments.get(id_)
+        if id_ not in self.store:
+            return
+        if header.state is State.RUNNING and mine and mine.round == header.round and self.store[id_].after < header.round:
+            self.running[id_] = header.round
+        elif id_ in self.running and (header.round != self.running[id_] or header.state is not State.RUNNING):
+            if header.state is State.DONE:
+                del self.running[id_]
+                return
+            self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
+        elif header.state is not State.RUNNING and mine and mine.round == header.round and self.store[id_].after < header.round:
+            # Its round was over before it began here: it must say so, or the leader would wait for it to stop workers.
+            self.store[id_] = dataclasses.replace(self.store[id_], after=header.round)
+
+    @rule(id_=IDS)
+    def finish(self, id_):
+        if id_ in self.running:
+            self.store[id_] = dataclasses.replace(self.store[id_], done=self.running[id_])
+
+    @rule(id_=IDS)
+    def fail(self, id_):
+        """A node's workers fail: it breaks the round itself, if that still runs, and comes back."""
+        if id_ in self.running:
+            if self.header.state is State.RUNNING and self.header.round == self.running[id_]:
+                self.write_header(dataclasses.replace(self.header, state=State.BROKEN, reason="failed"))
+            self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
+
+    @rule(id_=IDS)
+    def deliver(self, id_):
+        """One node's key as it is now reaches the leader; others may be delivered later, or never before the next snapshot."""
+        if id_ in self.store:
+            if id_ not in self.seen:
+                self.last_arrival = self.now
+            self.seen[id_] = self.store[id_]
+        else:
+            self.seen.pop(id_, None)
+
+    @rule()
+    def deliver_all(self):
+        for id_ in "abcdef":
+            self.deliver(id_)
+
+    @rule()
+    def new_leader(self):
+        self.seen = dict(self.store)
+        self.last_arrival = self.now
+
+    @rule(seconds=st.floats(0.1, 10))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    def leader_view(self):
+        return View(self.header, dict(self.seen), dict(self.joined), dict(self.members), self.last_arrival)
+
+    @precondition(lambda self: self.seen)
+    @rule(stale=st.booleans())
+    def lead(self, stale):
+        """The leader acts on what it has been told; its transaction compares the keys of the nodes that it seals."""
+        seen = self.leader_view()
+        action = next_action(seen, self.limits, self.now)
+        if isinstance(action, End):
+            if self.header.state is State.RUNNING:
+                self.write_header(dataclasses.replace(self.header, state=action.state, reason=action.reason))
+        elif isinstance(action, Seal):
+            header, parts = rounds.seal(seen, action)
+            if stale and self.header != seen.header:
+                return
+            self.check_sealed(seen, action, header, parts)
+            self.assignments.update(parts)
+            self.members = {id_: part.rank for id_, part in parts.items()}
+            self.write_header(header)
+
+    def check_sealed(self, seen, action, header, parts):
+        assert self.limits.min_nodes <= len(parts) <= self.limits.max_nodes
+        assert set(parts) == set(action.order) == {id_ for id_ in parts if id_ in seen.nodes}
+        ordered = sorted(parts.values(), key=lambda part: part.rank)
+        assert [part.rank for part in ordered] == list(range(len(parts)))
+        workers = [seen.nodes[id_].workers for id_ in action.order]
+        assert [part.base_rank for part in ordered] == [sum(workers[:rank]) for rank in range(len(workers))]
+        assert header.world == sum(workers)
+        assert all(part.role_world == header.world for part in ordered)
+        assert header.round == self.header.round + 1
+        assert all(seen.nodes[id_].after >= seen.header.round or id_ not in seen.members for id_ in parts)
+
+    @invariant()
+    def nobody_runs_in_a_round_without_its_assignment(self):
+        for id_, number in getattr(self, "running", {}).items():
+            assert self.assignments[id_].round >= number
+
+    @invariant()
+    def with_everything_delivered_the_job_never_sits_still(self):
+        """Progress: from any state, if all news arrive and nodes answer, a round runs or there are too few nodes."""
+        if not getattr(self, "store", None):
+            return
+        state = (self.header, dict(self.store), dict(self.members), dict(self.assignments), dict(self.running), dict(self.seen))
+        saved = (*state, self.now, self.last_arrival)
+        for _ in range(12):
+            for id_ in "abcdef":
+                self.look_at_header(id_)
+            self.deliver_all()
+            self.now += 6
+            self.lead(stale=False)
+        for id_ in "abcdef":
+            self.look_at_header(id_)
+        enough = len(self.store) >= self.limits.min_nodes
+        assert not enough or self.header.state in (State.RUNNING, State.DONE), (self.header, self.store)
+        if self.header.state is State.RUNNING:
+            alive = [id_ for id_ in self.members if id_ in self.store]
+            assert all(self.running.get(id_) == self.header.round for id_ in alive)
+        (self.header, self.store, self.members, self.assignments, self.running, self.seen, self.now, self.last_arrival) = saved
+
+
+TestJob = Job.TestCase
+TestJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))

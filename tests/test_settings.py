@@ -1,0 +1,103 @@
+"""Settings: precedence, validation, contradictions. Pure."""
+
+import dataclasses
+
+import pytest
+
+from elastic_ext import settings
+from elastic_ext.errors import UsageError
+
+
+def test_defaults_need_nothing():
+    assert settings.read({"timeout": 900}, {"PATH": "/bin"}) == settings.Settings()
+
+
+def test_rdzv_conf_wins_over_the_environment_and_that_over_the_file(tmp_path):
+    file = tmp_path / "conf.toml"
+    file.write_text('metrics_port = 1\nstop_grace = 2.5\ncheckpoint_dir = "/ckpt"\n')
+    environ = {"ELASTIC_EXT_CONFIG": str(file), "ELASTIC_EXT_METRICS_PORT": "2", "ELASTIC_EXT_STOP_GRACE": "3"}
+    read = settings.read({"metrics_port": "4"}, environ)
+    assert (read.metrics_port, read.stop_grace, read.checkpoint_dir) == (4, 3.0, "/ckpt")
+
+
+@pytest.mark.parametrize(
+    ("conf", "environ", "said"),
+    [
+        ({"metrics_prt": "1"}, {}, "did you mean 'metrics_port'"),
+        ({"chekpoint_dir": "/x"}, {}, "did you mean 'checkpoint_dir'"),
+        ({"join_timeut": "1"}, {}, "did you mean 'join_timeout'"),
+        ({}, {"ELASTIC_EXT_STOPGRACE": "1"}, "did you mean 'stop_grace'"),
+        ({"metrics_port": "70000"}, {}, "0 to 65535"),
+        ({"metrics_port": "x"}, {}, "port number"),
+        ({"stop_grace": "-1"}, {}, "seconds"),
+        ({"stop_grace": "nan"}, {}, "seconds"),
+        ({"bootstrap": "maybe"}, {}, "on or off"),
+        ({"max_restarts": "-2"}, {}, "-1 for no limit"),
+        ({"checkpoint_dir": ""}, {}, "non-empty"),
+        ({}, {"ELASTIC_EXT_CONFIG": "/no/such/file"}, "/no/such/file"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(conf, environ, said):
+    with pytest.raises(UsageError) as error:
+        settings.read(conf, environ)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_toml(tmp_path):
+    file = tmp_path / "conf.toml"
+    file.write_bytes(b"\xff\xfe not toml")
+    with pytest.raises(UsageError, match=r"conf\.toml"):
+        settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize("text", ["on", "TRUE", "1", "yes", True])
+def test_switches(text):
+    assert settings.read({"bootstrap": text}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is True
+    assert settings.read({}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is False
+
+
+def test_what_is_no_setting_is_left_alone():
+    environ = {
+        "ELASTIC_EXT_WORKER": "{}",
+        "ELASTIC_EXT_RESUME_FROM": "/x",
+        "ELASTIC_EXT_RESUME_STEP": "1",
+        # a Kubernetes Service called "elastic-ext-store"
+        "ELASTIC_EXT_STORE_SERVICE_HOST": "10.0.0.1",
+        "ELASTIC_EXT_STORE_SERVICE_PORT": "2379",
+        "ELASTIC_EXT_STORE_PORT": "tcp://10.0.0.1:2379",
+        "ELASTIC_EXT_STORE_PORT_2379_TCP_ADDR": "10.0.0.1",
+        # and one called "elastic-ext-metrics", whose variable is a setting's
+        "ELASTIC_EXT_METRICS_PORT": "tcp://10.0.0.7:9401",
+        "ELASTIC_EXT_METRICS_SERVICE_HOST": "10.0.0.7",
+    }
+    assert settings.read({}, environ) == settings.Settings()
+
+
+@pytest.mark.parametrize(
+    ("own", "conf", "shutdown", "said"),
+    [
+        ({"stop_grace": 31.0}, {}, 30, "stop_grace=31 must not be more than --shutdown-timeout=30"),
+        ({"platform_grace": 20.0}, {}, 30, "--shutdown-timeout=30 must not be more than platform_grace=20"),
+        ({}, {"last_call_timeout": 60, "join_timeout": "30"}, 30, "last_call_timeout=60"),
+        ({}, {"keep_alive_interval": "40", "join_timeout": "30"}, 30, "keep_alive_interval=40"),
+    ],
+)
+def test_contradictory_times(own, conf, shutdown, said):
+    with pytest.raises(UsageError) as error:
+        settings.check_times(settings.Settings(**own), conf, shutdown)
+    assert said in str(error.value)
+
+
+def test_times_that_agree():
+    settings.check_times(settings.Settings(stop_grace=5, platform_grace=30), {"join_timeout": 600, "last_call_timeout": "5"}, 20)
+
+
+def test_stop_grace_follows_a_short_shutdown_timeout():
+    assert settings.stop_grace(settings.Settings(), 30) == 5
+    assert settings.stop_grace(settings.Settings(), 2) == 2
+    assert settings.stop_grace(settings.Settings(stop_grace=0), 30) == 0
+
+
+def test_every_setting_says_what_it_is():
+    assert all(field.metadata["what"] for field in dataclasses.fields(settings.Settings))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import re
 import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -58,34 +60,44 @@ class Job:
             env=environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
-        self._lines: dict[str, list[str]] = {"out": [], "err": []}
+        self._text = {"out": "", "err": ""}
         self._changed = threading.Condition()
-        self._readers = [
-            threading.Thread(target=self._read, args=(name, stream), daemon=True)
-            for name, stream in (("out", self.process.stdout), ("err", self.process.stderr))
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._ended = False
+        self._closing = os.pipe()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def _read(self, name: str, stream: object) -> None:
-        for line in stream:  # type: ignore[attr-defined]
-            with self._changed:
-                self._lines[name].append(line)
-                self._changed.notify_all()
+    def _read(self) -> None:
+        """Until both streams have ended, or the test does: a process that outlives its job may hold them open for ever."""
+        decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in self._text}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._closing[0], selectors.EVENT_READ)
+            for name, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
+                assert stream is not None
+                selector.register(stream, selectors.EVENT_READ, name)
+            while len(selector.get_map()) > 1:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        return
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    with self._changed:
+                        self._text[key.data] += decoders[key.data].decode(data, final=not data)
+                        self._changed.notify_all()
         with self._changed:
+            self._ended = True
             self._changed.notify_all()
 
     @property
     def out(self) -> str:
-        return "".join(self._lines["out"])
+        return self._text["out"]
 
     @property
     def err(self) -> str:
-        return "".join(self._lines["err"])
+        return self._text["err"]
 
     def wait_for(self, pattern: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[re.Match[str]]:
         """Wait until the output has `count` matches; return them. Fails with the output if the job ends before, or in time."""
@@ -94,7 +106,7 @@ class Job:
         def enough() -> bool:
             nonlocal found
             found = list(re.finditer(pattern, self.out + self.err))
-            return len(found) >= count or not any(reader.is_alive() for reader in self._readers)
+            return len(found) >= count or self._ended
 
         with self._changed:
             self._changed.wait_for(enough, timeout_s)
@@ -103,8 +115,8 @@ class Job:
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> Finished:
         self.process.wait(timeout_s)
-        for reader in self._readers:
-            reader.join(timeout_s)
+        self._reader.join(timeout_s)
+        assert self._ended, f"what outlived the job holds its output open\n--out\n{self.out}\n--err\n{self.err}"
         return Finished(self.process.returncode, self.out, self.err)
 
     def kill(self) -> None:
@@ -121,6 +133,9 @@ class Job:
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
+        os.close(self._closing[1])
+        self._reader.join()
+        os.close(self._closing[0])
         for stream in (self.process.stdout, self.process.stderr):
             if stream:
                 stream.close()

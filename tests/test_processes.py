@@ -15,6 +15,7 @@ import pytest
 from elastic_ext.wakeup import Wakeup
 from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.processes import WorkerProcesses
+from elastic_ext.workers.warden import kill_marked
 from tests.jobs import wait_gone
 
 IGNORES_TERM = "import signal,sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
@@ -180,12 +181,16 @@ def test_no_descriptor_is_left_open(start):
 AGENT = """
 import os, signal, subprocess, sys
 from elastic_ext.workers.guard import Guard
+python = sys.executable
+sys.executable = os.environ.get("TEST_WARDEN_PYTHON", python)
 guard = Guard(sys.argv[1], sys.argv[2])
+sys.executable = python
 code = "import subprocess, sys, signal; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], \
 start_new_session=True); print(p.pid, flush=True); signal.pause()"
 marked = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "ELASTIC_EXT_WORKER": sys.argv[1]},
                           start_new_session=True, stdout=subprocess.PIPE)
-unmarked = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env={}, start_new_session=True)
+unmarked = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env={}, start_new_session=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 if sys.argv[3] != "before-watch":
     guard.watch([marked.pid, unmarked.pid])
 print(guard._process.pid, marked.pid, int(marked.stdout.readline()), unmarked.pid, flush=True)
@@ -203,13 +208,14 @@ else:
 def agent():
     started = []
 
-    def _agent(how):
+    def _agent(how, **env):
         run_dir = tempfile.mkdtemp()
         process = subprocess.Popen(
             [sys.executable, "-c", AGENT, os.urandom(16).hex(), run_dir, how],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **env},
         )
         started.append(process)
         warden, *workers = map(int, process.stdout.readline().split())
@@ -218,6 +224,8 @@ def agent():
     yield _agent
     for process in started:
         process.kill()
+        process.wait()
+        kill_marked(process.args[3].encode())  # it may hold the pipes open
         process.communicate()
 
 
@@ -226,6 +234,20 @@ def test_nothing_outlives_a_killed_agent(agent):
     process.kill()
     assert wait_gone([*workers, warden]) == []
     assert not os.path.exists(run_dir)
+
+
+def test_what_the_agent_said_before_it_died_is_heard_by_a_warden_that_was_not_up_yet(agent, tmp_path):
+    late = tmp_path / "late"
+    late.write_text(
+        f"#!{sys.executable}\n"
+        "import os, select, sys\n"
+        "select.select([os.pidfd_open(int(sys.argv[4]))], [], [])\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+    )
+    late.chmod(0o755)
+    process, warden, workers, _ = agent("wait", TEST_WARDEN_PYTHON=str(late))
+    process.kill()
+    assert wait_gone([*workers, warden]) == []
 
 
 def test_a_worker_that_the_warden_was_not_told_of_is_found_by_its_token(agent):

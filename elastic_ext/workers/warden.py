@@ -27,10 +27,8 @@ LOOKS = 30  # a process that sleeps in the kernel cannot be killed: give up afte
 
 
 def main(agent_pid: int, token: str, run_dir: str) -> None:
-    told = Told()
     agent = _pidfd(agent_pid)
-    if agent is not None and os.getppid() == agent_pid:  # else it died before we looked
-        told = _listen(agent)
+    told = _listen(agent if os.getppid() == agent_pid else None)  # None: it died before we looked
     if told.end != "clean":
         killed = _kill_all(token.encode(), told.workers, looks_in_vain=1 if told.end else 2)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -58,15 +56,16 @@ class Told:
         self.end = ""
 
 
-def _listen(agent: int) -> Told:
-    """Until the agent ends: return what it has said."""
+def _listen(agent: "int | None") -> Told:
+    """Until the agent ends: return what it has said. agent: its pidfd; None: it is dead, what it said waits to be read."""
     told = Told()
     pending = b""
     poll = select.poll()
-    poll.register(agent, select.POLLIN)
+    if agent is not None:
+        poll.register(agent, select.POLLIN)
     poll.register(0, select.POLLIN)
     while True:
-        ready = {fd for fd, _ in poll.poll()}
+        ready = {fd for fd, _ in poll.poll(None if agent is not None else 0)}
         if 0 not in ready:
             return told  # what was said before the death has been read
         data = os.read(0, 65536)

@@ -1,0 +1,20 @@
+"""For all tests."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Generator
+
+import pytest
+
+TEARDOWN_TIMEOUT_S = 180
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """A clean-up that hangs ends this process, which xdist reports: pytest-timeout no longer looks on once a test has failed."""
+    faulthandler.dump_traceback_later(TEARDOWN_TIMEOUT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -272,8 +272,10 @@ class Supervisor(AgentSeam):
     def _end_workers(self) -> None:
         """Stop what still runs, within the grace; once a round."""
         if self._processes is not None and not self._processes.stopped:
+            by = self._handler.stop_by()
+            grace_s = self._grace_s if by is None else min(self._grace_s, max(0.0, by - time.monotonic()))
             with self._phase("stop"):
-                self._processes.stop(self._grace_s, self._show_stragglers)
+                self._processes.stop(grace_s, lambda local_ranks: self._show_stragglers(local_ranks, grace_s))
             self._count_workers("stopped")
 
     def _forget_round(self) -> None:
@@ -314,7 +316,7 @@ class Supervisor(AgentSeam):
 
     # What is shown.
 
-    def _show_stragglers(self, local_ranks: list[int]) -> None:
+    def _show_stragglers(self, local_ranks: list[int], grace_s: float) -> None:
         """Say who did not end in time, and where it was: the one moment to learn why."""
         for local_rank in local_ranks:
             pid = self._workers.pids[local_rank]
@@ -322,10 +324,10 @@ class Supervisor(AgentSeam):
             if self._board is not None and self._board.read(local_rank).stacks_armed:
                 where = stacks.dump(pid, self._logs.stacks_files[local_rank])
             logger.warning(
-                "worker %s (pid %s) did not end within %g s of SIGTERM and is killed%s",
+                "worker %s (pid %s) did not end within %.2g s of SIGTERM and is killed%s",
                 local_rank,
                 pid,
-                self._grace_s,
+                grace_s,
                 f"; it was at:\n{where[:SHOWN_STACKS]}" if where else "",
             )
 

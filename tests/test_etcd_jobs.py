@@ -153,6 +153,23 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         assert [job.finish().returncode for job in (first, second)] == [0, 0]
 
 
+def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
+    """The grace would be 20 s, the lease is over in 5: the others go on then, and must be alone."""
+    conf = "lease_ttl=5,last_call=0.5,stop_grace=20"
+    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        first = nodes.start("a", server.endpoint, "1:2", conf=conf)
+        first.wait_for(seen(1, 0))
+        second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=conf)
+        second.wait_for(seen(2, 1))
+        first.wait_for(seen(2, 1))
+        (pid,) = [line["pid"] for line in reports(second)]
+        proxy.deaf()
+        first.wait_for(seen(1, 2))
+        assert wait_gone([pid], timeout_s=0) == []
+        nodes.open_gate()
+        assert first.finish().returncode == 0
+
+
 def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
     first = nodes.start("a", server.endpoint, "2")
     second = nodes.start("b", server.endpoint, "2", "bug:0")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient, EtcdError, Event
-from elastic_ext.rendezvous.participant import Loop, Participant
+from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone

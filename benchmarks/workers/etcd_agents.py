@@ -21,7 +21,8 @@ import time
 from typing import Any
 
 from elastic_ext.etcd import EtcdClient, endpoints
-from elastic_ext.rendezvous.participant import Loop, Participant
+from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Limits, Node, State
 
 CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not lost

@@ -26,11 +26,13 @@ from elastic_ext.etcd.errors import (
 from elastic_ext.etcd.lease import LeaseSession
 from elastic_ext.etcd.records import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
 from elastic_ext.etcd.snapshot import Snapshot, SnapshotWatch
-from elastic_ext.etcd.watch import Batch, Watch
+from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Watch
 
 __all__ = [
+    "FROM_NOW",
     "AuthError",
     "Batch",
+    "Began",
     "ClientClosed",
     "Compacted",
     "Compare",

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _MIN_ATTEMPT_S = 0.2
 _MAX_RETRY_S = 0.5
 _JOIN_S = 2.0
+_PER_CALL = 200  # leases: with thousands of them a slow call should not lose all
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class LeaseKeeper:
             due = [self._sessions[lease_id] for lease_id in todo.due]
         for session in self._forget(todo.given_up):
             session.end(f"no answer from etcd for its TTL of {session.ttl_s} s: {self._trouble or 'renewal was late'}")
-        if due:
-            self._renew(due)
+        for at in range(0, len(due), _PER_CALL):
+            self._renew(due[at : at + _PER_CALL])
 
     def _forget(self, lease_ids: Sequence[int]) -> list[LeaseSession]:
         with self._changed:

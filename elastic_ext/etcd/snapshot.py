@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_ext.etcd.errors import Compacted
+from elastic_ext.etcd.errors import Compacted, EtcdError
 from elastic_ext.etcd.records import Key, KeyValue
 from elastic_ext.etcd.watch import Batch, Item, Watch
 
@@ -74,7 +74,7 @@ class SnapshotWatch:
             self._watch.close()
             if isinstance(item, Compacted):
                 self._watch = None
-            elif item is not None:
+            elif isinstance(item, EtcdError):
                 self._items.put(item)  # the end stays the end
                 raise item
         return None

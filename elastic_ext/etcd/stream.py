@@ -195,6 +195,7 @@ class WatchStream:
             if self._refused is watch:
                 self._refused = None
             self._check_history(watch, response.header.revision)
+            watch.began(response.header.revision)
             watch.live = not watch.closed
             self._note_recovery(connection)
         else:

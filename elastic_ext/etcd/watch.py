@@ -31,13 +31,28 @@ class Batch:
     events: tuple[Event, ...]
 
 
-Item: TypeAlias = Batch | EtcdError
+@dataclass(frozen=True)
+class Began:
+    """First of a watch from FROM_NOW: all that is written after `revision` is delivered.
+
+    What was before is for the caller to read; a reading of that revision or a later one misses nothing.
+    """
+
+    revision: int
+
+
+Item: TypeAlias = Batch | Began | EtcdError
+
+# For start_revision: from when the server has it. Unlike a watch of the past it is one that the server need not catch up with
+# (it looks after those ten times a second only).
+FROM_NOW = 0
 
 
 class Watch:
     """The changes of a key, or of all keys with a prefix, from a revision on.
 
-    Delivers `Batch`es and at last, if it ends by itself, one error: `Compacted` (read again, then watch from there),
+    Delivers `Batch`es (after a `Began`, if it is FROM_NOW) and at last, if it ends by itself, one error: `Compacted` (read
+    again, then watch from there),
     `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` where its thread or callback failed.
     Trouble with connections and servers is not delivered: it is waited out; `live` tells of it.
 
@@ -62,15 +77,16 @@ class Watch:
         """Returns at once, but for a missing start_revision: then all that is written after this call counts.
 
         Args:
-            start_revision: the first revision to deliver; that of a reading or transaction + 1.
+            start_revision: the first revision to deliver; that of a reading or transaction + 1. FROM_NOW: a
+                `Began` tells the callback.
             prev_kv: events hold the value before.
         """
         self.key, self.range_end = range_of_prefix(key) if prefix else (to_bytes(key), b"")
         self.prev_kv = prev_kv
-        self.next_revision = client.revision(self.key) + 1 if start_revision is None else max(1, start_revision)
+        self.next_revision = client.revision(self.key) + 1 if start_revision is None else start_revision
         self.watch_id = 0
         self.live = False
-        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Batch | EtcdError | None] = queue.SimpleQueue()
         self._callback = callback
         self._stream = client.watches
         self._ended = threading.Event()
@@ -111,6 +127,12 @@ class Watch:
 
     # For the stream
 
+    def began(self, revision: int) -> None:
+        """The server has it, at this revision."""
+        if self.next_revision == FROM_NOW:
+            self.next_revision = revision + 1
+            self._call(Began(revision))
+
     def request(self) -> Any:
         rpc = etcdrpc()
         create = rpc.WatchCreateRequest(
@@ -138,15 +160,17 @@ class Watch:
             return
         self.live = False
         self._ended.set()
-        if error is not None and self._callback is not None:
-            self._deliver(error)
-        else:
+        if error is None or not self._call(error):
             self._items.put(error)
 
-    def _deliver(self, item: Item) -> None:
+    def _deliver(self, batch: Batch) -> None:
+        if not self._call(batch):
+            self._items.put(batch)
+
+    def _call(self, item: Item) -> bool:
+        """Give it to the callback, if there is one."""
         if self._callback is None:
-            self._items.put(item)
-            return
+            return False
         try:
             self._callback(item)
         except Exception:  # foreign code on the thread of all watches
@@ -154,3 +178,4 @@ class Watch:
             self._stream.remove(self)
             self._ended.set()
             self._items.put(EtcdError(f"the callback of the etcd watch on {self.key!r} failed"))
+        return True

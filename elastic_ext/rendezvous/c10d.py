@@ -134,6 +134,10 @@ class EmbeddedRendezvous(RendezvousHandler):
         waiting = self.num_nodes_waiting()
         return f"{waiting} nodes wait to join" if waiting else None
 
+    def stop_by(self) -> float | None:
+        """Monotonic time by which the workers must be gone; None: they get the usual grace."""
+        return None
+
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; returns at once."""
         if self._news is not None:

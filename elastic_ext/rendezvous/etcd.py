@@ -28,7 +28,8 @@ from elastic_ext.errors import SeamError, UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded, Tls
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.fence import Fence
-from elastic_ext.rendezvous.participant import Loop, Participant
+from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 
@@ -180,6 +181,10 @@ class EtcdRendezvous(RendezvousHandler):
         if header.round != self.round or header.state is State.BROKEN:
             return header.reason
         return header.reason if header.state is State.CLOSED else None
+
+    def stop_by(self) -> float | None:
+        """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
+        return self._participant.alive_until if self._fence.closed else None
 
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; returns at once."""

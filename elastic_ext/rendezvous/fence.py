@@ -7,12 +7,12 @@ through the store of the round, which does not depend on etcd.
 
 | share of the lease time left | |
 |---|---|
-| more than 55 % | fine (a renewal is due every third) |
-| 10 to 55 % | in trouble: say so in the store |
+| more than 62 % | fine (a renewal is due every third) |
+| 10 to 62 % | in trouble: say so in the store |
 | less than 10 % | closed, unless all others are in trouble too |
 
-Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (45 % + 33 % after the first
-one's last renewal) before the first one must decide (90 %).
+Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (38 % + 33 % after the first
+one's last renewal) before the first one must decide (90 %). What is left then is all the time that its workers get to stop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
 
-TROUBLE_SHARE = 0.55
+TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
 LOOK_SHARE = 0.05  # how often a node in trouble looks again
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REST_FACTOR = 3  # a look costs as much as there are nodes; among thousands that come at once the leader has more to do than look
+MOST_REST_S = 0.05
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
 
@@ -35,6 +37,7 @@ class Leader:
         self._last_arrival = time.monotonic()
         self._renew_job_at = 0.0
         self._prefix = participant.prefix + "nodes/"
+        self._rests_until = 0.0
         self._called = False  # a look at the news waits on the loop already: one for many events
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
         self._load_members()
@@ -49,6 +52,8 @@ class Leader:
 
     def act(self, now: float) -> float:
         """Do all that there is to do; return the monotonic time of the next look."""
+        if now < self._rests_until:
+            return self._rests_until
         self._called = False  # before the news are read: what comes later is another call
         if now >= self._renew_job_at:
             self._renew_job(now)
@@ -57,6 +62,8 @@ class Leader:
             view = self._view()
             action = rounds.next_action(view, self._participant.limits, now)
             if isinstance(action, Wait):
+                looked = time.monotonic()
+                self._rests_until = looked + min(REST_FACTOR * (looked - now), MOST_REST_S)
                 return min(action.until or self._renew_job_at, self._renew_job_at)
             logger.info("rendezvous: %s", action.reason)
             if isinstance(action, Seal):

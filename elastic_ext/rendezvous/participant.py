@@ -5,6 +5,7 @@ Keys under /elastic_ext/<run id>/:
     job             what all nodes must agree on; the lease of what belongs to nobody
     round           the header of the rounds, watched by every node
     nodes/<id>      a node, under its own lease: gone when the node is
+    last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
 
 The leader is the node whose key was created first; every other one watches only the node that was created before it. A node
@@ -17,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +25,10 @@ from typing import Any
 
 from elastic_ext.errors import UsageError
 from elastic_ext.etcd import (
+    FROM_NOW,
     Batch,
+    Began,
+    Compare,
     Delete,
     EtcdClient,
     EtcdError,
@@ -38,56 +41,19 @@ from elastic_ext.etcd import (
     absent,
     unchanged,
 )
+from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.leader import Leader
+from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 
 logger = logging.getLogger(__name__)
 
 ROOT = "/elastic_ext"
 JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
+FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
 RETRY_S = 0.5  # after a call that no endpoint answered; its own deadline has passed by then
-
-
-class Loop:
-    """One thread that runs what happens to its participants, in order. A job's agent has one participant; a simulation many."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Participant, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._due: dict[Participant, float] = {}
-        self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
-        self._thread.start()
-
-    def post(self, participant: Participant, work: Callable[[], None]) -> None:
-        self._queue.put((participant, work))
-
-    def wake_at(self, participant: Participant, at: float | None) -> None:
-        """Call its `on_time` at this monotonic time; only from the loop's thread."""
-        if at is None:
-            self._due.pop(participant, None)
-        else:
-            self._due[participant] = at
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            at = min(self._due.values(), default=None)
-            try:
-                item = self._queue.get(timeout=None if at is None else max(0.0, at - time.monotonic()))
-            except queue.Empty:
-                now = time.monotonic()
-                for participant in [due for due, at in self._due.items() if at <= now]:
-                    self._due.pop(participant, None)
-                    participant.run(participant.on_time)
-                continue
-            if item is None:
-                return
-            participant, work = item
-            participant.run(work)
 
 
 class Participant:
@@ -128,6 +94,8 @@ class Participant:
         self._loop = loop
         self._on_change = on_change
         self._node: Node | None = None
+        self._written: Node | None = None  # as etcd has it
+        self._began = 0  # watches that the server has
         self._session: LeaseSession | None = None
         self._watches: list[Watch] = []
         self._predecessor: Watch | None = None
@@ -215,15 +183,17 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self._node = node
         self.joined = None
-        if self._session is None:
-            self._enter()
-        else:
+        if self.created == 0:
+            return self._enter()
+        if self._session is not None:
             self._renew(self._session)
         self._write_node()
-        self._consider()
+        return self._consider()
 
     def _renew(self, session: LeaseSession) -> None:
         """After an outage a round may be there before the next renewal is due: the fence would take this node for cut off."""
+        if session.alive_until - time.monotonic() > FRESH_SHARE * session.ttl_s:
+            return
         kept = self.client.lease_keep_alive([session.lease_id])
         ttl_s = kept.ttl_s.get(session.lease_id, 0)
         if ttl_s <= 0:
@@ -231,29 +201,56 @@ class Participant:
         session.renewed(kept.sent_at, ttl_s)
 
     def _enter(self) -> None:
-        found = self._agree()
-        while self.header.state in (State.DONE, State.CLOSED) and self._forget_ended_job():
-            found = self._agree()
-        # After what can fail and is tried again: each session is kept alive until it is ended.
-        self._session = LeaseSession(self.client, self.ttl_s, patient=True, on_lost=lambda _: self.post(self._register_again))
-        self._watch("round", self._on_header, found)
-        self._watch(f"assign/{self.id}", self._on_assignment, found)
+        """Grant, watch, and only then read and write: what is written after a watch began is delivered."""
+        if self._session is None:
+            self._session = self._grant()
+        if not self._watches:
+            self._watch("round", self._on_header, FROM_NOW)
+            self._watch(f"assign/{self.id}", self._on_assignment, FROM_NOW)
+        if self._began < len(self._watches):
+            return  # _on_began goes on
+        if not self._enter_new_job():
+            self._agree()
+            while self.header.state in (State.DONE, State.CLOSED) and self._forget_ended_job():
+                self._agree()
+            self._write_node()
+        self._consider()
 
-    def _agree(self) -> int:
-        """Read, or be the first to write, what all nodes must agree on; return the revision of what has been read."""
+    def _grant(self) -> LeaseSession:
+        return LeaseSession(self.client, self.ttl_s, patient=True, on_lost=lambda _: self.post(self._register_again))
+
+    def _enter_new_job(self) -> bool:
+        """Enter a job with our settings whose first round is not sealed yet, in one transaction; False: nothing is done.
+
+        When a job starts that is the case of all nodes but a few.
+        """
+        job = self.prefix + "job"
+        compares = [Compare(job, "value", "=", self._settings()), absent(self.prefix + "round"), absent(self._key)]
+        entered = self.client.txn(compares, [Get(job), *self._registration()])
+        if entered.succeeded:
+            found, last = (reading.kv for reading in entered.readings)
+            assert found is not None  # compared
+            self.job_lease, self.header, self.header_revision = found.lease_id, Header(), 0
+            self._registered(entered.revision, last)
+        return entered.succeeded
+
+    def _settings(self) -> str:
         mine = {"schema": rounds.SCHEMA, "min_nodes": self.limits.min_nodes, "max_nodes": self.limits.max_nodes}
+        return json.dumps(mine)
+
+    def _agree(self) -> None:
+        """Read, or be the first to write, what all nodes must agree on."""
         key = self.prefix + "job"
         found = self.client.txn([], [Get(key), Get(self.prefix + "round")])
-        job, header = (response.kv for response in found.responses)  # type: ignore[union-attr]
+        job, header = (reading.kv for reading in found.readings)
         if job is None:
             lease_id = self.client.lease_grant(self.ttl_s * JOB_LEASE_FACTOR).lease_id
-            value = json.dumps({**mine, "lease": lease_id})
-            if not self.client.txn([absent(key)], [Put(key, value, lease_id=lease_id)]).succeeded:
+            if not self.client.txn([absent(key)], [Put(key, self._settings(), lease_id=lease_id)]).succeeded:
                 return self._agree()
             self.job_lease = lease_id
         else:
-            theirs = json.loads(job.value)
-            self.job_lease = theirs.pop("lease")
+            mine, theirs = json.loads(self._settings()), json.loads(job.value)
+            self.job_lease = job.lease_id
             if theirs != mine and not self._forget_ended_job():
                 raise UsageError(
                     f"another job runs under this --rdzv-id with other settings: {_shown(theirs)} there, {_shown(mine)} here; "
@@ -265,7 +262,7 @@ class Participant:
         if header is not None:
             self.header = rounds.decode(Header, header.value, header.key.decode())
             self.header_revision = header.mod_revision
-        return found.revision
+        return None
 
     def _forget_ended_job(self) -> bool:
         """Remove what a job left that no node is in any more; False where one still is."""
@@ -277,52 +274,81 @@ class Participant:
             compares, [Delete(self.prefix + "assign/", prefix=True), Delete(self.prefix + "round"), Delete(self.prefix + "job")]
         ).succeeded
 
-    def _write_node(self) -> None:
+    @property
+    def _key(self) -> str:
+        return f"{self.prefix}nodes/{self.id}"
+
+    def _registration(self) -> list[Op]:
+        """Create this node's key; learn who did so last, and be the one."""
+        put, last = self._put_node(), self.prefix + "last"
+        return [Get(last), put, Put(last, self.id, lease_id=put.lease_id)]
+
+    def _put_node(self) -> Put:
         assert self._node is not None
         assert self._session is not None
-        key = f"{self.prefix}nodes/{self.id}"
-        put = Put(key, rounds.encode(self._node), lease_id=self._session.lease_id)
-        created = self.client.txn([absent(key)], [put], [put])
-        if not created.succeeded and self.created:
+        return Put(self._key, rounds.encode(self._node), lease_id=self._session.lease_id)
+
+    def _write_node(self) -> None:
+        if self._written is self._node:
             return
-        if created.succeeded:
-            self.created = created.revision
-        else:  # an earlier try has created it, and its answer was lost
-            kv = self.client.get(key).kv
-            self.created = kv.create_revision if kv is not None else 0
-        self._find_predecessor()
+        written = self.client.txn([absent(self._key)], self._registration(), [Get(self._key), self._put_node()])
+        found = written.readings[0].kv
+        if written.succeeded:
+            self._registered(written.revision, found)
+        elif found is not None and found.create_revision != self.created:
+            self._registered(found.create_revision, None)  # an earlier try has created it, and its answer was lost
+        else:
+            self._written = self._node
+
+    def _registered(self, revision: int, last: KeyValue | None) -> None:
+        """revision: at which this node's key was created. last: the key of that name, as it was before; None if not known."""
+        self.created = revision
+        self._written = self._node
+        # As work of its own: tried again by itself until it is done. And after all that a starting job waits for.
+        self.post(lambda: self._find_predecessor(last) if revision == self.created else None)
 
     def _register_again(self) -> None:
         """The lease is lost, this process is not: the same node with a new lease."""
         if self._session is None or self._node is None:
             return
         self._session.orphan()
-        self._session = LeaseSession(self.client, self.ttl_s, patient=True, on_lost=lambda _: self.post(self._register_again))
+        self._session = self._grant()
+        if self.created == 0:  # it was about to enter; that is tried again
+            return
+        self._written = None
         self._write_node()
         self.read_header()
 
     # The election.
 
-    def _find_predecessor(self) -> None:
-        """Lead if no node was here before this one, else watch the last one that was (etcd's client/v3/concurrency does so)."""
+    def _find_predecessor(self, last: KeyValue | None = None) -> None:
+        """Lead if no node was here before this one, else watch the last one that was (etcd's client/v3/concurrency does so).
+
+        To ask for it makes etcd sort all nodes. `last` tells it for nothing, of a node that was there when this one was created:
+        that key is under the lease of the node that it names.
+        """
+        if self._node is None:
+            return None  # it has left meanwhile
         if self._predecessor is not None:
             self._predecessor.close()
             self._predecessor = None
         if self._leader is not None:
             self._leader.close()
             self._leader = None
+        if last is not None and last.value.decode() != self.id:
+            return self._follow(f"{self.prefix}nodes/{last.value.decode()}", self.created)
         found = self.client.last_created_before(self.prefix + "nodes/", self.created)
-        if found.kv is None:
-            logger.info("node %s leads the rendezvous", self.id)
-            self.read_header()
-            self._leader = Leader(self)
-            self.on_time()
-            return
+        if found.kv is not None:
+            return self._follow(found.kv.key.decode(), found.revision)
+        logger.info("node %s leads the rendezvous", self.id)
+        self.read_header()
+        self._leader = Leader(self)
+        return self.on_time()
+
+    def _follow(self, key: str, revision: int) -> None:
+        """The node of this key was there at this revision."""
         self._predecessor = Watch(
-            self.client,
-            found.kv.key,
-            start_revision=found.revision + 1,
-            callback=lambda item: self.post(lambda: self._on_predecessor(item)),
+            self.client, key, start_revision=revision + 1, callback=lambda item: self.post(lambda: self._on_predecessor(item))
         )
 
     def _on_predecessor(self, item: Item) -> None:
@@ -333,7 +359,7 @@ class Participant:
 
     def read_header(self) -> None:
         found = self.client.txn([], [Get(self.prefix + "round"), Get(f"{self.prefix}assign/{self.id}")])
-        header, part = (response.kv for response in found.responses)  # type: ignore[union-attr]
+        header, part = (reading.kv for reading in found.readings)
         if part is not None:
             self.assignment = rounds.decode(Assignment, part.value, part.key.decode())
         if header is not None:
@@ -346,6 +372,8 @@ class Participant:
             self._on_change()
 
     def _on_header(self, item: Item) -> None:
+        if isinstance(item, Began):
+            return self._on_began()
         if not isinstance(item, Batch):
             return self._watch_again("round", self._on_header)
         event = item.events[-1]
@@ -356,6 +384,8 @@ class Participant:
         return None
 
     def _on_assignment(self, item: Item) -> None:
+        if isinstance(item, Began):
+            return self._on_began()
         if not isinstance(item, Batch):
             return self._watch_again(f"assign/{self.id}", self._on_assignment)
         event = item.events[-1]
@@ -364,16 +394,21 @@ class Participant:
             self._consider()
         return None
 
+    def _on_began(self) -> None:
+        self._began += 1
+        if self._node is not None:
+            self._ready(self._node)
+
     def _watch_again(self, key: str, take: Callable[[Item], None]) -> None:
         """The watch has ended, its history was compacted away perhaps: read, then watch from there."""
         revision = self.client.revision(self.prefix + key)
         self.read_header()
-        self._watch(key, take, revision)
+        self._watch(key, take, revision + 1)
 
-    def _watch(self, key: str, take: Callable[[Item], None], revision: int) -> None:
-        """Have `take` called on this thread with what happens to the key after `revision`."""
+    def _watch(self, key: str, take: Callable[[Item], None], start_revision: int) -> None:
+        """Have `take` called on this thread with what happens to the key."""
         key = self.prefix + key
-        watch = Watch(self.client, key, start_revision=revision + 1, callback=lambda item: self.post(lambda: take(item)))
+        watch = Watch(self.client, key, start_revision=start_revision, callback=lambda item: self.post(lambda: take(item)))
         self._watches.append(watch)
 
     def _consider(self) -> None:

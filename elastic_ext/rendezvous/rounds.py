@@ -187,7 +187,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     present = waiting(view)
-    coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in present]
+    here = set(present)
+    coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
     if coming:
         return Wait(f"{_named(coming)} is stopping its workers")
     if len(present) < limits.min_nodes:

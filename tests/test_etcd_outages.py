@@ -16,6 +16,7 @@ from elastic_ext.etcd import EtcdClient, EtcdError, Event
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
+from tests.etcd.proxy import Proxy
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone
 from tests.test_etcd_jobs import ELASTIC, reports, seen
@@ -312,6 +313,33 @@ def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_di
         loop.close()
     assert (header.round, header.state) == (1, State.RUNNING)
     assert found is None
+
+
+def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_without_a_leader(server):
+    joined = threading.Event()
+
+    class Cut(EtcdClient):
+        """Its link is cut when it first asks who was here before, and comes back when the call has failed."""
+
+        calls = 0
+
+        def last_created_before(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls > 1:
+                return super().last_created_before(*args, **kwargs)
+            proxy.stop()
+            try:
+                return super().last_created_before(*args, **{**kwargs, "timeout_s": 0.5})
+            finally:
+                proxy.start()
+
+    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy, Cut(proxy.endpoint) as client:
+        loop = Loop()
+        node = Participant(client, loop, "job", "only", Limits(1, 1, 0.0), LEASE_S, joined.set)
+        node.ready(Node(after=0, workers=1, role="", address="", port=1))
+        assert joined.wait(NEWS_S), "no round: nobody leads"
+        loop.close()
+    assert client.calls > 1
 
 
 # etcd with a lock on the door.

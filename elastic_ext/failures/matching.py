@@ -52,7 +52,7 @@ class Rule:
     checkpoints_back: int = 0
 
     def matches(self, facts: Facts) -> bool:
-        return (self.when is None or self.when(facts)) and (self._has_names(facts) or contains(facts.text, self.texts))
+        return (self._has_names(facts) or contains(facts.text, self.texts)) and (self.when is None or self.when(facts))
 
     def _has_names(self, facts: Facts) -> bool:
         evidence = facts.evidence
@@ -73,9 +73,13 @@ class Rule:
 
 # Words that many texts of the table share. A log that has none of them is searched some thirty times and not a hundred.
 GATES = (
-    "gradient", "loss is", "nan", "server error", "client error", "status code", "http", "state_dict", "dataloader", "cuda",
-    "peer", "broken pipe", "size", "shape", "nvlink", "checksum", "resolution", "quota", "eof", "slow", "invalid",
+    "error", "memory", "device", "failure", "mismatch", "gradient", " of ", "uncorrectable", "nan", "state_dict", "dataloader",
+    "status code", "failed", "file ", "quota", "unexpected", "slow", "invalid", "http", "nvlink", "peer", "shape", " not ",
+    "connection", "remote process exited", "loss is", "collective",
 )  # fmt: skip
+
+LONG_LINE = 8192  # bytes; of a longer line both ends are searched
+_LINE_ENDS = bytes.maketrans(b"\r", b"\n")  # a progress bar is one line of many states
 
 
 @lru_cache(maxsize=1024)
@@ -83,11 +87,21 @@ def _gate(text: str) -> str:
     return next((gate for gate in GATES if gate in text), text)
 
 
+@lru_cache(maxsize=1024)
+def _has_digits(text: str) -> bool:
+    return any(character.isdigit() for character in text)
+
+
 class Words:
-    """A text that many others are looked for in: what was looked for once is remembered."""
+    """A text that many others are looked for in. Of lines that differ in numbers only, as those of a training loop do, one is
+    searched; and what was looked for once is remembered.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
+        bare = text.encode("utf-8", "replace").translate(_LINE_ENDS, b"0123456789").split(b"\n")
+        bare = [line if len(line) <= LONG_LINE else line[: LONG_LINE // 2] + b"\n" + line[-LONG_LINE // 2 :] for line in bare]
+        self._lines = b"\n".join(dict.fromkeys(bare)).decode("utf-8", "replace")
         self._found: dict[str, bool] = {}
 
     def __contains__(self, wanted: str) -> bool:
@@ -97,7 +111,7 @@ class Words:
     def _has(self, wanted: str) -> bool:
         found = self._found.get(wanted)
         if found is None:
-            found = self._found[wanted] = wanted in self.text
+            found = self._found[wanted] = wanted in (self.text if _has_digits(wanted) else self._lines)
         return found
 
 

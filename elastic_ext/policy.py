@@ -1,44 +1,194 @@
-"""What to do about a failure. Pure, standard library only."""
+"""What to do about a failure: the table's decision, then a look at the history, the nodes and the budget. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.evidence import Past
+from elastic_ext.failures.kinds import (
+    CODE,
+    DATA,
+    DEVICE_MEMORY,
+    HARDWARE,
+    HOST_MEMORY,
+    NUMERIC,
+    PREEMPTION,
+    STORAGE,
+    USER_STOP,
+    Verdict,
+)
+from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
+CEILING = 3  # how often the same failure may happen with no progress, whatever the budget
+
+# Exit codes of the agent (sysexits.h where there is one).
+EX_FAILED = 1  # budget spent, or not known
+EX_CODE = 65  # a bug of the code or the data: do not retry
+EX_NODE = 69  # this node is bad: replace it
+EX_TRY_AGAIN = 75  # preempted, or the infrastructure: requeue
+EX_CONFIG = 78  # configuration or usage
+EX_USER = 130  # the user stopped it
+
+# What a scheduler is told in place of the codes above. Kubeflow's restartPolicy ExitCode retries 128 and above and nothing below:
+# a retryable code gets 128 added, and the user's stop becomes 2 (the number of SIGINT), since 130 would start the job again.
+EXIT_CODES: dict[str, dict[int, int]] = {
+    "design": {},
+    "stock": dict.fromkeys((EX_FAILED, EX_CODE, EX_NODE, EX_TRY_AGAIN, EX_CONFIG, EX_USER), 1),
+    "kubeflow": {EX_NODE: 128 + EX_NODE, EX_TRY_AGAIN: 128 + EX_TRY_AGAIN, EX_USER: 2},
+}
+
+# A deterministic failure is the code's, but for these, which say more than "code".
+_KIND_STAYS = frozenset({HOST_MEMORY, DEVICE_MEMORY, NUMERIC, STORAGE})
+_EXIT_OF_KIND = {CODE: EX_CODE, DATA: EX_CODE, USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
 
 
 class Action(Enum):
+    """What this agent does: leave, or start its workers again. `Decision.verdict` says what the job does."""
+
     STOP = "stop"
     RESTART = "restart"
 
 
+_ACTIONS = {
+    Verdict.STOP: Action.STOP,
+    Verdict.REQUEUE: Action.STOP,
+    Verdict.REPLACE_NODE: Action.STOP,
+    Verdict.CONFIRM: Action.RESTART,
+    Verdict.RESTART: Action.RESTART,
+    Verdict.RESTART_FREE: Action.RESTART,
+}
+
+
 @dataclass(frozen=True)
 class Decision:
-    """What the agent does now, and why."""
+    """What the agent does now, and why.
+
+    Attributes:
+        exit_code: of the agent if it leaves, else None.
+        rule: of the table, or of this module where it overruled the table.
+        charged: the restart counts against the budget.
+        verdict: what the job does; None where no rule was asked.
+        checkpoints_back: 1: resume from the checkpoint before the newest.
+    """
 
     action: Action
     kind: str
     reason: str
+    exit_code: int | None = None
+    rule: str = ""
+    charged: bool = False
+    verdict: Verdict | None = None
+    checkpoints_back: int = 0
 
 
-def decide(diagnosis: Diagnosis, restarts_charged: int, max_restarts: int) -> Decision:
+@dataclass(frozen=True)
+class _Outcome:
+    """A decision in the making."""
+
+    verdict: Verdict
+    kind: str
+    reason: str
+    rule: str
+    exit_code: int = EX_FAILED
+
+
+def decide(
+    diagnosis: Diagnosis,
+    restarts_charged: int = 0,
+    max_restarts: int = NO_LIMIT,
+    history: Sequence[Past] | None = None,
+    nodes: int | None = None,
+    min_nodes: int | None = None,
+    exit_codes: str = "design",
+) -> Decision:
     """Return what to do.
 
     Args:
         diagnosis: the root cause.
         restarts_charged: restarts that were charged to the budget so far.
         max_restarts: the budget; NO_LIMIT for none.
+        history: earlier failures of the job, oldest first; None: those of the evidence.
+        nodes: how many run now, this one included; None: not known, then one is taken to be dispensable.
+        min_nodes: how many the job needs at least; None: not known.
+        exit_codes: one of EXIT_CODES.
     """
-    if diagnosis.deterministic:
-        return Decision(Action.STOP, diagnosis.kind, diagnosis.reason)
-    if max_restarts != NO_LIMIT and restarts_charged >= max_restarts:
-        return Decision(
-            Action.STOP,
-            diagnosis.kind,
-            f"{diagnosis.reason}; but all {max_restarts} restarts of the budget (--max-restarts) are spent",
-        )
-    budget = "no limit" if max_restarts == NO_LIMIT else f"of {max_restarts}"
-    return Decision(Action.RESTART, diagnosis.kind, f"{diagnosis.reason}; restart {restarts_charged + 1} {budget}")
+    past = tuple(diagnosis.evidence.history if history is None else history)
+    spare = nodes is None or nodes - 1 >= max(min_nodes or 1, 1)
+    outcome = _after_the_table(_from_table(diagnosis, past), diagnosis, past, alone=nodes == 1, spare=spare)
+    outcome = _within_budget(outcome, restarts_charged, max_restarts)
+    action = _ACTIONS[outcome.verdict]
+    return Decision(
+        action,
+        outcome.kind,
+        outcome.reason,
+        EXIT_CODES[exit_codes].get(outcome.exit_code, outcome.exit_code) if action is Action.STOP else None,
+        outcome.rule,
+        outcome.verdict in _CHARGED,
+        outcome.verdict,
+        diagnosis.checkpoints_back if action is Action.RESTART else 0,
+    )
+
+
+_CHARGED = frozenset({Verdict.CONFIRM, Verdict.RESTART})
+
+
+def _from_table(diagnosis: Diagnosis, past: tuple[Past, ...]) -> _Outcome:
+    """What the table says. Without any evidence it is a bug to be confirmed if two tries in a row got to no step."""
+    verdict = Verdict.RESTART if diagnosis.decision is Verdict.FOLLOW else diagnosis.decision
+    if diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False and past and _at_start(past[-1]):
+        verdict = Verdict.CONFIRM
+    exit_code = {
+        Verdict.STOP: _EXIT_OF_KIND.get(diagnosis.kind, EX_CODE),  # whatever the kind: another try would end the same way
+        Verdict.REQUEUE: EX_TRY_AGAIN,
+        Verdict.REPLACE_NODE: EX_NODE,
+    }.get(verdict, EX_FAILED)
+    return _Outcome(verdict, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
+
+
+def _at_start(past: Past) -> bool:
+    return past.progress is False and not past.first_step_done
+
+
+def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Past, ...], alone: bool, spare: bool) -> _Outcome:
+    """The rules over several failures. `alone`: with one node, where a failure was says nothing. `spare`: this node may leave."""
+    if outcome.verdict is Verdict.REPLACE_NODE and not spare:
+        reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
+        outcome = _Outcome(Verdict.RESTART, outcome.kind, reason, outcome.rule)
+    if outcome.verdict not in _CHARGED:
+        return outcome
+    node = diagnosis.evidence.node
+    same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
+    same_node = bool(same) and node is not None and not alone and all(earlier.node == node for earlier in same)
+    surely_stuck = sum(earlier.progress is False for earlier in same)
+    if outcome.verdict is Verdict.CONFIRM and not same_node and _confirmed(same, diagnosis.rule == NO_EVIDENCE):
+        kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
+        where = " on another node" if node is not None and any(earlier.node not in (node, None) for earlier in same) else ""
+        return _Outcome(Verdict.STOP, kind, f"{outcome.reason}; the same came back{where} with no progress", "repeated", EX_CODE)
+    if same_node and spare and (outcome.verdict is Verdict.CONFIRM or surely_stuck + 1 < CEILING):
+        reason = f"{outcome.reason}; the same for the {len(same) + 1}. time on node {node} only"
+        return _Outcome(Verdict.REPLACE_NODE, outcome.kind, reason, "same-node", EX_NODE)
+    if surely_stuck + 1 >= CEILING and outcome.kind != PREEMPTION:
+        exit_code = EX_NODE if outcome.kind == HARDWARE else EX_FAILED
+        reason = f"{outcome.reason}; the same for the {surely_stuck + 1}. time with no progress"
+        return _Outcome(Verdict.STOP, outcome.kind, reason, "ceiling", exit_code)
+    return outcome
+
+
+def _confirmed(same: Sequence[Past], no_evidence: bool) -> bool:
+    """Whether a suspected bug is one. Where the progress is not known, or only the exit is, it takes one try more."""
+    weak = no_evidence or all(earlier.progress is None for earlier in same)
+    return len(same) >= (2 if weak else 1)
+
+
+def _within_budget(outcome: _Outcome, charged: int, limit: int) -> _Outcome:
+    if outcome.verdict not in _CHARGED:
+        return outcome
+    if limit != NO_LIMIT and charged >= limit:
+        reason = f"{outcome.reason}; but all {limit} restarts of the budget (--max-restarts) are spent"
+        return _Outcome(Verdict.STOP, outcome.kind, reason, "budget", EX_FAILED)
+    of = "no limit" if limit == NO_LIMIT else f"of {limit}"
+    return _Outcome(outcome.verdict, outcome.kind, f"{outcome.reason}; restart {charged + 1} {of}", outcome.rule)

@@ -140,6 +140,7 @@ class Settings:
     platform_grace: float | None = _setting(
         None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
     )
+    rules: str | None = _setting(None, _text, "TOML file with failure rules of your own, which come before the built-in ones")
     stop_grace: float | None = _setting(
         None,
         _seconds,

@@ -29,7 +29,7 @@ from elastic_ext import launch, policy
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import discovery
 from elastic_ext.errors import UsageError
-from elastic_ext.failures import report
+from elastic_ext.failures import history, report, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
 from elastic_ext.failures.evidence import Evidence, exit_status, read_error_file
 from elastic_ext.failures.report import FailedWorker
@@ -65,6 +65,7 @@ class Supervisor(AgentSeam):
         self._settings: settings_module.Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
+            self._rules = user_rules.load(self._settings.rules)
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._handler.attached = True
@@ -73,6 +74,8 @@ class Supervisor(AgentSeam):
         limit = self._settings.max_restarts
         self._max_restarts = self.spec.max_restarts if limit is None else limit
         self._charged = 0
+        self._earlier: list[history.Failure] = []  # the failures that this agent judged; a ledger of the whole job may replace it
+        self._resumed_at: int | None = None  # step of the checkpoint that this round started from; None: not known
         self._token = secrets.token_hex(16)
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
@@ -144,8 +147,9 @@ class Supervisor(AgentSeam):
                 self._count_workers("failed")
                 self.group.state = WorkerState.FAILED
                 return RunResult(WorkerState.FAILED, failures=report.process_failures(cause, others))
-            self._charged += 1
-            self.charge_restart()
+            if decision.charged:
+                self._charged += 1
+                self.charge_restart()
             self._restart(decision.kind)
 
     def _await_news(self) -> None:
@@ -194,7 +198,8 @@ class Supervisor(AgentSeam):
                     exitcode = 1
                 else:
                     continue
-            diagnosis = classify(self._evidence(rank, local_rank, exitcode, exit_, error_file.exception, error_file.raised_ns))
+            evidence = self._evidence(rank, local_rank, exitcode, exit_, error_file.exception, error_file.raised_ns)
+            diagnosis = classify(evidence, self._rules)
             failed.append(FailedWorker(local_rank, pid, exitcode, error_file, diagnosis))
         return failed
 
@@ -222,7 +227,11 @@ class Supervisor(AgentSeam):
         if result.state is WorkerState.UNHEALTHY:
             reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
             return cause, others, Decision(Action.STOP, "hardware", reason)
-        return cause, others, policy.decide(diagnosis, self._charged, self._max_restarts)
+        now = history.record(diagnosis, self._resumed_at)
+        past = history.seen_from(now, self._earlier)
+        self._earlier.append(now)
+        # It knows of its own failures only: where they were says nothing, and no other node goes on without this one.
+        return cause, others, policy.decide(diagnosis, self._charged, self._max_restarts, past, nodes=1)
 
     # Rounds.
 
@@ -303,6 +312,7 @@ class Supervisor(AgentSeam):
                 logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
             store.set(RESUME_KEY, json.dumps(asdict(search.resume) if search.resume else None))
         chosen = json.loads(store.get(RESUME_KEY))
+        self._resumed_at = chosen.get("step") if chosen is not None else 0
         if chosen is None:
             logger.info("no complete checkpoint in %s: the job starts from the beginning", directory)
             return {}

@@ -38,19 +38,58 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path, fault, said):
 
 def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
     script = tmp_path / "always.py"
-    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); os._exit(9)")
+    script.write_text(
+        "import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True); os._exit(20 + int(n))"
+    )
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=2", str(script)], tmp_path)
     assert job.returncode == 1
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
     assert "all 2 restarts of the budget" in job.err
     assert "ChildFailedError" in job.err
-    assert "exitcode  : 9" in job.err
+    assert "exitcode  : 22" in job.err
+
+
+def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
+    """No exception, no step: with -1 it would go on for ever."""
+    script = tmp_path / "always.py"
+    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); os._exit(9)")
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=-1", str(script)], tmp_path)
+    assert job.returncode == 1
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
+    assert "the same came back with no progress" in job.err
+
+
+def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, torch\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()\n"
+        "{}['missing']\n"
+    )
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    assert job.returncode == 1
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
+    assert "the same came back with no progress (kind code)" in job.err
+
+
+def test_a_rule_of_the_user(tmp_path):
+    (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
+    script = tmp_path / "nine.py"
+    script.write_text("print('up', flush=True); import os; os._exit(9)")
+    command = [*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)]
+    job = run(command, tmp_path, ELASTIC_EXT_RULES="rules.toml")
+    assert (job.returncode, job.out.count("up")) == (1, 1)
+    assert "the rule 'nine' of rules file rules.toml (kind data)" in job.err
+    job = run(command, tmp_path, ELASTIC_EXT_RULES="no.toml")
+    assert (job.returncode, job.out.count("up")) == (78, 0)
+    assert "no.toml" in job.err
 
 
 def test_no_limit(tmp_path):
     """-1 through rdzv-conf under stock torchrun, and as --max-restarts through our command."""
     script = tmp_path / "seven.py"
-    script.write_text("import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; os._exit(0 if n == '7' else 9)")
+    script.write_text("import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; os._exit(0 if n == '7' else 20 + int(n))")
     for command in ([*EXT, "--rdzv-conf=max_restarts=-1"], [*AGENT, "--max-restarts=-1"]):
         job = run([*command, "--nproc-per-node=1", str(script)], tmp_path)
         assert job.returncode == 0, job.all

@@ -1,171 +1,151 @@
-"""What a failure means: a table, first match wins. Pure, standard library only.
+"""What a failure means: the table of `rules`, first match wins. Pure, standard library only.
 
-This is the first cut: positive evidence of a code bug is told from everything else. `failure_rules.md` of the project's design is
-the whole table; its sources are named there. Missing evidence is "unknown", never "fine" and never "a bug".
+Missing evidence is "unknown", never "fine" and never "a bug".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures import fingerprint, tracebacks
+from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Verdict
+from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
+from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
+from elastic_ext.failures.user_rules import UserRule
 
-CASCADE = "cascade"  # this worker died of another one's death
-NETWORK = "network"  # what a cascade is when nothing else has failed
+MAX_TEXT = 64 * 1024  # characters at the end of a tail or a message that are looked at
+
+# After these a traceback on stderr need not be the end of it: what ended the process came from outside Python.
+_NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
+_BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in (ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY)}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one worker's failure means. deterministic: another try would end the same way."""
+    """What one worker's failure means.
+
+    Attributes:
+        kind: one of `kinds.KINDS`.
+        decision: what the rule asks for; `policy.decide` may ask for more after a look at the history and the budget.
+        rule: name of the rule.
+        reason: who ended, of what, and why the rule says so.
+        fingerprint: equal for two failures that are the same.
+        evidence: with the exception that was found on stderr, if there was no other.
+        tier: of the rule, 1 to 4; 0: a user's.
+        checkpoints_back: 1: resume from the checkpoint before the newest.
+        order: when the job learnt of it, e.g. an etcd revision; equal for all that one node tells at a time.
+    """
 
     kind: str
-    deterministic: bool
+    decision: Verdict
     rule: str
     reason: str
+    fingerprint: str
     evidence: Evidence
+    tier: int
+    checkpoints_back: int = 0
+    order: int = 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Another try would end the same way."""
+        return self.decision is Verdict.STOP
 
 
-@dataclass(frozen=True)
-class Rule:
-    name: str
-    matches: Callable[[Evidence], bool]
-    kind: str
-    deterministic: bool
-    because: str
-
-
-def _raised(*types: str) -> Callable[[Evidence], bool]:
-    wanted = frozenset(types)
-    return lambda evidence: evidence.exception is not None and evidence.exception.type in wanted
-
-
-def _raised_with(type_: str, *texts: str) -> Callable[[Evidence], bool]:
-    def matches(evidence: Evidence) -> bool:
-        exception = evidence.exception
-        return exception is not None and exception.type == type_ and any(text in exception.message for text in texts)
-
-    return matches
-
-
-def _raised_before_first_step(*types: str) -> Callable[[Evidence], bool]:
-    raised = _raised(*types)
-    return lambda evidence: raised(evidence) and evidence.first_step_done is False
-
-
-PEER_GONE_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "Watchdog caught collective operation timeout",
-)
-
-
-def _peer_gone(evidence: Evidence) -> bool:
+def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
+    """Return what the failure of one worker means. Never raises; well under a millisecond."""
+    evidence = _completed(evidence)
+    rule = _first_match(evidence, user_rules)
     exception = evidence.exception
+    return Diagnosis(
+        rule.kind,
+        rule.verdict,
+        rule.name,
+        f"{describe(evidence)}: {rule.because}{_annotation(evidence)}",
+        fingerprint.of_exception(exception) if exception else fingerprint.of_exit(rule.name, ended_by(evidence)),
+        evidence,
+        rule.tier,
+        rule.checkpoints_back,
+    )
+
+
+def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+    exception = evidence.exception
+    names = exception_names(exception)
+    signal_name = worker_signal(evidence)
+    message = exception.message[-MAX_TEXT:].lower() if exception else ""
+    tail = evidence.stderr_tail[-MAX_TEXT:].lower()
+    all_text = Facts(evidence, names, Words(f"{message}\n{tail}" if message else tail), signal_name)
+    for rule in _BY_TIER[ASKED]:
+        if rule.matches(all_text):
+            return rule
+    for user_rule in user_rules:
+        if user_rule.matches(all_text):
+            return user_rule
+    # An exception speaks for itself: what else is on stderr is looked at only where no rule knows the exception.
+    said = [Facts(evidence, names, Words(message), signal_name)] if exception else []
+    if tail:
+        said.append(Facts(evidence, frozenset(), all_text.text, signal_name))
+    for tier, views in ((HARDWARE_SAID, [all_text]), (PROGRAM_SAID, said or [all_text]), (EXIT_ONLY, [all_text])):
+        for facts in views:
+            for rule in _BY_TIER[tier]:
+                if rule.matches(facts):
+                    return rule
+    raise AssertionError("the last rule of the table matches everything")
+
+
+def _completed(evidence: Evidence) -> Evidence:
+    """With a subprocess's negative exit code as a signal, and with the exception that only stderr tells of."""
+    if evidence.exit_code is not None and evidence.exit_code < 0 and evidence.signal is None:
+        evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
+    if evidence.exception is None and worker_signal(evidence) not in _NOT_RAISED:
+        found = tracebacks.last_exception(evidence.stderr_tail[-MAX_TEXT:])
+        evidence = replace(evidence, exception=found) if found else evidence
+    return evidence
+
+
+def exception_names(exception: RaisedException | None) -> frozenset[str]:
+    """The full name, the bare one, and the class that the table counts it as."""
     if exception is None:
-        return False
-    return exception.type == "torch.distributed.DistBackendError" or any(text in exception.message for text in PEER_GONE_TEXTS)
+        return frozenset()
+    bare = exception.type.rpartition(".")[2]
+    return frozenset({exception.type, bare, COUNTS_AS.get(bare, bare)})
 
 
-def _exited(*codes: int) -> Callable[[Evidence], bool]:
-    wanted = frozenset(codes)
-    return lambda evidence: evidence.exit_code in wanted and evidence.exception is None
+def signal_name(number: int) -> str:
+    """Return e.g. "SIGKILL"; "signal 35" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "stopped-by-agent",
-        lambda evidence: evidence.stopped_by_agent,
-        CASCADE,
-        False,
-        "the agent stopped it because another worker had failed",
-    ),
-    Rule(
-        "peer-gone",
-        _peer_gone,
-        CASCADE,
-        False,
-        "a peer was gone in the middle of a collective; the cause is elsewhere",
-    ),
-    Rule(
-        "shared-object",
-        _raised_with(
-            "ImportError",
-            "cannot open shared object",
-            "Stale file handle",
-            "Input/output error",
-            "Transport endpoint is not connected",
-        ),
-        "storage",
-        False,
-        "a shared object could not be read: a network file system does this",
-    ),
-    Rule(
-        "code-always",
-        _raised(
-            "SyntaxError",
-            "IndentationError",
-            "TabError",
-            "NameError",
-            "UnboundLocalError",
-            "ImportError",
-            "ModuleNotFoundError",
-            "AttributeError",
-            "NotImplementedError",
-        ),
-        "code",
-        True,
-        "an error of this type comes back on every try",
-    ),
-    Rule(
-        "code-before-first-step",
-        _raised_before_first_step("TypeError", "ValueError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError"),
-        "code",
-        True,
-        "raised before the first optimizer step: it comes back on every try",
-    ),
-    Rule(
-        "files-before-first-step",
-        _raised_before_first_step(
-            "FileNotFoundError",
-            "PermissionError",
-            "IsADirectoryError",
-            "UnicodeDecodeError",
-            "json.decoder.JSONDecodeError",
-        ),
-        "data",
-        True,
-        "raised before the first optimizer step: the input is missing or wrong",
-    ),
-    Rule("usage-exit", _exited(2, 126, 127), "code", True, "this exit code means wrong usage, not executable or not found"),
-    Rule(
-        "sysexits",
-        _exited(*range(64, 75), 76, 77, 78),
-        "code",
-        True,
-        "the program chose an exit code of sysexits.h that means: do not retry",
-    ),
-    Rule("unknown", lambda evidence: True, "unknown", False, "nothing says that another try would fail"),
-)
-
-
-def classify(evidence: Evidence) -> Diagnosis:
-    """Return what the failure of one worker means."""
-    rule = next(rule for rule in RULES if rule.matches(evidence))
-    return Diagnosis(rule.kind, rule.deterministic, rule.name, f"{describe(evidence)}: {rule.because}", evidence)
+def worker_signal(evidence: Evidence) -> str | None:
+    """The signal that ended the worker; a shell and Kubernetes tell of it as exit code 128 + N."""
+    if evidence.signal is not None or evidence.exit_code is None or not 128 < evidence.exit_code <= 128 + 64:
+        return evidence.signal
+    return signal_name(evidence.exit_code - 128)
 
 
 def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Return the one that explains the others.
+    """Return the one that explains the others, over all ranks and nodes that are known of.
 
-    A cascade never outvotes a real cause, and evidence of a bug on one worker outvotes what its peers died of; then the earliest.
+    A cascade never outvotes a real cause. Somebody's wish to stop comes first, then evidence of a bug that would come back
+    on every try; then the earliest: by `order` across nodes, by time within one (the clocks of two nodes cannot be compared).
     """
-    cause = min(
-        diagnoses, key=lambda diagnosis: (diagnosis.kind == CASCADE, not diagnosis.deterministic, diagnosis.evidence.ended_ns)
-    )
-    return replace(cause, kind=NETWORK) if cause.kind == CASCADE else cause
+    cause = min(diagnoses, key=_precedence)
+    if cause.decision is not Verdict.FOLLOW:
+        return cause
+    return replace(cause, kind=NETWORK, decision=Verdict.RESTART, reason=f"{cause.reason}, but none is known: the network, then")
+
+
+def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, int, int]:
+    cascade = diagnosis.kind == CASCADE
+    asked = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
+    return cascade, not asked, not diagnosis.deterministic, diagnosis.order, diagnosis.evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:
@@ -173,9 +153,23 @@ def describe(evidence: Evidence) -> str:
     exception = evidence.exception
     if exception is not None:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
-        message = exception.message.splitlines()[0][:200] if exception.message else ""
+        message = exception.message.splitlines()[0][:200] if exception.message.strip() else ""
         return f"rank {evidence.rank} raised {exception.type}{': ' + message if message else ''}{place}"
+    return f"rank {evidence.rank} {'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+
+
+def ended_by(evidence: Evidence) -> str:
+    """The signal or the exit code in words."""
     if evidence.signal is not None:
-        return f"rank {evidence.rank} was killed by {evidence.signal}"
-    code = "an unknown exit code" if evidence.exit_code is None else f"exit code {evidence.exit_code}"
-    return f"rank {evidence.rank} ended with {code}"
+        return evidence.signal
+    return "an unknown exit code" if evidence.exit_code is None else f"exit code {evidence.exit_code}"
+
+
+def _annotation(evidence: Evidence) -> str:
+    """What is worth telling though it does not decide."""
+    notes = []
+    if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
+        notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
+    if evidence.exception and (held := held_by_another_process(evidence.exception.message[-MAX_TEXT:].lower())):
+        notes.append(held)
+    return f" ({'; '.join(notes)})" if notes else ""

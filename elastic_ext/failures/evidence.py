@@ -44,15 +44,58 @@ class ErrorFile:
 
 
 @dataclass(frozen=True)
+class Platform:
+    """What Kubernetes or Slurm said of the end of this node's part of the job.
+
+    Attributes:
+        name: "kubernetes" or "slurm"; "" if not known.
+        reason: in the platform's words, e.g. "OOMKilled", "PREEMPTED", "DUE TO TIME LIMIT"; "" if not known.
+        disruption_target: the pod has the condition DisruptionTarget; None: not known.
+    """
+
+    name: str = ""
+    reason: str = ""
+    disruption_target: bool | None = None
+
+
+@dataclass(frozen=True)
+class Past:
+    """An earlier failure of this job, seen from the one that is judged now.
+
+    Attributes:
+        same_fingerprint: it was the same failure.
+        progress: the job got further between the two (a step or a checkpoint); None: not known.
+        node: where it was; None: not known.
+        first_step_done: its worker had done an optimizer step; None: not known.
+    """
+
+    same_fingerprint: bool
+    progress: bool | None = None
+    node: str | None = None
+    first_step_done: bool | None = None
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """One worker that ended otherwise than with 0. Everything that is not known is None, never a guess.
+    """One worker that ended otherwise than with 0. Everything that is not known is None (or empty), never a guess.
 
     Attributes:
         exit_code: what the process returned; None if a signal ended it or if it is not known.
         signal: name of the signal that ended it, e.g. "SIGKILL".
+        exception: what left the script, from the error file.
+        step: optimizer steps that this worker had done.
         first_step_done: this worker had done an optimizer step.
         stopped_by_agent: it was well until the agent told it to end.
         ended_ns: time.monotonic_ns() when the cause showed: the exception caught, else the exit seen.
+        stderr_tail: the last that it wrote to stderr.
+        agent_signal: name of the signal that the agent itself got.
+        oom_kills: by how much the oom_kill count of its cgroup rose; None: not known.
+        xids: NVIDIA Xid numbers in the kernel log since it started.
+        hang: the hang detector ended it.
+        checkpoint_load: it was loading a checkpoint.
+        node_health_failed: this node's health check failed before the start; None: there was none.
+        node: where it ran.
+        history: earlier failures of the job, oldest first.
     """
 
     rank: int
@@ -63,6 +106,16 @@ class Evidence:
     first_step_done: bool | None = None
     stopped_by_agent: bool = False
     ended_ns: int = 0
+    stderr_tail: str = ""
+    agent_signal: str | None = None
+    oom_kills: int | None = None
+    xids: tuple[int, ...] = ()
+    platform: Platform = Platform()
+    hang: bool | None = None
+    checkpoint_load: bool | None = None
+    node_health_failed: bool | None = None
+    node: str | None = None
+    history: tuple[Past, ...] = ()
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:

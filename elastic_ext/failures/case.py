@@ -1,0 +1,121 @@
+"""Evidence as JSON, the way `elastic-ext explain` reads it: checked field by field. Standard library only."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ext.errors import UsageError
+from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
+
+Fields = Mapping[str, tuple[str, Callable[[Any], bool]]]
+
+
+def _optional(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or good(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_signal(value: Any) -> bool:
+    return isinstance(value, str) and (value in signal.Signals.__members__ or value.startswith("signal "))
+
+
+def _list_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(good, value))
+
+
+_TEXT = ("a text", _optional(_is_text))
+_FLAG = ("true, false or null", _optional(_is_flag))
+_COUNT = ("a whole number, 0 or more", _optional(_is_count))
+_SIGNAL = ('the name of a signal, e.g. "SIGKILL"', _optional(_is_signal))
+_OBJECT = ("an object", _optional(_is_object))
+
+EVIDENCE: Fields = {
+    "id": ("a text or a number", _optional(lambda value: _is_text(value) or type(value) is int)),
+    "rank": _COUNT,
+    "exit_code": ("a whole number", _optional(lambda value: type(value) is int)),
+    "signal": _SIGNAL,
+    "exception": _OBJECT,
+    "stderr_tail": _TEXT,
+    "step": _COUNT,
+    "first_step_done": _FLAG,
+    "agent_signal": _SIGNAL,
+    "oom_kills": _COUNT,
+    "xids": ("a list of whole numbers", _optional(_list_of(_is_count))),
+    "platform": _OBJECT,
+    "hang": _FLAG,
+    "checkpoint_load": _FLAG,
+    "node_health_failed": _FLAG,
+    "node": _TEXT,
+    "history": ("a list of objects", _optional(_list_of(_is_object))),
+    "expect": ("an object", lambda value: True),  # what a test of the table expects; not looked at
+}
+EXCEPTION: Fields = {"type": ("a text", _is_text), "message": _TEXT, "frames": ("a list of texts", _optional(_list_of(_is_text)))}
+PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
+PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
+
+
+def evidence(case: Any) -> Evidence:
+    """Return the evidence that a JSON value holds. Fields that are missing or null are not known.
+
+    Raises:
+        UsageError: not an object, unknown fields (they are named), or a value of the wrong kind.
+    """
+    if not isinstance(case, dict):
+        raise UsageError("expected a JSON object with evidence")
+    _check(case, EVIDENCE, "")
+    exception, platform = case.get("exception"), case.get("platform") or {}
+    _check(platform, PLATFORM, "platform.")
+    if exception is not None:
+        _check(exception, EXCEPTION, "exception.")
+        if "type" not in exception:
+            raise UsageError("exception.type is missing")
+        exception = RaisedException(exception["type"], exception.get("message") or "", tuple(exception.get("frames") or ()))
+    return Evidence(
+        rank=case.get("rank") or 0,
+        exit_code=case.get("exit_code"),
+        signal=case.get("signal"),
+        exception=exception,
+        step=case.get("step"),
+        first_step_done=case.get("first_step_done"),
+        stderr_tail=case.get("stderr_tail") or "",
+        agent_signal=case.get("agent_signal"),
+        oom_kills=case.get("oom_kills"),
+        xids=tuple(case.get("xids") or ()),
+        platform=Platform(platform.get("name") or "", platform.get("reason") or "", platform.get("disruption_target")),
+        hang=case.get("hang"),
+        checkpoint_load=case.get("checkpoint_load"),
+        node_health_failed=case.get("node_health_failed"),
+        node=case.get("node"),
+        history=tuple(_past(past, number) for number, past in enumerate(case.get("history") or ())),
+    )
+
+
+def _past(past: Mapping[str, Any], number: int) -> Past:
+    _check(past, PAST, f"history[{number}].")
+    return Past(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
+
+
+def _check(values: Mapping[str, Any], fields: Fields, prefix: str) -> None:
+    if unknown := [f"{prefix}{key}" for key in values if key not in fields]:
+        raise UsageError(f"unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(fields)}")
+    for key, value in values.items():
+        expected, good = fields[key]
+        if not good(value):
+            raise UsageError(f"{prefix}{key}={str(value)[:60]!r}: expected {expected}")

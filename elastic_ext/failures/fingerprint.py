@@ -1,0 +1,63 @@
+"""What makes two failures the same: the exception's type, the user's innermost frame, the message without what varies.
+
+Pure, standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from elastic_ext.failures.evidence import RaisedException
+
+MAX_MESSAGE = 300  # characters of a message that are compared
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{1,16}")
+_NUMBER = re.compile(r"\d{1,64}")
+
+# Parts of the path of a file that is not the user's. A frame of the error file has no directory: see _LIBRARY_CALLS.
+_LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
+_STANDARD_MODULES = frozenset(sys.stdlib_module_names)
+
+# Where a traceback goes through torch, as "file function". Both must match: a user may have a module.py, too.
+_LIBRARY_CALLS = frozenset(
+    {
+        "module.py _wrapped_call_impl", "module.py _call_impl", "module.py load_state_dict", "module.py __getattr__",
+        "_tensor.py backward", "__init__.py backward", "graph.py _engine_run_backward",
+        "optimizer.py wrapper", "optimizer.py profile_hook_step", "_contextlib.py decorate_context",
+        "dataloader.py __next__", "dataloader.py _next_data", "dataloader.py _process_data", "fetch.py fetch",
+        "linear.py forward", "functional.py cross_entropy", "c10d_logger.py wrapper", "distributed_c10d.py all_reduce",
+        "distributed_c10d.py init_process_group", "serialization.py load", "distributed.py forward",
+    }
+)  # fmt: skip
+
+
+def of_exception(exception: RaisedException) -> str:
+    """Return the fingerprint of a failure by an exception."""
+    return f"{exception.type} | {top_user_frame(exception.frames)} | {normalised(exception.message)}"
+
+
+def of_exit(rule: str, ended: str) -> str:
+    """Return the fingerprint of a failure without an exception: the rule that matched, and the signal or the exit code."""
+    return f"{rule} | {ended}"
+
+
+def top_user_frame(frames: tuple[str, ...]) -> str:
+    """Return the innermost frame that is the user's, without its directory; the innermost of all if none is; "" without any."""
+    users = [frame for frame in frames if not _is_library(frame)] or list(frames)
+    return users[-1].rpartition("/")[2] if users else ""
+
+
+def _is_library(frame: str) -> bool:
+    place, _, function = frame.partition(" in ")
+    path = place.rpartition(":")[0]
+    if "/" in path:
+        return any(part in path for part in _LIBRARY_PATHS)
+    return path.startswith("<frozen ") or f"{path} {function}" in _LIBRARY_CALLS or path.removesuffix(".py") in _STANDARD_MODULES
+
+
+def normalised(message: str) -> str:
+    """Return the first line of a message with its addresses, paths and numbers replaced."""
+    line = message.strip().partition("\n")[0][:MAX_MESSAGE]
+    words = ["<path>" if "/" in word.strip("/") or word.lstrip("'\"(").startswith("/") else word for word in line.split()]
+    return _NUMBER.sub("<number>", _ADDRESS.sub("<address>", " ".join(words)))

@@ -1,0 +1,72 @@
+"""The failures of a job so far, and what they say about the next one. Pure, standard library only.
+
+An agent keeps its own ones in a list; a ledger that all agents share can keep the same records for the whole job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.evidence import Past
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is remembered of a failure.
+
+    Attributes:
+        steps: optimizer steps that the worker had done since it started; None: not known.
+        resumed_at: the step of the checkpoint that it had started from, 0 for the beginning; None: not known.
+    """
+
+    fingerprint: str
+    steps: int | None = None
+    resumed_at: int | None = None
+    first_step_done: bool | None = None
+    node: str | None = None
+
+
+def record(diagnosis: Diagnosis, resumed_at: int | None) -> Failure:
+    """What to remember of a root cause."""
+    evidence = diagnosis.evidence
+    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node)
+
+
+def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
+    """The earlier failures, oldest first, as the decision about this one looks at them."""
+    return tuple(
+        Past(
+            past.fingerprint == now.fingerprint,
+            _any_progress(progress(past, later) for later in (*earlier[number + 1 :], now)),
+            past.node,
+            past.first_step_done,
+        )
+        for number, past in enumerate(earlier)
+    )
+
+
+def _any_progress(found: Iterable[bool | None]) -> bool | None:
+    values = set(found)
+    return True if True in values else None if None in values else False
+
+
+def progress(past: Failure, later: Failure) -> bool | None:
+    """Whether the later try got further than the past one; None: not known.
+
+    Checkpoints are numbered as the user likes, in steps or in epochs. So a place behind that of the past failure counts only if
+    both tries began at the same checkpoint: a job may also resume by itself, from where we do not know.
+    """
+    if later.first_step_done is False:
+        return False
+    if past.steps is None or later.steps is None:
+        return None
+    begins_known = past.resumed_at is not None and later.resumed_at is not None
+    reached_then = past.steps + (past.resumed_at or 0 if begins_known else 0)
+    reached_now = later.steps + (later.resumed_at or 0 if begins_known else 0)
+    if reached_now > reached_then:
+        return True
+    if reached_now == reached_then or (begins_known and past.resumed_at == later.resumed_at):
+        return False
+    return None

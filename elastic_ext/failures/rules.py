@@ -1,0 +1,308 @@
+"""The table of failure rules as data: the first rule that matches decides, within a tier and from tier to tier.
+
+Within a tier a special rule stands before a general one: an ImportError that names a shared object before ImportError, "loss is
+nan" before ValueError. Texts are plain and lower case (`matching`): no rule of this table has a regular expression, so none can
+backtrack. Pure, standard library only.
+
+Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly (ATC'19), A Acme (NSDI'24), B ByteRobust
+(SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; none: ours.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from elastic_ext.failures.kinds import (
+    CASCADE,
+    CODE,
+    CRASH,
+    DEVICE_MEMORY,
+    HANG,
+    HARDWARE,
+    HOST_MEMORY,
+    NETWORK,
+    NUMERIC,
+    PREEMPTION,
+    STORAGE,
+    UNKNOWN,
+    USER_STOP,
+    Verdict,
+)
+from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Condition, Facts, Rule, Text, contains
+
+NO_EVIDENCE = "no-evidence"  # name of the last rule
+
+STOP, CONFIRM, RESTART, REPLACE_NODE = Verdict.STOP, Verdict.CONFIRM, Verdict.RESTART, Verdict.REPLACE_NODE
+_asked, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_SAID)
+_said, _exited = partial(Rule, PROGRAM_SAID), partial(Rule, EXIT_ONLY)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Classes that a rule for another class counts too: a bare name says nothing of its bases.
+COUNTS_AS = {
+    **dict.fromkeys(
+        ("ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "RemoteDisconnected",
+         "ConnectTimeout", "ReadTimeout", "ConnectTimeoutError", "ReadTimeoutError", "MaxRetryError", "NewConnectionError",
+         "ServerDisconnectedError", "ClientConnectorError"),
+        "ConnectionError",
+    ),
+    **dict.fromkeys(("herror", "NameResolutionError"), "gaierror"),
+    "PackageNotFoundError": "ModuleNotFoundError",
+    "ZipImportError": "ImportError",
+    "FrozenInstanceError": "AttributeError",
+    "NotADirectoryError": "IsADirectoryError",
+    "UnicodeEncodeError": "UnicodeDecodeError",
+    "UnicodeTranslateError": "UnicodeDecodeError",
+    **dict.fromkeys(
+        ("YAMLError", "ScannerError", "ParserError", "ReaderError", "ComposerError", "ConstructorError", "TOMLDecodeError"),
+        "JSONDecodeError",
+    ),
+    "_ArrayMemoryError": "MemoryError",  # numpy
+    "BadZipfile": "BadZipFile",
+    "RendezvousConnectionError": "DistNetworkError",
+}  # fmt: skip
+
+# What a network file system says when it is ill, from any call.
+_FILE_SYSTEM_ILL: tuple[Text, ...] = ("stale file handle", "input/output error", "transport endpoint is not connected")
+_STORAGE_PACKAGES = (
+    "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
+    "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
+)  # fmt: skip
+_STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
+_HTTP_WORDS = ("http {}", "status code {}", "status code: {}", "http error {}", "{} server error", "{} client error")
+_BUSY_SERVER: tuple[Text, ...] = (
+    "slowdown",
+    "slow down",
+    *(words.format(code) for code in (429, 500, 502, 503, 504) for words in _HTTP_WORDS),
+)
+
+_HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
+
+
+def held_by_another_process(text: str) -> str | None:
+    """Torch's words (lower case) for another process that held a GiB or more of the GPU's memory; less is a bare CUDA context."""
+    held = _HELD.search(text)
+    return held[0] if held and not held[1].startswith("0.") else None
+
+
+def _reason(facts: Facts) -> str:
+    return facts.evidence.platform.reason.upper()
+
+
+def _platform_says(*words: str) -> Condition:
+    return lambda facts: any(word in _reason(facts) for word in words)
+
+
+def _agent_got(*signals: str) -> Condition:
+    return lambda facts: facts.evidence.agent_signal in signals
+
+
+def _before_first_step(facts: Facts) -> bool:
+    return facts.evidence.first_step_done is False
+
+
+def _illegal_access(facts: Facts) -> bool:
+    return "illegal memory access" in facts.text or "illegal address" in facts.text
+
+
+def _is_import_error(facts: Facts) -> bool:
+    return "ImportError" in facts.exception_names
+
+
+def _shared_object(facts: Facts) -> bool:
+    """An undefined symbol names a shared object too, but the file was read: the versions do not fit, now and for ever."""
+    return _is_import_error(facts) and ".so" in facts.text and "undefined symbol" not in facts.text
+
+
+def _in_a_storage_client(facts: Facts) -> bool:
+    exception = facts.evidence.exception
+    frames = " ".join(exception.frames).lower() if exception else ""
+    return any(name in frames or name in facts.text for name in _STORAGE_NAMES)
+
+
+def _loading(facts: Facts) -> bool:
+    return facts.evidence.checkpoint_load is True
+
+
+def _eof_of_data(facts: Facts) -> bool:
+    """A parser's "unexpected EOF while ..." is of a script, not of a checkpoint."""
+    return "unexpected eof while" not in facts.text
+
+
+_PEER_SAID = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_PEER_OR_LAYER: tuple[Text, ...] = tuple(
+    (said, layer) for said in _PEER_SAID for layer in ("gloo", "nccl", "processgroup", "collective")
+)
+
+
+def _peer_connection(facts: Facts) -> bool:
+    """gloo and NCCL raise RuntimeError; what another class or a log line says of a connection must name the layer, too."""
+    return contains(facts.text, _PEER_SAID if "RuntimeError" in facts.exception_names else _PEER_OR_LAYER)
+
+
+# The slurmd log says "CANCELLED AT ... DUE TO TIME LIMIT" of what no user has cancelled.
+_PREEMPTED = (
+    "PREEMPT", "NODE_FAIL", "NODE FAILURE", "TIME LIMIT",  # Slurm
+    "DELETIONBYTAINTMANAGER", "EVICTIONBYEVICTIONAPI", "DELETIONBYPODGC", "TERMINATIONBYKUBELET",  # of DisruptionTarget
+)  # fmt: skip
+
+
+def _platform_preempted(facts: Facts) -> bool:
+    return _reason(facts) == "TIMEOUT" or _platform_says(*_PREEMPTED)(facts)
+
+
+_PREEMPTED_BECAUSE = "the platform takes the allocation away; restarting inside it cannot help"
+
+TIER_1 = (
+    _asked("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
+    _asked("agent-terminated", PREEMPTION, Verdict.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
+         when=_agent_got("SIGTERM")),
+    _asked("disruption-target", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "K",
+         when=lambda facts: facts.evidence.platform.disruption_target is True),
+    _asked("platform-preempted", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
+    _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_platform_says("CANCELLED", "SCANCEL")),
+    _asked("stopped-by-agent", CASCADE, Verdict.FOLLOW, "the agent stopped it because another worker had failed",
+         when=lambda facts: facts.evidence.stopped_by_agent),
+)  # fmt: skip
+
+XIDS_REPLACE = frozenset(
+    {46, 48, 54, 62, 64, 74, 78, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, *range(144, 152), *range(154, 157), 158, 159}
+)
+XIDS_ILLEGAL = frozenset({13, 31})
+XIDS_RESTART = frozenset(
+    {8, 11, 25, 32, *range(39, 42), 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94, *range(96, 106),
+     *range(126, 136), 139}
+)  # fmt: skip
+XIDS_ANNOTATE = frozenset(
+    {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, *range(106, 109), 121, 137, 141, 152, 153, 157, 160, 161}
+)  # told in the reason; the rest of the evidence decides
+
+TIER_2 = (
+    _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only service cures", "X",
+         xids=XIDS_REPLACE),
+    _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
+         "X B", xids=XIDS_ILLEGAL, when=_illegal_access),
+    _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart cures", "X",
+         xids=XIDS_RESTART),
+    _hardware("oom-killed", HOST_MEMORY, CONFIRM, "the kernel killed it for memory, which repeats almost always", "P D",
+         when=lambda facts: (facts.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(facts)),
+    _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
+         texts=("uncorrectable ecc", "uncorrectable nvlink", "fallen off the bus", ("nvlink", "fatal"),
+                "cuda_error_ecc_uncorrectable",
+                "error code is 507035")),
+    _hardware("hardware-exit", HARDWARE, REPLACE_NODE, "this exit code means a broken InfoROM, driver, or residue", "D",
+         exit_codes=frozenset({14, 201, 202})),
+    _hardware("node-check", HARDWARE, REPLACE_NODE, "this node's health check failed before the start",
+         when=lambda facts: facts.evidence.node_health_failed is True),
+)  # fmt: skip
+
+_ALWAYS = _names(
+    "SyntaxError IndentationError TabError NameError UnboundLocalError ImportError ModuleNotFoundError AttributeError "
+    "NotImplementedError"
+)
+_ARGUMENTS = _names("TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError")
+_SHAPES: tuple[Text, ...] = (
+    "size mismatch", "shape mismatch", "shapes cannot be multiplied", "must match the size of tensor",
+    "sizes of tensors must match",
+    ("is invalid for input of size", "shape"), "expected all tensors to be on the same device",
+)  # fmt: skip
+_FILES = _names("FileNotFoundError PermissionError IsADirectoryError UnicodeDecodeError JSONDecodeError yaml.YAMLError")
+_STATE_DICT: tuple[Text, ...] = (
+    "missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict",
+)  # fmt: skip
+_AT_START = "before the first optimizer step: it comes back on every try"
+_LATER = "it may come back: one more try tells"
+
+TIER_3 = (
+    _said("hang", HANG, RESTART, "the hang detector ended it",
+         when=lambda facts: facts.evidence.hang is True),
+    _said("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
+    _said("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
+         when=_shared_object),
+    _said("import-file-system", STORAGE, RESTART, "an import met a file system that is ill", "",
+         texts=_FILE_SYSTEM_ILL, when=_is_import_error),
+    _said("code-always", CODE, STOP, "an error of this type comes back on every try", "A", exceptions=_ALWAYS),
+    _said("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
+         when=lambda facts: contains(facts.text, ("usage:",))),
+    _said("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
+         texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
+    _said("file-system-ill", STORAGE, RESTART, "a network file system is ill", texts=_FILE_SYSTEM_ILL),
+    _said("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
+    _said("storage-busy", STORAGE, RESTART, "the server asked for a later try", texts=_BUSY_SERVER),
+    _said("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
+         texts=("connection reset",), when=_in_a_storage_client),
+    _said("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
+         exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
+         texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
+    _said("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
+         texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
+         checkpoints_back=1),
+    _said("device-memory-held", DEVICE_MEMORY, RESTART, "another process held memory of the GPU",
+         exceptions=_names("OutOfMemoryError"), texts=("cuda out of memory", "cuda error: out of memory"),
+         when=lambda facts: held_by_another_process(facts.text.text) is not None),
+    _said("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU's memory does not suffice",
+         exceptions=_names("OutOfMemoryError"),
+         texts=("cuda out of memory", "cuda error: out of memory", "cublas_status_alloc_failed")),
+    _said("loader-shm", HOST_MEMORY, CONFIRM,
+         "a DataLoader worker died; the usual cause is that /dev/shm is too small",
+         texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"))),
+    _said("host-memory", HOST_MEMORY, CONFIRM, "the host's memory does not suffice", exceptions=_names("MemoryError"),
+         texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"))),
+    _said("numeric", NUMERIC, CONFIRM, "the numbers left their range; the checkpoint before the last is tried",
+         exceptions=_names("FloatingPointError"), checkpoints_back=1,
+         texts=("loss is nan", "loss is inf", "nan loss", "returned nan values", "is non-finite", "gradient is nan",
+                "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
+                "inf in gradient", "nan/inf", "inf/nan", "nan or inf", "inf or nan")),
+    _said("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
+         texts=("unspecified launch failure", "cudnn_status_internal_error", ("unhandled cuda error", "nccl"))),
+    _said("gpu-access", CODE, CONFIRM, "the GPU met an illegal access or a failed assertion", "B",
+         exceptions=_names("torch.AcceleratorError AcceleratorError"),
+         texts=("an illegal memory access", "device-side assert triggered")),
+    _said("peer-gone", CASCADE, Verdict.FOLLOW, "a peer was gone in the middle of a collective; the cause is elsewhere", "T",
+         exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
+         texts=("watchdog caught collective operation timeout", "remote process exited or there was",
+                ("remote process exited", "nccl"))),
+    _said("peer-connection", CASCADE, Verdict.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
+         when=_peer_connection),
+    _said("not-enough-nodes", NETWORK, Verdict.REQUEUE, "not enough nodes came together",
+         exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
+    _said("network", NETWORK, RESTART, "the network failed",
+         exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
+         texts=("name or service not known", "temporary failure in name resolution")),
+    _said("state-dict-at-start", CODE, STOP, "checkpoint and model do not fit, " + _AT_START, "P", texts=_STATE_DICT,
+         when=_before_first_step),
+    _said("state-dict", CODE, CONFIRM, "checkpoint and model do not fit; " + _LATER, "P", texts=_STATE_DICT),
+    _said("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
+         when=_before_first_step),
+    _said("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
+    _said("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
+         when=_before_first_step),
+    _said("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
+)  # fmt: skip
+
+
+TIER_4 = (
+    _exited("interrupted", USER_STOP, STOP, "the user stopped it", exit_codes=frozenset({130}), signals=_names("SIGINT")),
+    _exited("killed", UNKNOWN, RESTART, "nobody is known to have asked for it, and the kernel names no lack of memory", "D",
+         signals=_names("SIGKILL")),
+    _exited("crash", CRASH, CONFIRM, "native code crashed", "N", signals=_names("SIGSEGV SIGILL SIGFPE")),
+    _exited("bus-error", HARDWARE, RESTART, "memory or a mapped file could not be read", signals=_names("SIGBUS")),
+    _exited("abort", CRASH, RESTART, "it aborted without a word", signals=_names("SIGABRT")),
+    _exited("terminated", UNKNOWN, RESTART, "somebody else than the agent ended it", signals=_names("SIGTERM")),
+    _exited("no-handler", CODE, STOP, "the signal was meant for a handler that is not there",
+         signals=_names("SIGUSR1 SIGUSR2")),
+    _exited("usage-exit", CODE, STOP, "this exit code means wrong usage, not executable or not found",
+         exit_codes=frozenset({2, 126, 127})),
+    _exited("sysexits", CODE, STOP, "the program chose an exit code of sysexits.h that means: do not retry",
+         exit_codes=frozenset({*range(64, 75), 76, 77, 78})),
+    _exited("try-again", PREEMPTION, Verdict.RESTART_FREE, "EX_TEMPFAIL: the program asks for another try",
+         exit_codes=frozenset({75})),
+    _exited("no-progress", CODE, STOP, "this exit code means: no progress", "N", exit_codes=frozenset({93})),
+    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing says that another try would fail", when=lambda facts: True),
+)  # fmt: skip
+
+RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)

@@ -1,0 +1,58 @@
+"""The last Python traceback in what a worker wrote to stderr. Linear in the text; standard library only."""
+
+from __future__ import annotations
+
+import re
+
+from elastic_ext.failures.evidence import RaisedException
+
+HEADER = "Traceback (most recent call last):"
+MAX_LINES = 2000  # a recursion error prints about that many; what comes after them is not looked at
+MAX_MESSAGE_LINES = 50  # of a message that goes on in indented lines, e.g. torch's list of missing keys
+MAX_LINE = 4096  # characters
+
+_FRAME = re.compile(r'  File "([^"\n]{1,4096})", line (\d{1,9})(?:, in ([^\n]{1,200}))?')
+_RAISED = re.compile(r"([^\W\d][\w.]{0,200})(?:: ?|$)")
+
+
+def last_exception(text: str) -> RaisedException | None:
+    """Return the exception of the last traceback in `text`, or None.
+
+    What stands before "Traceback" in its line is taken for a prefix, as torch ("[rank0]: ") and torchrun ("[default0]:") put it
+    before every line of a rank; lines of other ranks between them are passed over.
+    """
+    at = text.rfind(HEADER)
+    if at < 0:
+        return None
+    start = text.rfind("\n", 0, at) + 1
+    lines = text[at:].split("\n", MAX_LINES)[1 : MAX_LINES + 1]
+    return _read(_without_prefix(lines, text[start:at])) or _read(lines)
+
+
+def _without_prefix(lines: list[str], prefix: str) -> list[str]:
+    return [line[len(prefix) :] for line in lines if line.startswith(prefix)] if prefix else lines
+
+
+def _read(lines: list[str]) -> RaisedException | None:
+    """Frames and source lines are indented; the first line that is not tells the exception."""
+    frames = []
+    for number, line in enumerate(lines):
+        if frame := _FRAME.match(line[:MAX_LINE]):
+            path, line_number, function = frame.groups()
+            frames.append(f"{path}:{line_number} in {function}" if function else f"{path}:{line_number}")
+        elif line and not line[0].isspace():
+            raised = _RAISED.match(line[:MAX_LINE].rstrip())
+            if raised is None:
+                return None
+            message = [line[raised.end() : MAX_LINE].rstrip(), *_indented(lines[number + 1 : number + 1 + MAX_MESSAGE_LINES])]
+            return RaisedException(raised[1], "\n".join(message), tuple(frames))
+    return None
+
+
+def _indented(lines: list[str]) -> list[str]:
+    found = []
+    for line in lines:
+        if line[:1] not in (" ", "\t"):
+            break
+        found.append(line[:MAX_LINE].rstrip())
+    return found

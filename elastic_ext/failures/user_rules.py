@@ -1,0 +1,184 @@
+"""The user's own rules: a TOML file and the entry-point group `elastic_ext.rules`. Only tier 1 of the table comes before them.
+
+    [[rule]]
+    name = "license server"
+    pattern = "license * not available"     # plain text; * stands for anything within one line
+    exit_code = 17
+    exception = "vendor.LicenseError"       # full or bare class name
+    signal = "SIGUSR1"
+    kind = "network"
+    decision = "restart"
+
+A rule matches if all that it names is there; it must name one of pattern, exit_code, exception and signal. Case does not matter
+in a pattern, and it is no regular expression: it cannot backtrack, so a worker's output cannot stall the agent.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import UsageError
+from elastic_ext.failures.kinds import CASCADE, KINDS, Verdict
+from elastic_ext.failures.matching import Facts
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GROUP = "elastic_ext.rules"
+CONDITIONS = ("pattern", "exit_code", "exception", "signal")
+FIELDS = ("name", *CONDITIONS, "kind", "decision")
+USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
+USER_DECISIONS = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.FOLLOW)
+MAX_PATTERN = 500  # characters
+_REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
+
+
+@dataclass(frozen=True)
+class UserRule:
+    """One rule of a user; `origin` is the file or the entry point. Fields as in the file; None: it does not matter."""
+
+    name: str
+    kind: str
+    verdict: Verdict
+    origin: str = ""
+    pattern: str | None = None
+    exit_code: int | None = None
+    exception: str | None = None
+    signal: str | None = None
+    tier: int = 0
+    checkpoints_back: int = 0
+
+    @property
+    def because(self) -> str:
+        return f"the rule {self.name!r} of {self.origin or 'the user'}"
+
+    def matches(self, facts: Facts) -> bool:
+        evidence = facts.evidence
+        return (
+            (self.exit_code is None or self.exit_code == evidence.exit_code)
+            and (self.exception is None or self.exception in facts.exception_names)
+            and (self.signal is None or self.signal == facts.signal)
+            and (self.pattern is None or found(self.pattern.lower(), facts.text.text))
+        )
+
+
+def found(pattern: str, text: str) -> bool:
+    """Whether a pattern is in one of the lines of the text. Linear: the leftmost place of each part is always good enough."""
+    first, *others = pattern.split("*")
+    start = 0
+    while (at := text.find(first, start)) >= 0:
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        at += len(first)
+        for part in others:
+            at = text.find(part, at, end)
+            if at < 0:
+                break
+            at += len(part)
+        else:
+            return True
+        start = end + 1
+        if start > len(text):
+            break
+    return False
+
+
+def load(path: str | None) -> tuple[UserRule, ...]:
+    """Return the rules of a file (None: no file), then those of the entry points.
+
+    Raises:
+        UsageError: names the file or the entry point, the rule, and what was expected.
+    """
+    return (*(from_file(path) if path else ()), *from_entry_points(entry_points(group=GROUP)))
+
+
+def from_file(path: str) -> tuple[UserRule, ...]:
+    """Return the rules of a TOML file. Raises UsageError."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"the rules file {path} cannot be read as TOML: {_one_line(error)}") from error
+    unknown = sorted(content.keys() - {"rule"})
+    if unknown or not isinstance(content.get("rule", []), list):
+        raise UsageError(
+            f"rules file {path}: expected [[rule]] tables only, found {', '.join(unknown) or 'rule of another type'}"
+        )
+    return from_tables(content.get("rule", []), f"rules file {path}")
+
+
+def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
+    """Return the rules that other packages bring: each entry point is a callable that returns tables or UserRules."""
+    rules: list[UserRule] = []
+    for point in points:
+        origin = f"entry point {point.name} ({point.value})"
+        try:
+            tables = list(point.load()())
+        except Exception as error:  # whatever another package raises
+            raise UsageError(f"{GROUP}: {origin}: {type(error).__name__}: {_one_line(error)}") from error
+        rules += from_tables(tables, origin)
+    return tuple(rules)
+
+
+def from_tables(tables: Iterable[Any], origin: str) -> tuple[UserRule, ...]:
+    """Check tables as they stand in a file. Raises UsageError."""
+    return tuple(
+        table if isinstance(table, UserRule) else _checked(table, f"{origin}: rule {number}", origin)
+        for number, table in enumerate(tables, 1)
+    )
+
+
+def _checked(table: Any, where: str, origin: str) -> UserRule:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{where}: expected a table with {', '.join(FIELDS)}")
+    name = table.get("name")
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{where}: expected a name, a non-empty text")
+    where = f"{where} ({name!r})"
+    if unknown := [str(key) for key in table if key not in FIELDS]:
+        raise UsageError(f"{where}: unknown {', '.join(unknown)}; expected some of {', '.join(FIELDS)}")
+    if not any(condition in table for condition in CONDITIONS):
+        raise UsageError(f"{where}: expected at least one of {', '.join(CONDITIONS)}")
+    for key, expected, good in _CHECKS:
+        if key in table and not good(table[key]):
+            raise UsageError(f"{where}: {key}={table[key]!r}: expected {expected}")
+    for key in ("kind", "decision"):
+        if key not in table:
+            raise UsageError(f"{where}: expected a {key}")
+    conditions: dict[str, Any] = {condition: table.get(condition) for condition in CONDITIONS}
+    return UserRule(name, table["kind"], Verdict(table["decision"]), origin, **conditions)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_pattern(value: Any) -> bool:
+    """Text with * in it. What looks like a regular expression is refused: taken as text it would never be found."""
+    plain = _is_text(value) and len(value) <= MAX_PATTERN and "\n" not in value and value.strip("*") != ""
+    return plain and not any(sign in value for sign in _REGEX_SIGNS)
+
+
+_CHECKS = (
+    (
+        "pattern",
+        f"plain text of one line, at most {MAX_PATTERN} characters, in which * stands for anything; no regular expression",
+        _is_pattern,
+    ),
+    ("exit_code", "a whole number, 1 to 255", lambda code: type(code) is int and 1 <= code <= 255),
+    ("exception", "the name of a class", lambda name: _is_text(name) and name.replace(".", "").isidentifier()),
+    ("signal", 'the name of a signal, e.g. "SIGUSR1"', lambda name: _is_text(name) and name in signal.Signals.__members__),
+    ("kind", f"one of {', '.join(USER_KINDS)}", lambda kind: kind in USER_KINDS),
+    ("decision", f"one of {', '.join(USER_DECISIONS)}", lambda decision: decision in USER_DECISIONS),
+)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,143 @@
+"""What is decided after the table: history, nodes, budget, exit codes; and what the history says of progress. Pure."""
+
+import pytest
+
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence, Past, RaisedException
+from elastic_ext.failures.history import Failure, progress, record, seen_from
+from elastic_ext.policy import EXIT_CODES, NO_LIMIT, Action, decide
+
+
+def of(type_=None, message="", **more):
+    exception = RaisedException(type_, message) if type_ else None
+    return classify(Evidence(0, **{"first_step_done": True, "node": "n1", "exception": exception, **more}))
+
+
+KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
+NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
+SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "past", "nodes", "decision", "kind", "rule", "exit_code"),
+    [
+        # 1. a suspected bug that came back
+        (KEY, (), None, "confirm", "code", "arguments", None),
+        (KEY, (Past(False, False, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (Past(True, True, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (SAME_THERE,), None, "stop", "code", "repeated", 65),
+        (KEY, (Past(True, False, None),), None, "stop", "code", "repeated", 65),
+        (KEY, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),  # alone: where it was says nothing
+        (SEGV, (SAME_THERE,), None, "stop", "code", "repeated", 65),
+        (of("MemoryError"), (SAME_THERE,), None, "stop", "host_memory", "repeated", 65),
+        (of("torch.OutOfMemoryError"), (SAME_THERE,), None, "stop", "device_memory", "repeated", 65),
+        (of("FloatingPointError"), (SAME_THERE,), None, "stop", "numeric", "repeated", 65),
+        (of("OSError", "No space left on device"), (SAME_THERE,), None, "stop", "storage", "repeated", 65),
+        # progress not known: one try more
+        (KEY, (Past(True, None, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (Past(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        # 2. the ceiling
+        (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
+        (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
+        (NETWORK, (Past(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
+        (NETWORK, (Past(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
+        (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
+        (of(exit_code=75), (SAME_THERE,) * 9, None, "restart_free", "preemption", "try-again", None),
+        # 3. one node
+        (SEGV, (SAME_HERE,), None, "replace_node", "crash", "same-node", 69),
+        (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),
+        (SEGV, (SAME_HERE,), (2, 2), "confirm", "crash", "crash", None),
+        (SEGV, (SAME_HERE,) * 2, (2, 2), "stop", "crash", "ceiling", 1),
+        (SEGV, (SAME_HERE, SAME_THERE), (3, 2), "stop", "code", "repeated", 65),
+        (NETWORK, (SAME_HERE,), (3, 2), "replace_node", "network", "same-node", 69),
+        (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
+        (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
+        # no evidence at all
+        (SILENT, (), None, "restart", "unknown", "no-evidence", None),
+        (SILENT, (Past(True, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (SILENT, (Past(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
+        (SILENT, (Past(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        (SILENT, (Past(False, False, "n2"),) * 2, None, "confirm", "unknown", "no-evidence", None),
+        # decided by the table
+        (of("NameError"), (), None, "stop", "code", "code-always", 65),
+        (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),
+        (of(agent_signal="SIGINT"), (), None, "stop", "user_stop", "agent-interrupted", 130),
+        (of("RendezvousTimeoutError"), (), None, "requeue", "network", "not-enough-nodes", 75),
+    ],
+)
+def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code):
+    running, least = nodes or (None, None)
+    decided = decide(diagnosis, 0, NO_LIMIT, past, running, least)
+    assert (decided.verdict.value, decided.kind, decided.rule, decided.exit_code) == (decision, kind, rule, exit_code)
+    assert (decided.action is Action.RESTART) == decision.startswith(("restart", "confirm"))
+    assert decided.charged == (decision in ("restart", "confirm"))
+    assert decided.reason.startswith(diagnosis.reason)
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "charged", "limit", "action"),
+    [
+        (NETWORK, 0, 3, Action.RESTART),
+        (NETWORK, 2, 3, Action.RESTART),
+        (NETWORK, 3, 3, Action.STOP),
+        (NETWORK, 0, 0, Action.STOP),
+        (NETWORK, 10_000, NO_LIMIT, Action.RESTART),
+        (KEY, 3, 3, Action.STOP),
+        (of(exit_code=75), 3, 3, Action.RESTART),
+        (of("NameError"), 0, NO_LIMIT, Action.STOP),
+    ],
+)
+def test_the_budget(diagnosis, charged, limit, action):
+    decided = decide(diagnosis, charged, limit)
+    assert decided.action is action
+    if action is Action.STOP and charged:
+        assert (decided.rule, decided.exit_code) == ("budget", 1)
+        assert f"all {limit} restarts of the budget" in decided.reason
+
+
+def test_the_history_of_the_evidence_is_used_where_no_other_is_given():
+    assert decide(of("KeyError", history=(SAME_THERE,))).rule == "repeated"
+    assert decide(of("KeyError", history=(SAME_THERE,)), history=()).rule == "arguments"
+
+
+def test_exit_codes_of_the_presets():
+    node, again, bug = of(xids=(79,)), of(agent_signal="SIGTERM"), of("NameError")
+    user = of(agent_signal="SIGINT")
+    codes = {preset: [decide(one, exit_codes=preset).exit_code for one in (bug, node, again, user)] for preset in EXIT_CODES}
+    assert codes == {"design": [65, 69, 75, 130], "stock": [1, 1, 1, 1], "kubeflow": [65, 197, 203, 2]}
+    assert decide(NETWORK, exit_codes="kubeflow").exit_code is None
+
+
+def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
+    broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive")
+    assert decide(broken).checkpoints_back == 1
+    assert decide(broken, 3, 3).checkpoints_back == 0
+    assert decide(NETWORK).checkpoints_back == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "got_further"),
+    [
+        (Failure("f", 812, 0, True), Failure("f", 0, 800, False), False),
+        (Failure("f", 812, 0, True), Failure("f", 12, 800, True), False),
+        (Failure("f", 12, 800, True), Failure("f", 12, 800, True), False),
+        (Failure("f", 12, 800, True), Failure("f", 13, 800, True), True),
+        (Failure("f", 12, 800, True), Failure("f", 11, 800, True), False),
+        (Failure("f", 12, 800, True), Failure("f", 13, 900, True), True),
+        (Failure("f", 5000, 3, True), Failure("f", 2000, 4, True), None),  # checkpoints numbered by epochs
+        (Failure("f", 812, None, True), Failure("f", 812, None, True), False),
+        (Failure("f", 812, None, True), Failure("f", 900, None, True), True),
+        (Failure("f", 812, None, True), Failure("f", 700, None, True), None),  # a job may resume by itself
+        (Failure("f"), Failure("f"), None),
+    ],
+)
+def test_progress(then, now, got_further):
+    assert progress(then, now) is got_further
+
+
+def test_progress_in_between_counts():
+    """A failure that lies before a better try is no reason to stop, whatever came after that try."""
+    earlier = [Failure("f", 10, 0, True), Failure("g", 50, 0, True)]
+    past = seen_from(Failure("f", 10, 0, True), earlier)
+    assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
+    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1")

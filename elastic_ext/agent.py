@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import uuid
 from argparse import ArgumentParser, Namespace
@@ -15,9 +14,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-from elastic_ext import plugin
+from elastic_ext import exits, plugin
 from elastic_ext.errors import UsageError
-from elastic_ext.policy import NO_LIMIT
+from elastic_ext.policy import EX_USER, NO_LIMIT
 
 BACKEND = "ext_c10d"
 ALONE = "localhost:0"
@@ -76,7 +75,7 @@ def _run(args: Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a job; return the exit code of the command: 0, 1 (the workers failed), 78 (wrong usage), or 128 + signal."""
+    """Run a job; return the exit code of the command, see `policy` and `exits`; 78: wrong usage."""
     _configure_logging()
     with plugin.usage_errors_exit():
         args = settle(parser().parse_args(argv))
@@ -86,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(args)
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torch's text as it is, without the launcher's own frames before it
-        return 1
+        return exits.of(error) or 1
     except SignalException as error:
         print(f"elastic_ext: stopped by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
+        return exits.of(error) or 1
     except KeyboardInterrupt:  # before torch has its handlers
         print("elastic_ext: stopped by SIGINT", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return EX_USER
     return 0
 
 

@@ -95,6 +95,12 @@ def _grow_at(text: str) -> str:
     return text
 
 
+def _preset(text: str) -> str:
+    if text not in ("design", "stock", "kubeflow"):
+        raise ValueError(text)
+    return text
+
+
 def _text(text: str) -> str:
     if not text:
         raise ValueError(text)
@@ -109,6 +115,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _restarts: "a whole number, or -1 for no limit",
     _lease: "a whole number of seconds, 2 or more",
     _grow_at: "now or checkpoint",
+    _preset: "design, stock or kubeflow",
     _text: "a non-empty text",
 }
 
@@ -140,6 +147,20 @@ class Settings:
     platform_grace: float | None = _setting(
         None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
     )
+    exit_codes: str = _setting(
+        "design",
+        _preset,
+        "exit codes of the agent: by cause (see below), 1 as stock torchrun, or by cause with 128 added to those that "
+        "Kubeflow's ExitCode policy shall retry",
+    )
+    node_name: str | None = _setting(
+        None, _text, "what this node is called in verdicts, strikes and metrics; default: the host's name"
+    )
+    refuse_node: int = _setting(3600, _lease, "ext_etcd: seconds that a host that was told to leave may not come back")
+    settle: float = _setting(
+        0.5, _seconds, "ext_etcd: how long after the first report of a failure the nodes that may have one too are waited for"
+    )
+    verdict_file: str | None = _setting(None, _text, "file for the verdict that ends the job, as JSON")
     rules: str | None = _setting(None, _text, "TOML file with failure rules of your own, which come before the built-in ones")
     stop_grace: float | None = _setting(
         None,

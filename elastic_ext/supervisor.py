@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import secrets
 import shutil
 import signal
@@ -22,14 +21,14 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.metrics import put_metric
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext import launch, policy
+from elastic_ext import exits, job, launch, policy
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import discovery
-from elastic_ext.errors import UsageError
-from elastic_ext.failures import history, report, user_rules
+from elastic_ext.errors import JobStopped, UsageError
+from elastic_ext.failures import report, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
 from elastic_ext.failures.evidence import Evidence, exit_status, read_error_file
 from elastic_ext.failures.report import FailedWorker
@@ -68,13 +67,11 @@ class Supervisor(AgentSeam):
             self._rules = user_rules.load(self._settings.rules)
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
-        self._handler.attached = True
-        self._handler.prepare(self.spec)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         limit = self._settings.max_restarts
         self._max_restarts = self.spec.max_restarts if limit is None else limit
-        self._charged = 0
-        self._earlier: list[history.Failure] = []  # the failures that this agent judged; a ledger of the whole job may replace it
+        self._handler.attached = True
+        self._handler.prepare(self.spec, self._max_restarts)
         self._resumed_at: int | None = None  # step of the checkpoint that this round started from; None: not known
         self._token = secrets.token_hex(16)
         self._metrics = AgentMetrics(
@@ -87,6 +84,7 @@ class Supervisor(AgentSeam):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
+        exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
             self._wakeup = stack.enter_context(Wakeup())
             self._handler.on_news = self._wakeup.set
@@ -119,6 +117,12 @@ class Supervisor(AgentSeam):
     def supervise(self) -> RunResult:
         with usage_errors_exit():
             self.first_round()
+        try:
+            return self._supervise()
+        except JobStopped as stopped:
+            return self._stopped_elsewhere(stopped.verdict)
+
+    def _supervise(self) -> RunResult:
         while True:
             self._await_news()
             result = self._look()
@@ -140,17 +144,35 @@ class Supervisor(AgentSeam):
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; ours are still in view
                 self._end_workers()
             failed = self._gather(result)
-            cause, others, decision = self._judge(result, failed)
-            logger.error("%s", report.block(cause, others, decision))
+            cause, others = self._explain(failed)
+            verdict = self._conclude(result, cause)
+            decision = verdict.for_node(self._handler.node_id)
+            logger.error("%s", report.block(cause, others, verdict, decision, self._handler.node_id))
             self._metrics.failed(decision.kind)
             if decision.action is Action.STOP:
                 self._count_workers("failed")
                 self.group.state = WorkerState.FAILED
-                return RunResult(WorkerState.FAILED, failures=report.process_failures(cause, others))
+                failures = report.process_failures(cause, others)
+                return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, failures))
             if decision.charged:
-                self._charged += 1
                 self.charge_restart()
             self._restart(decision.kind)
+
+    def _stopped_elsewhere(self, verdict: job.Verdict) -> RunResult:
+        """The job has ended because of what happened on another node."""
+        self._end_workers()
+        self._count_workers("failed")
+        logger.error("%s", report.from_elsewhere(verdict))
+        self._metrics.failed(verdict.decision.kind)
+        self.group.state = WorkerState.FAILED
+        return RunResult(WorkerState.FAILED, failures=self._told(verdict, verdict.decision, report.failure_elsewhere(verdict)))
+
+    def _told(self, verdict: job.Verdict, decision: Decision, failures: dict[int, ProcessFailure]) -> exits.Failures:
+        """Say the verdict where schedulers look, before any agent leaves."""
+        code = policy.EX_FAILED if decision.exit_code is None else decision.exit_code
+        exits.decided(code)
+        exits.tell(json.loads(job.encode_verdict(verdict)), self._settings.verdict_file)
+        return exits.Failures(failures, code)
 
     def _await_news(self) -> None:
         """Block until a worker ends, a function entrypoint returns, the warden dies, a signal arrives, or a look is due."""
@@ -165,7 +187,7 @@ class Supervisor(AgentSeam):
     def _look(self) -> RunResult:
         """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""
         if self._workers.failed:
-            self._handler.break_round(f"workers failed on {platform.node()}")  # first: the others' workers wait in collectives
+            self._handler.break_round(f"workers failed on {self._handler.host}")  # first: the others' workers wait in collectives
             self._end_workers()
             return self.close_failed()
         if self.result_readers or not self._workers.running:
@@ -213,25 +235,29 @@ class Supervisor(AgentSeam):
             exit_code=code,
             signal=signal_name,
             exception=exception,
+            node=self._handler.host,
             step=progress.steps if progress and progress.pid else None,
             first_step_done=progress.first_step_done if progress else None,
             stopped_by_agent=exit_ is None or exit_.was_asked(raised_ns),
             ended_ns=raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
         )
 
-    def _judge(self, result: RunResult, failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker], Decision]:
-        """Return the worker that explains the failure, the others, and the decision."""
+    def _explain(self, failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
+        """Return the worker that explains the failure here, and the others."""
         diagnosis: Diagnosis = root_cause([worker.diagnosis for worker in failed])
         cause = next(worker for worker in failed if worker.diagnosis.evidence is diagnosis.evidence)
-        others = [worker for worker in failed if worker is not cause]
+        return cause, [worker for worker in failed if worker is not cause]
+
+    def _conclude(self, result: RunResult, cause: FailedWorker) -> job.Verdict:
+        """What to do, for the whole job."""
         if result.state is WorkerState.UNHEALTHY:
             reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
-            return cause, others, Decision(Action.STOP, "hardware", reason)
-        now = history.record(diagnosis, self._resumed_at)
-        past = history.seen_from(now, self._earlier)
-        self._earlier.append(now)
-        # It knows of its own failures only: where they were says nothing, and no other node goes on without this one.
-        return cause, others, policy.decide(diagnosis, self._charged, self._max_restarts, past, nodes=1)
+            code = policy.EXIT_CODES[self._settings.exit_codes].get(policy.EX_NODE, policy.EX_NODE)
+            decision = Decision(Action.STOP, "hardware", reason, code, "kernel-sleep")
+            return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+        with self._phase("verdict"):
+            verdict: job.Verdict = self._handler.conclude(job.Report(self._handler.host, cause.diagnosis, self._resumed_at))
+        return verdict
 
     # Rounds.
 

@@ -173,8 +173,9 @@ def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(
 def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
     first = nodes.start("a", server.endpoint, "2")
     second = nodes.start("b", server.endpoint, "2", "bug:0")
-    assert second.finish().returncode == 1
-    assert first.finish().returncode == 1
+    assert second.finish().returncode == 65
+    assert first.finish().returncode == 65
+    assert "Traceback" not in first.err.partition("ChildFailedError")[0].partition("elastic_ext: stop")[0]
     assert "a bug on one node" in second.err
     assert {line["attempt"] for line in reports(first, second)} == {0}
 

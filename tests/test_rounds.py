@@ -8,7 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import Assignment, End, Header, Limits, Node, RecordError, Seal, State, View, Wait, next_action
+from elastic_ext.rendezvous.rounds import (
+    Assignment,
+    End,
+    Header,
+    Judge,
+    Limits,
+    Node,
+    RecordError,
+    Seal,
+    State,
+    View,
+    Wait,
+    next_action,
+)
 
 
 def node(after=0, workers=2, **more):
@@ -23,6 +36,9 @@ def view(header, nodes, members=(), last_arrival=0.0, **more):
 LIMITS = Limits(2, 4, last_call_s=5)
 RUNNING = Header(3, State.RUNNING)
 BROKEN = Header(3, State.BROKEN)
+JUDGED = Header(3, State.BROKEN, verdict="restart")
+FAILED = node(reported=3, report="it failed")
+BOTH_FAILED = "workers of 2 nodes, a among them failed"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +68,16 @@ BROKEN = Header(3, State.BROKEN)
         (view(BROKEN, {"a": node(3)}, "abc"), 0, Wait("1 of at least 2 nodes are here")),
         # Old ranks first, whoever comes first now; then spares.
         (view(BROKEN, {"d": node(), "b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b", "d"), "3 nodes are here")),
+        # Failures: one verdict on the round before the next one, once all have told, or some time after the first.
+        (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed")),
+        (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7, Wait("node b may have failed too", 7.5)),
+        (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7.5, Judge(("a",), "workers of node a failed")),
+        (view(BROKEN, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),
+        (view(BROKEN, {"a": FAILED, "b": FAILED}, "ab", reported_at=7), 7, Judge(("a", "b"), BOTH_FAILED)),
+        (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),  # b is lost
+        (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Wait("node a is stopping its workers")),
+        (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
+        (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
         (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
     ],
 )
@@ -115,12 +141,17 @@ class Job(RuleBasedStateMachine):
         self.clock = 0
         self.running = {}  # node id -> round that its workers run
         self.last_arrival = 0.0
+        self.reporting = {}  # node id -> round whose verdict it waits for
+        self.reported_at = {}
 
     def write_header(self, header):
-        """A round that is over never runs again, and a number is used once."""
+        """A round that is over never runs again, and a number is used once; so is a verdict, and nothing goes on without it."""
         if header.state is State.RUNNING:
             assert self.header.state is not State.RUNNING
             assert header.round == self.header.round + 1
+        elif header.verdict:
+            assert (self.header.state, self.header.verdict) == (State.BROKEN, "")
+            assert header.round == self.header.round
         else:
             assert self.header.state is State.RUNNING
             assert header.round == self.header.round
@@ -138,12 +169,17 @@ class Job(RuleBasedStateMachine):
         self.store.pop(id_, None)
         self.running.pop(id_, None)
         self.assignments.pop(id_, None)
+        self.reporting.pop(id_, None)
 
     @rule(id_=IDS)
     def look_at_header(self, id_):
         """A node's watches: it takes its part in a round that runs, and comes back when its round is over."""
         header, mine = self.header, self.assignments.get(id_)
         if id_ not in self.store:
+            return
+        if id_ in self.reporting:
+            if header.round != self.reporting[id_] or header.verdict:
+                self.store[id_] = dataclasses.replace(self.store[id_], after=self.reporting.pop(id_))
             return
         if header.state is State.RUNNING and mine and mine.round == header.round and self.store[id_].after < header.round:
             self.running[id_] = header.round
@@ -170,6 +206,13 @@ class Job(RuleBasedStateMachine):
             self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
 
     @rule(id_=IDS)
+    def fail_and_report(self, id_):
+        """A node's workers fail: it tells of it and waits for the verdict. It may be told to break the round only later."""
+        if id_ in self.running:
+            self.reporting[id_] = self.running.pop(id_)
+            self.store[id_] = dataclasses.replace(self.store[id_], reported=self.reporting[id_], report="it failed")
+
+    @rule(id_=IDS)
     def deliver(self, id_):
         """One node's key as it is now reaches the leader; others may be delivered later, or never before the next snapshot."""
         if id_ in self.store:
@@ -194,7 +237,10 @@ class Job(RuleBasedStateMachine):
         self.now += seconds
 
     def leader_view(self):
-        return View(self.header, dict(self.seen), dict(self.joined), dict(self.members), self.last_arrival)
+        seen = View(self.header, dict(self.seen), dict(self.joined), dict(self.members), self.last_arrival)
+        if not rounds.reports(seen):
+            return seen
+        return dataclasses.replace(seen, reported_at=self.reported_at.setdefault(self.header.round, self.now))
 
     @precondition(lambda self: self.seen)
     @rule(stale=st.booleans())
@@ -205,7 +251,11 @@ class Job(RuleBasedStateMachine):
         if isinstance(action, End):
             if self.header.state is State.RUNNING:
                 self.write_header(dataclasses.replace(self.header, state=action.state, reason=action.reason))
+        elif isinstance(action, Judge):
+            assert all(self.seen[id_].reported == self.header.round for id_ in action.nodes)
+            self.write_header(dataclasses.replace(self.header, verdict="restart"))
         elif isinstance(action, Seal):
+            assert self.header.verdict or not rounds.reports(seen), "sealed over a failure that nobody has judged"
             header, parts = rounds.seal(seen, action)
             if stale and self.header != seen.header:
                 return
@@ -238,6 +288,7 @@ class Job(RuleBasedStateMachine):
             return
         state = (self.header, dict(self.store), dict(self.members), dict(self.assignments), dict(self.running), dict(self.seen))
         saved = (*state, self.now, self.last_arrival)
+        waiting = dict(self.reporting), dict(self.reported_at)
         for _ in range(12):
             for id_ in "abcdef":
                 self.look_at_header(id_)
@@ -252,6 +303,7 @@ class Job(RuleBasedStateMachine):
             alive = [id_ for id_ in self.members if id_ in self.store]
             assert all(self.running.get(id_) == self.header.round for id_ in alive)
         (self.header, self.store, self.members, self.assignments, self.running, self.seen, self.now, self.last_arrival) = saved
+        self.reporting, self.reported_at = waiting
 
 
 TestJob = Job.TestCase

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import ErrorFile
+from elastic_ext.job import Verdict
 from elastic_ext.policy import Action, Decision
 
 
@@ -28,15 +29,39 @@ class FailedWorker:
         return self.diagnosis.evidence.rank
 
 
-def block(cause: FailedWorker, others: Sequence[FailedWorker], decision: Decision) -> str:
-    """The text for the log. On a stop the traceback is left to torch's own text, which comes last."""
-    lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind})"]
+def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: Verdict, decision: Decision, node: str) -> str:
+    """The text for the log, decision and cause first. On a stop the traceback is left to torch's own text, which comes last.
+
+    verdict: of the job. decision: what this node, `node`, does about it.
+    """
+    lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
+    if decision.action is Action.STOP and decision.exit_code is not None:
+        lines[0] += f"; exit code {decision.exit_code}"
+    if verdict.node not in ("", node):
+        lines.append(f"  the cause was on {verdict.host}; here {cause.diagnosis.reason}")
     if others:
         lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
     lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
     if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
         lines += ["  " + line for line in traceback.rstrip().splitlines()]
     return "\n".join(lines)
+
+
+def from_elsewhere(verdict: Verdict) -> str:
+    """The text for the log of a node on which nothing has failed."""
+    decision = verdict.decision
+    return (
+        f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
+        f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
+    )
+
+
+def failure_elsewhere(verdict: Verdict) -> dict[int, ProcessFailure]:
+    """Torch's record of a failure that was on another node; it needs one to say that the job has failed."""
+    failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
+    failure.error_file_data = dict(failure.error_file_data)
+    failure.message = f"on {verdict.host}: {verdict.decision.reason}"
+    return {verdict.rank: failure}
 
 
 def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 logger = logging.getLogger(__name__)
 
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
-PHASES = ("stop", "rendezvous", "start")
+PHASES = ("stop", "verdict", "rendezvous", "start")
 
 # Seconds. A parked standby is back in some 15 ms, a platform may take minutes to replace a node.
 RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from elastic_ext import job
 from elastic_ext.errors import SeamError
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.store_news import RoundNews
@@ -65,6 +67,9 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._inner: RendezvousHandler | None = None
         self._news: RoundNews | None = None
         self._unreachable = False
+        self.host = self.node_id = settings.node_name or platform.node()
+        self._max_restarts = 0
+        self._ledger = job.Ledger()
         self.poll_interval_s: float | None = None
         if params.max_nodes > 1:
             backend, self._store = create_backend(params)
@@ -124,8 +129,15 @@ class EmbeddedRendezvous(RendezvousHandler):
         except (RuntimeError, ValueError) as error:
             logger.warning("no news from other nodes in this round, its store does not answer: %s", error)
 
-    def prepare(self, spec: WorkerSpec) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         """Nothing to say before the first round: torch's agents tell each other through the store."""
+        self._max_restarts = max_restarts
+
+    def conclude(self, report: job.Report) -> job.Verdict:
+        """The workers of this node have failed and been stopped; what to do. Each node judges for itself, by what it has seen."""
+        rules = job.Rules(self._max_restarts, self.settings.exit_codes, nodes=1)
+        self._ledger, verdict = job.judge({self.node_id: report}, self._ledger, rules, self.round)
+        return verdict
 
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""

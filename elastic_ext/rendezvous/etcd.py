@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +23,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_ext import job
 from elastic_ext.checkpoints import discovery
-from elastic_ext.errors import SeamError, UsageError
+from elastic_ext.errors import JobStopped, SeamError, UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded, Tls
+from elastic_ext.exits import NodeRefused
+from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.participant import Participant, Refused
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 
@@ -68,12 +72,16 @@ class EtcdRendezvous(RendezvousHandler):
         self._address = params.local_addr or address_towards(host_of(params.endpoint.split(",")[0]))
         self._changed = threading.Condition()
         self._loop = Loop()
-        node_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        limits = Limits(params.min_nodes, params.max_nodes, settings.last_call)
+        self.host = settings.node_name or platform.node()
+        self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._limits = limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         self._participant = Participant(
-            self._client, self._loop, params.run_id, node_id, limits, settings.lease_ttl, self._notify
+            self._client, self._loop, params.run_id, self.node_id, limits, settings.lease_ttl, self._notify, self.host
         )
         self._participant.may_grow = self._may_grow
+        self._participant.judge = self._judge
+        self._max_restarts = 0
+        self._stays_open = False  # this node leaves, the job goes on
         self._boundary: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when its leader first looked
         self._fence = Fence(lambda: self._participant.alive_until, settings.lease_ttl, self._notify)
         self._part: tuple[Header, Assignment] | None = None
@@ -105,9 +113,10 @@ class EtcdRendezvous(RendezvousHandler):
             self._boundary = (self._participant.header.round, path)
         return path != self._boundary[1]
 
-    def prepare(self, spec: WorkerSpec) -> None:
-        """What this node offers to a round; the agent says it before the first one."""
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+        """What this node offers to a round, and the job's budget; the agent says it before the first one."""
         self._workers, self._role = spec.local_world_size, spec.role
+        self._max_restarts = max_restarts
 
     def next_rendezvous(self) -> RendezvousInfo:
         if not self.attached:
@@ -149,6 +158,8 @@ class EtcdRendezvous(RendezvousHandler):
                     return joined
                 if participant.failure is not None:
                     raise self._as_torch(participant.failure)
+                if (verdict := self._verdict_that_ends()) is not None:
+                    raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
                     raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
                 left = deadline - time.monotonic()
@@ -160,7 +171,58 @@ class EtcdRendezvous(RendezvousHandler):
     def _as_torch(self, failure: Exception) -> Exception:
         if isinstance(failure, QuotaExceeded) and self.round == 0:  # nothing has been started yet: an operator must act first
             return UsageError(str(failure))
+        if isinstance(failure, Refused):
+            return NodeRefused(str(failure))
         return RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+
+    # Failures.
+
+    def conclude(self, report: job.Report) -> job.Verdict:
+        """The workers of this node have failed and been stopped. Return the one verdict of the whole job, once it is there.
+
+        Where etcd does not answer for as long as a rendezvous may take, this node judges for itself.
+        """
+        participant = self._participant
+        participant.report(self.round, job.encode_report(report))
+        deadline = time.monotonic() + self._join_timeout_s
+        with self._changed:
+            while True:
+                header = participant.header
+                if header.round == self.round and header.verdict:
+                    verdict = job.decode_verdict(header.verdict)
+                    break
+                over = header.round != self.round or header.state in (State.CLOSED, State.DONE)
+                left = deadline - time.monotonic()
+                if over or participant.failure is not None or left <= 0:
+                    logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
+                    rules = job.Rules(self._max_restarts, self.settings.exit_codes, nodes=1)
+                    _, verdict = job.judge({self.node_id: report}, job.Ledger(), rules, self.round)
+                    break
+                self._changed.wait(min(left, 60.0))
+        self._stays_open = not verdict.ends_job
+        return verdict
+
+    def _judge(self, reports: Reports, ledger: str) -> Judged:
+        """On the leader: one verdict for all."""
+        told = {id_: job.decode_report(text, reports.orders[id_]) for id_, text in reports.texts.items()}
+        before = job.decode_ledger(ledger) if ledger else job.Ledger()
+        rules = job.Rules(self._max_restarts, self.settings.exit_codes, reports.nodes, self._limits.min_nodes, reports.lost)
+        after, verdict = job.judge(told, before, rules, reports.round)
+        leaves = verdict.decision.verdict is Asked.REPLACE_NODE
+        return Judged(
+            State.CLOSED if verdict.ends_job else State.BROKEN,
+            verdict.decision.reason,
+            job.encode_verdict(verdict),
+            job.encode_ledger(after),
+            verdict.host if leaves else "",
+            self.settings.refuse_node,
+        )
+
+    def _verdict_that_ends(self) -> job.Verdict | None:
+        header = self._participant.header
+        if header.state is not State.CLOSED or not header.verdict:
+            return None
+        return job.decode_verdict(header.verdict)
 
     def workers(self) -> list[Worker]:
         """The ranks of this node's workers: they are in the assignment, no store is asked."""
@@ -226,7 +288,7 @@ class EtcdRendezvous(RendezvousHandler):
         return self._participant.header.state is State.CLOSED
 
     def set_closed(self) -> None:
-        if self._participant.header.state is not State.DONE:
+        if self._participant.header.state is not State.DONE and not self._stays_open:
             self._participant.end_round(self.round, State.CLOSED, "a node has given up")
 
     def shutdown(self) -> bool:

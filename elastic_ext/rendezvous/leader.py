@@ -10,9 +10,11 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, Put, Snapshot, unchanged
+from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, Put, Snapshot, absent, unchanged
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import Assignment, End, Header, Node, Seal, State, View, Wait
 
@@ -23,7 +25,46 @@ logger = logging.getLogger(__name__)
 
 REST_FACTOR = 3  # a look costs as much as there are nodes; among thousands that come at once the leader has more to do than look
 MOST_REST_S = 0.05
+LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the agent of the leader makes of the reports; records of `job`.
+
+    Attributes:
+        state: of the job after it: BROKEN if it goes on, else CLOSED.
+        refused: host that may not come back for `refused_s` seconds; "": none.
+    """
+
+    state: State
+    reason: str
+    verdict: str
+    ledger: str
+    refused: str = ""
+    refused_s: int = 0
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What nodes have reported on the end of a round.
+
+    Attributes:
+        texts: records of `job`, by id of the node.
+        orders: etcd's revision of each, by id.
+        lost: members of the round that are gone.
+        nodes: how many there are now.
+    """
+
+    round: int
+    texts: Mapping[str, str]
+    orders: Mapping[str, int]
+    lost: tuple[str, ...]
+    nodes: int
+
+
+Judge = Callable[[Reports, str], Judged]  # the reports and the ledger, "" for a new one
 
 
 class Leader:
@@ -33,8 +74,10 @@ class Leader:
         self._participant = participant
         self._nodes: dict[str, Node] = {}
         self._joined: dict[str, int] = {}
+        self._told: dict[str, int] = {}  # revision of what it said last
         self._members: dict[str, int] = {}
         self._last_arrival = time.monotonic()
+        self._reported: tuple[int, float] | None = None  # a round, and when the first report on it was seen
         self._renew_job_at = 0.0
         self._prefix = participant.prefix + "nodes/"
         self._rests_until = 0.0
@@ -68,12 +111,18 @@ class Leader:
             logger.info("rendezvous: %s", action.reason)
             if isinstance(action, Seal):
                 self._seal(view, action)
+            elif isinstance(action, rounds.Judge):
+                self._judge(view, action)
             else:
                 self._end(action)
 
     def _view(self) -> View:
         header = self._participant.header
         view = View(header, self._nodes, self._joined, self._members, self._last_arrival)
+        if rounds.reports(view):
+            if self._reported is None or self._reported[0] != header.round:
+                self._reported = (header.round, time.monotonic())
+            return dataclasses.replace(view, reported_at=self._reported[1])
         if header.state is State.RUNNING and rounds.waiting(view) and not self._participant.may_grow():
             return dataclasses.replace(view, may_grow=False)
         return view
@@ -83,20 +132,21 @@ class Leader:
             if isinstance(item, Snapshot):
                 self._nodes, self._joined = {}, {}
                 for kv in item.kvs:
-                    self._put(kv.key, kv.value, kv.create_revision, now)
+                    self._put(kv.key, kv.value, kv.create_revision, kv.mod_revision, now)
             elif isinstance(item, Batch):
                 for event in item.events:
                     if event.kind == "put":
-                        self._put(event.kv.key, event.kv.value, event.kv.create_revision, now)
+                        self._put(event.kv.key, event.kv.value, event.kv.create_revision, event.kv.mod_revision, now)
                     else:
                         self._nodes.pop(self._id(event.kv.key), None)
 
-    def _put(self, key: bytes, value: bytes, create_revision: int, now: float) -> None:
+    def _put(self, key: bytes, value: bytes, create_revision: int, revision: int, now: float) -> None:
         id_ = self._id(key)
         if id_ not in self._nodes:
             self._last_arrival = now
         self._nodes[id_] = rounds.decode(Node, value, key.decode())
         self._joined[id_] = create_revision
+        self._told[id_] = revision
 
     def _id(self, key: bytes) -> str:
         return key.decode()[len(self._prefix) :]
@@ -141,6 +191,40 @@ class Leader:
 
     def _end(self, action: End) -> None:
         self._write_header(dataclasses.replace(self._participant.header, state=action.state, reason=action.reason))
+
+    def _judge(self, view: View, action: rounds.Judge) -> None:
+        """One verdict for all, and the ledger that it rests on, in one transaction."""
+        participant = self._participant
+        key = participant.prefix + "ledger"
+        ledger = participant.client.get(key).kv
+        reports = Reports(
+            view.header.round,
+            {id_: view.nodes[id_].report for id_ in action.nodes},
+            {id_: self._told[id_] for id_ in action.nodes},
+            tuple(id_ for id_ in view.members if id_ not in view.nodes),
+            len(view.nodes),
+        )
+        assert participant.judge is not None, "only agents report, and they judge"
+        judged = participant.judge(reports, ledger.value.decode() if ledger is not None else "")
+        if ledger is not None:  # it outlives the job, for a scheduler that starts it again
+            lease_id = ledger.lease_id
+            participant.client.lease_keep_alive([lease_id])
+        else:
+            lease_id = participant.client.lease_grant(LEDGER_TTL_S).lease_id
+        header = dataclasses.replace(view.header, state=judged.state, reason=judged.reason, verdict=judged.verdict)
+        compares = [*self._compares(), unchanged(key, ledger.mod_revision) if ledger is not None else absent(key)]
+        puts = [
+            Put(participant.prefix + "round", rounds.encode(header), lease_id=participant.job_lease),
+            Put(key, judged.ledger, lease_id=lease_id),
+        ]
+        if judged.refused:
+            refused = participant.client.lease_grant(judged.refused_s).lease_id
+            puts.append(Put(f"{participant.prefix}refused/{judged.refused}", judged.reason, lease_id=refused))
+        done = participant.client.txn(compares, puts)
+        if done.succeeded:
+            participant.saw_header(header, done.revision)
+        else:
+            self._look_again()
 
     def _compares(self) -> list[Compare]:
         participant = self._participant

@@ -7,6 +7,8 @@ Keys under /elastic_ext/<run id>/:
     nodes/<id>      a node, under its own lease: gone when the node is
     last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
+    ledger          the failures of the job (see `job`), under a lease of its own: it outlives the job
+    refused/<host>  a host that was told to leave, under a lease that lets it come back
 
 The leader is the node whose key was created first; every other one watches only the node that was created before it. A node
 costs a fixed number of operations a round; only the leader reads all nodes. Whatever the leader writes compares the header's
@@ -23,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ext.errors import UsageError
+from elastic_ext.errors import ElasticExtError, UsageError
 from elastic_ext.etcd import (
     FROM_NOW,
     Batch,
@@ -43,8 +45,9 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
+from elastic_ext.job import LedgerError, decode_verdict
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.leader import Leader
+from elastic_ext.rendezvous.leader import Judge, Leader
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 
@@ -53,13 +56,19 @@ logger = logging.getLogger(__name__)
 ROOT = "/elastic_ext"
 JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
 FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
+FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
 RETRY_S = 0.5  # after a call that no endpoint answered; its own deadline has passed by then
+
+
+class Refused(ElasticExtError):
+    """This host was told to leave the job."""
 
 
 class Participant:
     """A node in a job. Its methods return at once; `on_change` tells that one of the attributes is another.
 
-    `may_grow`, set by the agent, is asked on the leader while nodes wait to join a round that runs.
+    Set by the agent, asked on the leader: `may_grow` while nodes wait to join a round that runs; `judge` when nodes have reported
+    failures.
 
     Attributes (replaced, never changed in place; read them from any thread):
         header: of the job's rounds, as last seen.
@@ -77,6 +86,7 @@ class Participant:
         limits: Limits,
         lease_ttl_s: int,
         on_change: Callable[[], None],
+        host: str = "",
     ) -> None:
         self.client = client
         self.id = node_id
@@ -86,6 +96,7 @@ class Participant:
         self.assignment: Assignment | None = None
         self.joined: tuple[Header, Assignment] | None = None
         self.may_grow: Callable[[], bool] = lambda: True
+        self.judge: Judge | None = None
         self.failure: Exception | None = None
         self.created = 0  # create revision of this node's key
         self.header_revision = 0
@@ -93,12 +104,14 @@ class Participant:
         self.ttl_s = lease_ttl_s
         self._loop = loop
         self._on_change = on_change
+        self._refused = f"{self.prefix}refused/{host}"
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
         self._began = 0  # watches that the server has
         self._session: LeaseSession | None = None
         self._watches: list[Watch] = []
         self._predecessor: Watch | None = None
+        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it was there
         self._leader: Leader | None = None
 
     # What the node's agent says.
@@ -110,6 +123,10 @@ class Participant:
     def done(self) -> None:
         """The workers of this node have finished the round well."""
         self.post(self._done)
+
+    def report(self, round_: int, text: str) -> None:
+        """The workers of this node have been stopped; text (see `job`) tells what had failed in this round."""
+        self.post(lambda: self._report(round_, text))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
@@ -155,7 +172,7 @@ class Participant:
             work()
         except LeaseLost:
             self.post(self._register_again)
-        except (EtcdError, rounds.RecordError, UsageError) as error:
+        except (EtcdError, rounds.RecordError, LedgerError, Refused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
                 self._retry(work)
@@ -177,6 +194,8 @@ class Participant:
     def on_time(self) -> None:
         if self._leader is not None:
             self._loop.wake_at(self, self._leader.act(time.monotonic()))
+        else:
+            self._follow()
 
     # Entering.
 
@@ -226,6 +245,7 @@ class Participant:
         """
         job = self.prefix + "job"
         compares = [Compare(job, "value", "=", self._settings()), absent(self.prefix + "round"), absent(self._key)]
+        compares.append(absent(self._refused))
         entered = self.client.txn(compares, [Get(job), *self._registration()])
         if entered.succeeded:
             found, last = (reading.kv for reading in entered.readings)
@@ -241,8 +261,10 @@ class Participant:
     def _agree(self) -> None:
         """Read, or be the first to write, what all nodes must agree on."""
         key = self.prefix + "job"
-        found = self.client.txn([], [Get(key), Get(self.prefix + "round")])
-        job, header = (reading.kv for reading in found.readings)
+        found = self.client.txn([], [Get(key), Get(self.prefix + "round"), Get(self._refused)])
+        job, header, refused = (reading.kv for reading in found.readings)
+        if refused is not None:
+            raise Refused(f"this host was told to leave the job and may not come back yet: {refused.value.decode()}")
         if job is None:
             lease_id = self.client.lease_grant(self.ttl_s * JOB_LEASE_FACTOR).lease_id
             if not self.client.txn([absent(key)], [Put(key, self._settings(), lease_id=lease_id)]).succeeded:
@@ -270,9 +292,10 @@ class Participant:
             return False
         # Written by its last node; if somebody begins the next job in this moment, that one's header differs.
         compares = [unchanged(self.prefix + "round", self.header_revision)] if self.header_revision else []
-        return self.client.txn(
-            compares, [Delete(self.prefix + "assign/", prefix=True), Delete(self.prefix + "round"), Delete(self.prefix + "job")]
-        ).succeeded
+        deletes = [Delete(self.prefix + "assign/", prefix=True), Delete(self.prefix + "round"), Delete(self.prefix + "job")]
+        if self.header.state is State.DONE or (self.header.verdict and not decode_verdict(self.header.verdict).keeps_ledger):
+            deletes += [Delete(self.prefix + "ledger"), Delete(self.prefix + "refused/", prefix=True)]
+        return self.client.txn(compares, deletes).succeeded
 
     @property
     def _key(self) -> str:
@@ -335,18 +358,23 @@ class Participant:
         if self._leader is not None:
             self._leader.close()
             self._leader = None
+        self._to_follow = None
         if last is not None and last.value.decode() != self.id:
-            return self._follow(f"{self.prefix}nodes/{last.value.decode()}", self.created)
+            self._to_follow = (f"{self.prefix}nodes/{last.value.decode()}", self.created)
+            return self._loop.wake_at(self, time.monotonic() + FOLLOW_S)  # or in the round: forming it comes first
         found = self.client.last_created_before(self.prefix + "nodes/", self.created)
         if found.kv is not None:
-            return self._follow(found.kv.key.decode(), found.revision)
+            self._to_follow = (found.kv.key.decode(), found.revision)
+            return self._follow()
         logger.info("node %s leads the rendezvous", self.id)
         self.read_header()
         self._leader = Leader(self)
         return self.on_time()
 
-    def _follow(self, key: str, revision: int) -> None:
-        """The node of this key was there at this revision."""
+    def _follow(self) -> None:
+        if self._to_follow is None or self._node is None:
+            return
+        (key, revision), self._to_follow = self._to_follow, None
         self._predecessor = Watch(
             self.client, key, start_revision=revision + 1, callback=lambda item: self.post(lambda: self._on_predecessor(item))
         )
@@ -422,6 +450,7 @@ class Participant:
         if header.state is State.RUNNING:
             self.joined = (header, part)
             self._on_change()
+            self.post(self._follow)
         elif header.state is State.BROKEN:
             self._node = dataclasses.replace(node, after=header.round)
             self._write_node()
@@ -429,6 +458,11 @@ class Participant:
     def _done(self) -> None:
         if self._node is not None:
             self._node = dataclasses.replace(self._node, done=self.header.round)
+            self._write_node()
+
+    def _report(self, round_: int, text: str) -> None:
+        if self._node is not None:
+            self._node = dataclasses.replace(self._node, reported=round_, report=text)
             self._write_node()
 
     def _end_round(self, round_: int, state: State, reason: str) -> None:

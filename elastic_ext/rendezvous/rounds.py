@@ -45,6 +45,8 @@ class Node:
         done: the last round that its workers have finished well; 0: none.
         workers: how many it runs.
         port: a store server of this node that listens already and has never been used.
+        reported: the last round whose end it has told of; its workers of that round have been stopped.
+        report: what failed here in that round (a record of `job`); "": nothing.
     """
 
     after: int
@@ -54,6 +56,8 @@ class Node:
     port: int
     done: int = 0
     topology: str = ""
+    reported: int = 0
+    report: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Header:
         reason: why it is in this state, for people.
         seal: names the very act of sealing. A leader may be lost, or its view may change, after it wrote the parts of a round and
             before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
+        verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
     """
 
     round: int = 0
@@ -77,6 +82,7 @@ class Header:
     port: int = 0
     reason: str = ""
     seal: str = ""
+    verdict: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,17 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Limits:
-    """last_call_s: how long the first round waits for more nodes after the last one came, once there are enough."""
+    """Of a job.
+
+    Attributes:
+        last_call_s: how long the first round waits for more nodes after the last one came, once there are enough.
+        settle_s: how long after the first report of a failure the nodes that have not told yet are waited for.
+    """
 
     min_nodes: int
     max_nodes: int
     last_call_s: float
+    settle_s: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,7 @@ class View:
         members: rank in header.round, by id; nodes that are lost are still in it.
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
         may_grow: nodes that wait may come in now (False: not before a checkpoint).
+        reported_at: when the first report on the end of this round came, on the same clock; None: none has.
     """
 
     header: Header
@@ -122,6 +135,7 @@ class View:
     members: Mapping[str, int]
     last_arrival: float
     may_grow: bool = True
+    reported_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,15 @@ class End:
     reason: str
 
 
-Action = Wait | Seal | End
+@dataclass(frozen=True)
+class Judge:
+    """Find one verdict for all on what these nodes have reported."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+Action = Wait | Seal | End | Judge
 
 
 def next_action(view: View, limits: Limits, now: float) -> Action:
@@ -165,6 +187,12 @@ def waiting(view: View) -> list[str]:
     return [id_ for id_, node in view.nodes.items() if id_ not in view.members or node.after >= view.header.round]
 
 
+def reports(view: View) -> tuple[str, ...]:
+    """The members of this round that report a failure in it, by id."""
+    number = view.header.round
+    return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
+
+
 def _while_running(view: View, limits: Limits, now: float) -> Action:
     number = view.header.round
     lost = [id_ for id_ in view.members if id_ not in view.nodes]
@@ -173,6 +201,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     left = [id_ for id_ in view.members if view.nodes[id_].after >= number]
     if left:
         return End(State.BROKEN, f"{_named(left)} started again")
+    if failed := reports(view):
+        return End(State.BROKEN, f"workers of {_named(failed)} failed")
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
@@ -186,6 +216,13 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
+    failed = reports(view)
+    if failed and not view.header.verdict:
+        silent = [id_ for id_ in view.members if id_ in view.nodes and not _told(view.nodes[id_], view.header.round)]
+        settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
+        if silent and now < settled:
+            return Wait(f"{_named(silent)} may have failed too", settled)
+        return Judge(failed, f"workers of {_named(failed)} failed")
     present = waiting(view)
     here = set(present)
     coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
@@ -198,6 +235,10 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         if now < last_call:
             return Wait(f"{len(present)} of at most {limits.max_nodes} nodes are here, more may come", last_call)
     return Seal(order(view, present, limits.max_nodes), f"{len(present)} nodes are here")
+
+
+def _told(node: Node, round_: int) -> bool:
+    return node.reported >= round_ or node.after >= round_
 
 
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:

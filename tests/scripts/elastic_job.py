@@ -1,6 +1,7 @@
 """A job without collectives whose nodes come and go: each worker says where it is and waits until the test lets go of $GATE.
 
-elastic_job.py [FAULT:ATTEMPT]      bug: an error that comes back on every try; deaf: SIGTERM does not end it
+elastic_job.py [FAULT:ATTEMPT]      bug: an error that comes back on every try; deaf: SIGTERM does not end it;
+                                    segv: crash; exitN: exit with this code
 """
 
 import fcntl
@@ -23,6 +24,12 @@ faults = {
 if "deaf" in faults:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdout.write(json.dumps(report) + "\n")
+sys.stdout.flush()
+if "segv" in faults:
+    os.kill(os.getpid(), signal.SIGSEGV)
+for fault in faults:
+    if fault.startswith("exit"):
+        os._exit(int(fault[4:]))
 if "bug" in faults:
     raise NameError("a bug on one node")
 with open(env["GATE"]) as gate:

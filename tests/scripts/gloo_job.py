@@ -19,6 +19,7 @@ for _ in range(3):
     dist.all_reduce(value)
 report = {"rank": rank, "world": dist.get_world_size(), "attempt": attempt, "pid": os.getpid()}
 sys.stdout.write(json.dumps(report) + "\n")  # one write: print() makes two, and the ranks share the console
+dist.barrier()  # all have said so before one does what it was told
 
 
 def ignore_term() -> None:

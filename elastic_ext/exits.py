@@ -1,0 +1,108 @@
+"""Exit codes that schedulers understand, and the verdict where they look for it, whoever started the agent.
+
+Torch turns whatever ends a job into exit code 1. Here an exception that leaves the process unhandled carries the code: torchrun
+needs no change for it, and a program that calls `elastic_launch` still gets its ChildFailedError.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from elastic_ext.errors import ElasticExtError
+from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, EXIT_CODES
+
+logger = logging.getLogger(__name__)
+
+TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
+MOST_BYTES = 4096  # that Kubernetes keeps of it
+
+
+class Failures(dict[int, ProcessFailure]):
+    """What torch puts into its ChildFailedError as it is; knows with which code the process is to end."""
+
+    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
+        super().__init__(failures)
+        self.exit_code = exit_code
+
+
+class NodeRefused(ElasticExtError):
+    """This host was told to leave the job and may not come back yet."""
+
+
+# What ends a job without a verdict. A signal that the user gives by hand is theirs; any other comes from the platform.
+_BY_HAND = (signal.SIGINT, signal.SIGQUIT)
+_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN))
+
+_preset = "design"
+_code: int | None = None  # of a verdict that ends the job: it holds though a signal comes while the agent leaves
+
+
+def use(preset: str) -> None:
+    """From now on an unhandled exception of a job ends this process with the code of its cause. preset: one of EXIT_CODES."""
+    global _preset
+    _preset = preset
+    if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
+        _hook.before = sys.excepthook  # type: ignore[attr-defined]
+        sys.excepthook = _hook
+
+
+def decided(code: int | None) -> None:
+    """A verdict has ended the job with this code."""
+    global _code
+    _code = code
+
+
+def of(error: BaseException) -> int | None:
+    """The exit code of a process that this ends; None: it is not about a job."""
+    if isinstance(error, ChildFailedError):
+        return error.failures.exit_code if isinstance(error.failures, Failures) else None
+    if isinstance(error, SignalException):
+        if _code is not None:
+            return _code
+        code = EX_USER if error.sigval in _BY_HAND else EX_TRY_AGAIN
+    else:
+        found = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+        if found is None:
+            return None
+        code = found
+    return EXIT_CODES[_preset].get(code, code)
+
+
+def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
+    code = of(error)
+    if code is not None:
+        raise SystemExit(code)  # the interpreter takes it from here, too
+
+
+def tell(verdict: Mapping[str, Any], path: str | None) -> None:
+    """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
+    text = json.dumps(verdict)
+    if path:
+        _write(Path(path), text + "\n", replace=True)
+    if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):
+        _write(Path(TERMINATION_LOG), text[:MOST_BYTES], replace=False)  # a mount: it cannot be replaced
+
+
+def _write(path: Path, text: str, replace: bool) -> None:
+    try:
+        if replace:
+            part = path.with_name(f"{path.name}.{os.getpid()}.part")
+            part.write_text(text)
+            part.replace(path)
+        else:
+            path.write_text(text)
+    except OSError as error:
+        logger.warning("the verdict could not be written to %s: %s", path, error)

@@ -1,0 +1,234 @@
+"""What all agents of a job share about its failures: reports, the ledger, and one verdict for all. Pure, standard library only.
+
+A failure flows one way: each node whose workers failed reports its own root cause; the leader of the rendezvous judges all
+reports of a round together, over the ledger of the job, and publishes one verdict, which every agent carries out.
+
+The ledger outlives agents, pods and a requeue under the same run id. It holds no wall-clock time: clocks of two machines are not
+compared, and what must end by itself has a lease.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from elastic_ext import policy
+from elastic_ext.errors import ElasticExtError
+from elastic_ext.failures import history, kinds
+from elastic_ext.failures.classify import Diagnosis, root_cause
+from elastic_ext.failures.evidence import Evidence, Platform, RaisedException
+from elastic_ext.policy import Action
+
+SCHEMA = 1
+MOST_FAILURES = 64  # of the ledger: what decides is the last few; a record is some 200 bytes
+MOST_VERDICTS = 64
+MOST_TEXT = 2000  # characters of a message or reason in a record
+
+
+class LedgerError(ElasticExtError):
+    """A record of the job that this version cannot read."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one node tells of its failed workers: its own root cause.
+
+    Attributes:
+        host: where it was.
+        diagnosis: of the worker that explains the others of this node.
+        resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None: not known.
+    """
+
+    host: str
+    diagnosis: Diagnosis
+    resumed_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all agents do about the end of a round, and why.
+
+    Attributes:
+        decision: see `policy.Decision`; its exit code is that of every agent that leaves because of it.
+        round: which round it is about.
+        node: id of the node with the cause; it alone leaves if the verdict is replace_node.
+        host, rank: of the cause.
+        restarts: charged to the budget of the job so far, this one included.
+        limit: the budget; policy.NO_LIMIT for none.
+    """
+
+    decision: policy.Decision
+    round: int
+    node: str = ""
+    host: str = ""
+    rank: int = -1
+    restarts: int = 0
+    limit: int = policy.NO_LIMIT
+
+    def for_node(self, node: str) -> policy.Decision:
+        """What the agent of this node does: a node that is to be replaced leaves, the others go on without it."""
+        if self.decision.verdict is kinds.Verdict.REPLACE_NODE and node != self.node:
+            return replace(self.decision, action=Action.RESTART, exit_code=None)
+        return self.decision
+
+    @property
+    def ends_job(self) -> bool:
+        return self.decision.action is Action.STOP and self.decision.verdict is not kinds.Verdict.REPLACE_NODE
+
+    @property
+    def keeps_ledger(self) -> bool:
+        """The job is to be started again under this run id by a scheduler, not by somebody who has changed something."""
+        return not self.ends_job or self.decision.verdict is kinds.Verdict.REQUEUE
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Of one run id. charged: restarts since the job last made progress that a checkpoint kept."""
+
+    failures: tuple[history.Failure, ...] = ()
+    charged: int = 0
+    verdicts: tuple[Verdict, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a judgement needs besides reports and ledger.
+
+    Attributes:
+        nodes: that are here now, those of the reports and spares included.
+        lost: nodes of the round that are gone: what else has failed in it then failed of that.
+    """
+
+    max_restarts: int
+    exit_codes: str = "design"
+    nodes: int | None = None
+    min_nodes: int | None = None
+    lost: tuple[str, ...] = ()
+
+
+def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: int) -> tuple[Ledger, Verdict]:
+    """Return the ledger after it, and what all agents do.
+
+    Args:
+        reports: by id of the node, at least one.
+        ledger: before it.
+        round_: that has ended.
+    """
+    cause = root_cause([report.diagnosis for report in reports.values()])
+    node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    if rules.lost and report.diagnosis.decision is kinds.Verdict.FOLLOW:
+        reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost"
+        cause = replace(cause, decision=kinds.Verdict.RESTART_FREE, reason=reason)
+    now = history.record(cause, report.resumed_at)
+    charged = 0 if _saved_since(ledger.failures, now) else ledger.charged
+    past = history.seen_from(now, ledger.failures)
+    decision = policy.decide(cause, charged, rules.max_restarts, past, rules.nodes, rules.min_nodes, rules.exit_codes)
+    charged += decision.charged
+    verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts)
+    return (
+        Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
+        verdict,
+    )
+
+
+def _saved_since(earlier: Sequence[history.Failure], now: history.Failure) -> bool:
+    """Whether this round began at a later checkpoint than any before: what the earlier restarts were charged for has paid."""
+    if now.resumed_at is None or not earlier:
+        return False
+    before = [failure.resumed_at for failure in earlier]
+    return all(at is not None and at < now.resumed_at for at in before)
+
+
+# As JSON.
+
+
+def encode_report(report: Report) -> str:
+    diagnosis = report.diagnosis
+    evidence = replace(diagnosis.evidence, stderr_tail="", history=())
+    if evidence.exception is not None:
+        exception = evidence.exception
+        evidence = replace(
+            evidence, exception=replace(exception, message=exception.message[:MOST_TEXT], frames=exception.frames[-20:])
+        )
+    told = replace(diagnosis, evidence=evidence, reason=diagnosis.reason[:MOST_TEXT])
+    record = {
+        "schema": SCHEMA,
+        "host": report.host,
+        "resumed_at": report.resumed_at,
+        "diagnosis": {**asdict(told), "decision": diagnosis.decision.value},
+    }
+    return json.dumps(record, separators=(",", ":"))
+
+
+def decode_report(text: str, order: int = 0) -> Report:
+    """order: when the job learnt of it, e.g. an etcd revision. Raises LedgerError."""
+    data = _read(text, "report")
+    try:
+        told = data["diagnosis"]
+        evidence = told["evidence"]
+        exception = evidence["exception"]
+        if exception is not None:
+            evidence["exception"] = RaisedException(exception["type"], exception["message"], tuple(exception["frames"]))
+        evidence |= {"platform": Platform(**evidence["platform"]), "xids": tuple(evidence["xids"]), "history": ()}
+        told |= {"evidence": Evidence(**evidence), "decision": kinds.Verdict(told["decision"]), "order": order}
+        return Report(data["host"], Diagnosis(**told), data["resumed_at"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerError(f"this is no report of a failure: {error!r}") from error
+
+
+def encode_verdict(verdict: Verdict) -> str:
+    return json.dumps({"schema": SCHEMA, **_plain(verdict)}, separators=(",", ":"))
+
+
+def decode_verdict(text: str) -> Verdict:
+    """Raises LedgerError."""
+    return _verdict(_read(text, "verdict"))
+
+
+def encode_ledger(ledger: Ledger) -> str:
+    record = {
+        "schema": SCHEMA,
+        "charged": ledger.charged,
+        "failures": [asdict(failure) for failure in ledger.failures],
+        "verdicts": [_plain(verdict) for verdict in ledger.verdicts],
+    }
+    return json.dumps(record, separators=(",", ":"))
+
+
+def decode_ledger(text: str) -> Ledger:
+    """Raises LedgerError."""
+    data = _read(text, "ledger")
+    try:
+        failures = tuple(history.Failure(**failure) for failure in data["failures"])
+        return Ledger(failures, data["charged"], tuple(_verdict(verdict) for verdict in data["verdicts"]))
+    except (KeyError, TypeError) as error:
+        raise LedgerError(f"this is no ledger of a job: {error!r}") from error
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    decision = verdict.decision
+    asked = decision.verdict.value if decision.verdict is not None else None
+    told = {**asdict(decision), "action": decision.action.value, "verdict": asked, "reason": decision.reason[:MOST_TEXT]}
+    return {**asdict(verdict), "decision": told}
+
+
+def _verdict(data: dict[str, Any]) -> Verdict:
+    try:
+        told = data["decision"]
+        asked = kinds.Verdict(told["verdict"]) if told["verdict"] is not None else None
+        return Verdict(**{**data, "decision": policy.Decision(**{**told, "action": Action(told["action"]), "verdict": asked})})
+    except (KeyError, TypeError, ValueError) as error:
+        raise LedgerError(f"this is no verdict of a job: {error!r}") from error
+
+
+def _read(text: str, what: str) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(text)
+        schema = data.pop("schema")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise LedgerError(f"this is no {what} of elastic_ext: {error!r}") from error
+    if schema != SCHEMA:
+        raise LedgerError(f"a {what} of schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext")
+    return data

@@ -1,0 +1,123 @@
+"""Real jobs of several nodes on etcd: one verdict for all, whoever failed, and the exit codes that schedulers read."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext import job as job_records
+from elastic_ext.etcd import EtcdClient
+from tests.etcd_server import EtcdServer
+from tests.jobs import TORCHRUN, Job
+from tests.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen
+
+CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path / "etcd") as started:
+        yield started
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnodes: str, *script: str, **env: str) -> Job:
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={CONF}"]
+    env = {"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}"), "NODE": name, **env}
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", *script]
+    return stack.enter_context(Job(command, tmp_path, **env))
+
+
+@pytest.mark.parametrize("fault", ["key:1", "runtime:1"])
+def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(server, tmp_path, fault):
+    """The KeyError stops the job at once on all nodes; a RuntimeError proves nothing: one restart, and it works."""
+    with ExitStack() as stack:
+        jobs = [start(stack, server, tmp_path, name, "3", GLOO, fault) for name in "abc"]
+        done = [job.finish() for job in jobs]
+        found = reports(*jobs)
+    attempts = {line["attempt"] for line in found}
+    if fault == "runtime:1":
+        assert [each.returncode for each in done] == [0, 0, 0], [each.err for each in done]
+        assert attempts == {0, 1}
+        return
+    assert [each.returncode for each in done] == [65, 65, 65], [each.err for each in done]
+    assert attempts == {0}
+    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in "abc"]
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert (verdicts[0]["rank"], verdicts[0]["decision"]["kind"], verdicts[0]["decision"]["exit_code"]) == (1, "code", 65)
+    for each in done:
+        assert "KeyError" in each.err
+
+
+def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(server, nodes, tmp_path):
+    """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        good = [start(stack, server, tmp_path, name, "2:3", ELASTIC, **gate) for name in "ab"]
+        for job in good:
+            job.wait_for('"attempt"')
+        bad = start(stack, server, tmp_path, "c", "2:3", ELASTIC, "segv:1", "segv:2", **gate)
+        assert bad.finish().returncode == 69, bad.err
+        for job in good:
+            job.wait_for(seen(2, 3))
+        refused = start(stack, server, tmp_path, "c", "2:3", ELASTIC, **gate)
+        assert refused.finish().returncode == 69, refused.err
+        assert "may not come back yet" in refused.err
+        nodes.open_gate()
+        assert [job.finish().returncode for job in good] == [0, 0]
+
+
+def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
+    """Two restarts of three are spent; then the agent is killed and started again: one is left."""
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        first = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit3:0", "exit4:1", **gate)
+        first.wait_for(seen(1, 2))
+        first.process.kill()
+        first.process.wait()
+        second = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit5:3", "exit6:4", **gate)
+        assert second.finish().returncode == 1
+        assert "all 3 restarts of the budget" in second.err
+        assert {line["attempt"] for line in reports(second)} == {3, 4}
+        with EtcdClient(server.endpoint) as client:
+            kv = client.get("/elastic_ext/job/ledger").kv
+            assert kv is not None
+            assert kv.lease_id != 0  # it expires
+            assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
+        # Somebody has looked at it and starts the job anew: with a new budget.
+        third = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit8:0", **gate)
+        third.wait_for(seen(1, 1))
+        nodes.open_gate()
+        assert third.finish().returncode == 0
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("launcher", ["torchrun", "agent"])
+def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server, nodes, tmp_path, launcher, sig, code):
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        stays = start(stack, server, tmp_path, "a", "1:2", ELASTIC, **gate)
+        stays.wait_for(seen(1, 0))
+        where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={CONF}"]
+        module = TORCHRUN if launcher == "torchrun" else [sys.executable, "-m", "elastic_ext.agent"]
+        command = [*module, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", ELASTIC]
+        goes = stack.enter_context(Job(command, tmp_path, NODE="b", **gate))
+        goes.wait_for(seen(2, 1))
+        goes.process.send_signal(sig)
+        assert goes.finish().returncode == code, goes.err
+        stays.wait_for(seen(1, 2))
+        with EtcdClient(server.endpoint) as client:
+            assert client.get("/elastic_ext/job/ledger").kv is None
+        nodes.open_gate()
+        assert stays.finish().returncode == 0

@@ -1,0 +1,131 @@
+"""One verdict over the reports of many nodes, the ledger, and their records. Pure."""
+
+import dataclasses
+
+import pytest
+
+from elastic_ext import job
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
+from elastic_ext.failures.kinds import Verdict as Asked
+from elastic_ext.job import Ledger, LedgerError, Report, Rules, judge
+from elastic_ext.policy import NO_LIMIT, Action
+
+RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
+
+
+def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
+    exception = RaisedException(type_, message, ("train.py:3 in step",)) if type_ else None
+    evidence = Evidence(**{"rank": 0, "first_step_done": True, "node": host, "exception": exception, **more})
+    return Report(host, dataclasses.replace(classify(evidence), order=order), resumed_at)
+
+
+PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234"}
+
+
+def again(reports, times, rules=RULES):
+    """Judge the same reports so many times; return what came out."""
+    ledger, verdicts = Ledger(), []
+    for round_ in range(1, times + 1):
+        ledger, verdict = judge(reports, ledger, rules, round_)
+        verdicts.append(verdict)
+    return ledger, verdicts
+
+
+def test_the_nodes_that_died_of_it_do_not_outvote_the_one_that_caused_it():
+    told = {
+        "a": report("ha", **PEER, order=1, rank=0),
+        "b": report("hb", "NameError", "x", order=3, rank=5),
+        "c": report("hc", **PEER, order=2, rank=9),
+    }
+    _, verdict = judge(told, Ledger(), RULES, 4)
+    assert (verdict.decision.action, verdict.decision.exit_code, verdict.ends_job) == (Action.STOP, 65, True)
+    assert (verdict.round, verdict.node, verdict.host, verdict.rank, verdict.restarts) == (4, "b", "hb", 5, 0)
+    assert verdict.for_node("a") == verdict.decision
+
+
+def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
+    told = {"a": report("ha", signal="SIGSEGV", order=9, ended_ns=1), "b": report("hb", signal="SIGKILL", order=8, ended_ns=2)}
+    assert judge(told, Ledger(), RULES, 1)[1].node == "b"
+
+
+def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
+    told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
+    _, charged = judge(told, Ledger(), RULES, 1)
+    _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)
+    assert (charged.decision.verdict, charged.restarts) == (Asked.RESTART, 1)
+    assert (free.decision.verdict, free.restarts) == (Asked.RESTART_FREE, 0)
+    assert "node c was lost" in free.decision.reason
+
+
+def test_a_real_cause_beside_a_lost_node_is_still_the_cause():
+    told = {"a": report("ha", **PEER), "b": report("hb", "NameError", "x")}
+    assert judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)[1].ends_job
+
+
+def test_the_budget_is_the_jobs_and_not_the_nodes():
+    ledger = Ledger()
+    for number in range(4):
+        told = {f"n{number}": report(f"h{number}", exit_code=20 + number)}
+        ledger, verdict = judge(told, ledger, RULES, number + 1)
+        assert verdict.ends_job == (number == 3), verdict
+    assert (verdict.decision.rule, verdict.decision.exit_code, verdict.restarts) == ("budget", 1, 3)
+
+
+def test_a_preemption_is_free():
+    _, verdicts = again({"a": report("ha", exit_code=75)}, 10)
+    assert {verdict.decision.verdict for verdict in verdicts} == {Asked.RESTART_FREE}
+    assert verdicts[-1].restarts == 0
+
+
+def test_a_checkpoint_that_came_since_gives_the_budget_back():
+    ledger = Ledger()
+    for resumed_at, charged in ((0, 1), (0, 2), (5, 1), (5, 2), (9, 1)):
+        ledger, verdict = judge({"a": report("ha", exit_code=40 + len(ledger.failures), resumed_at=resumed_at)}, ledger, RULES, 1)
+        assert verdict.restarts == charged
+
+
+def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
+    _, (first, second) = again({"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}, 2)
+    assert first.decision.verdict is Asked.CONFIRM
+    assert (second.decision.verdict, second.ends_job) == (Asked.REPLACE_NODE, False)
+    assert (second.for_node("a").action, second.for_node("a").exit_code) == (Action.STOP, 69)
+    assert (second.for_node("b").action, second.for_node("b").exit_code) == (Action.RESTART, None)
+    assert second.keeps_ledger
+
+
+def test_the_ledger_is_bounded():
+    ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Rules(NO_LIMIT))
+    assert len(job.encode_ledger(ledger)) < 200_000
+    assert len(ledger.failures) == job.MOST_FAILURES
+
+
+@pytest.mark.parametrize("type_", [None, "KeyError"])
+def test_records(type_):
+    told = report(
+        "h",
+        type_,
+        "m" * 10_000,
+        resumed_at=7,
+        xids=(79, 48),
+        platform=Platform("slurm", "PREEMPTED", True),
+        stderr_tail="t" * 9000,
+        history=(Past(True),),
+    )
+    back = job.decode_report(job.encode_report(told), order=5)
+    assert len(job.encode_report(told)) < 8000
+    assert (back.host, back.resumed_at, back.diagnosis.order) == ("h", 7, 5)
+    for name in ("kind", "decision", "rule", "fingerprint", "tier", "checkpoints_back"):
+        assert getattr(back.diagnosis, name) == getattr(told.diagnosis, name)
+    assert (back.diagnosis.evidence.xids, back.diagnosis.evidence.platform.reason) == ((79, 48), "PREEMPTED")
+    ledger, verdict = judge({"a": back}, Ledger(), RULES, 1)
+    assert job.decode_verdict(job.encode_verdict(verdict)) == verdict
+    assert job.decode_ledger(job.encode_ledger(ledger)) == ledger
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "decision": 3}'])
+@pytest.mark.parametrize("decode", [job.decode_report, job.decode_verdict, job.decode_ledger])
+def test_what_is_no_record_is_refused(decode, text):
+    with pytest.raises(LedgerError) as error:
+        decode(text)
+    assert "\n" not in str(error.value)

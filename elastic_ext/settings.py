@@ -140,6 +140,9 @@ class Settings:
     platform_grace: float | None = _setting(
         None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
     )
+    stderr_tail: bool = _setting(
+        True, _boolean, "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal"
+    )
     stop_grace: float | None = _setting(
         None,
         _seconds,

@@ -44,6 +44,7 @@ from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import Exit, WorkerProcesses
 from elastic_ext.workers.progress import ProgressBoard
+from elastic_ext.workers.stderr_tail import StderrTails
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Supervisor(AgentSeam):
         self._board: ProgressBoard | None = None
         self._wakeup: Wakeup
         self._guard: Guard
+        self._stderr: StderrTails
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
@@ -96,6 +98,8 @@ class Supervisor(AgentSeam):
             in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._logs.run_dir = tempfile.mkdtemp(prefix="elastic_ext_", dir=in_memory)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            self._stderr = self._logs.stderr = StderrTails(self._settings.stderr_tail and self._settings.bootstrap)
+            stack.callback(self._stderr.close)
             self._guard = Guard(self._token, self._logs.run_dir)
             clean = False
             try:
@@ -136,6 +140,7 @@ class Supervisor(AgentSeam):
                 continue
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; ours are still in view
                 self._end_workers()
+            self._stderr.settle()
             failed = self._gather(result)
             cause, others, decision = self._judge(result, failed)
             logger.error("%s", report.block(cause, others, decision))

@@ -2,7 +2,7 @@
 
 Started by `stderr_tail.StderrTails` as `python -I -S pump.py`; fd 2 is the console, standard input a socket to the agent:
 
-    b"source 1" + (pipe, ring)   carry this pipe on to the console and keep its last bytes in this ring; "source 0": keep them only
+    b"source 1" + (pipe, ring)   carry this pipe on to the console and keep its last bytes in this ring; "source 0": only keep
     b"forget"                    let go of the pipes that have no writer; their workers never came
     b"flush N"                   answered with b"N K" when what was in the pipes is in the rings and on the console; K are open
 
@@ -199,6 +199,7 @@ class Pump:
             self._flushes.append((argument, self._console.bytes_in))
             self._console.write()
         elif not message:
+            self._take_all(forget=True)
             control.close()
             self._control = None
 

@@ -63,6 +63,7 @@ class StderrTails:
         self._control: socket.socket | None = None
         self._keeper: threading.Thread | None = None
         if self.enabled:
+            self._console = os.dup(2)  # a pump started later writes to the same
             self._start()
             self._closing = os.pipe()
             self._keeper = threading.Thread(target=self._keep, name="elastic_ext_stderr", daemon=True)
@@ -127,6 +128,7 @@ class StderrTails:
         """Let the pump finish. It stays only as long as somebody holds a pipe open, or the console takes nothing."""
         if self._keeper is None:
             return
+        self._send(b"forget")
         still_open = self._flush(END_S)
         with self._lock:
             os.close(self._closing[1])
@@ -141,6 +143,7 @@ class StderrTails:
             except subprocess.TimeoutExpired:
                 logger.warning("the stderr pump (pid %s) has not ended yet", self._process.pid)
         self._close_sources()
+        os.close(self._console)
 
     # The pump.
 
@@ -154,6 +157,7 @@ class StderrTails:
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("pump.py"))],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                stderr=self._console,
                 # Not the token of the workers; but an interpreter may find its own library only so.
                 env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
                 start_new_session=True,  # a signal to the agent's group must not reach it
@@ -169,7 +173,7 @@ class StderrTails:
         """No process can be had: a thread carries what there is. Less robust, but a full pipe would stop the workers."""
         logger.error("the workers' stderr passes the agent itself, for its pump cannot run: %s", why)
         self._process = None
-        threading.Thread(target=pump.Pump(control, 2).run, name="elastic_ext_pump", daemon=True).start()
+        threading.Thread(target=_pump_and_close, args=(control, os.dup(self._console)), name="elastic_ext_pump", daemon=True).start()
 
     def _keep(self) -> None:
         """Start the pump again as soon as somebody kills it."""
@@ -266,6 +270,11 @@ class StderrTails:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
+
+
+def _pump_and_close(control: socket.socket, console: int) -> None:
+    pump.Pump(control, console).run()
+    os.close(console)
 
 
 def _console_can_be_pumped() -> bool:

@@ -140,6 +140,8 @@ class Settings:
     platform_grace: float | None = _setting(
         None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
     )
+    pod_api: bool = _setting(False, _boolean, "Kubernetes: ask the API server about this pod when a worker has failed")
+    pod_file: str | None = _setting(None, _text, "Kubernetes: file with this pod or its status as JSON, kept by somebody else")
     stderr_tail: bool = _setting(
         True, _boolean, "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal"
     )

@@ -384,7 +384,12 @@ def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
     seen = []
     for command in (STOCK, EXT):
         done = subprocess.run(
-            [*command, "--nproc-per-node=2", str(script)], cwd=tmp_path, env=environment(), capture_output=True, timeout=120, check=True
+            [*command, "--nproc-per-node=2", str(script)],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            timeout=120,
+            check=True,
         )
         lines = done.stderr.split(b"\n")
         seen.append([[line for line in lines if line.startswith(b"W%d " % rank)] for rank in range(2)])

@@ -173,7 +173,8 @@ class StderrTails:
         """No process can be had: a thread carries what there is. Less robust, but a full pipe would stop the workers."""
         logger.error("the workers' stderr passes the agent itself, for its pump cannot run: %s", why)
         self._process = None
-        threading.Thread(target=_pump_and_close, args=(control, os.dup(self._console)), name="elastic_ext_pump", daemon=True).start()
+        ends = control, os.dup(self._console)
+        threading.Thread(target=_pump_and_close, args=ends, name="elastic_ext_pump", daemon=True).start()
 
     def _keep(self) -> None:
         """Start the pump again as soon as somebody kills it."""
@@ -206,7 +207,7 @@ class StderrTails:
                 logger.warning("the stderr pump (pid %s) was killed from outside; starting another", pid)
                 self._start()
             for source in self._sources.values():
-                self._hand_over(source)
+                self._offer(source)
 
     def _release(self) -> None:
         control, self._control = self._control, None
@@ -219,6 +220,14 @@ class StderrTails:
         self._sources.clear()
 
     def _hand_over(self, source: _Source) -> bool:
+        """Whether the pump carries it; one that has just been killed is replaced first."""
+        if self._offer(source):
+            return True
+        self._await_end(time.monotonic() + FLUSH_S)
+        self._revive()
+        return self._offer(source)
+
+    def _offer(self, source: _Source) -> bool:
         return self._send(b"source %d" % source.shown, [source.pipe, source.ring_fd])
 
     def _send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
@@ -256,8 +265,7 @@ class StderrTails:
             except OSError:
                 answer = []
             if not answer:
-                if self._process is not None:
-                    self._await_end(deadline)
+                self._await_end(deadline)
                 return None
             if int(answer[0]) == number:
                 return int(answer[1])
@@ -265,7 +273,8 @@ class StderrTails:
 
     def _await_end(self, deadline: float) -> None:
         """The pump's socket has ended: its process is about to."""
-        assert self._process is not None
+        if self._process is None:
+            return
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -7,8 +7,10 @@ Started by `stderr_tail.StderrTails` as `python -I -S pump.py`; fd 2 is the cons
     b"flush N"                   answered with b"N K" when what was in the pipes is in the rings and on the console; K are open
 
 Bytes go on unchanged and at once, partial lines too, in the order of their arrival. The console's blocking is passed on: while it
-takes nothing and BACKLOG_BYTES wait, the pipes are not read (a flush reads what is in them all the same), so nothing is lost and
-no memory fills up. A console that is gone costs the output and not the workers: their pipes are read on into the rings.
+takes nothing, the pipes are not read (a flush reads what is in them all the same), so no memory fills up. A pump that is killed
+leaves in the ring what it had in hand, and the next one writes that: nothing is lost but what it was killed in the middle of
+reading, and one piece may be written twice. A console that is gone costs the output and not the workers: their pipes are read on
+into the rings.
 
 The end of the agent is the end of its socket. This process ends when the last writer of the last pipe has ended and all is
 written: what the agent left alive on purpose can speak on.
@@ -26,10 +28,10 @@ RING_BYTES = 64 * 1024
 HEADER_BYTES = 64  # native 64-bit words at the indices below; the rest is free
 TOTAL = 0  # bytes ever written; the ring holds the last RING_BYTES of them, byte n at n % RING_BYTES
 CONNECTED = 1  # 1: the pipe has had a writer
+WRITTEN = 2  # how many of TOTAL the console has
 
 READ_BYTES = 64 * 1024  # a whole pipe: so a read never cuts a write of PIPE_BUF or less
 PIECE_BYTES = select.PIPE_BUF  # a pipe that polls writable takes so many without blocking
-BACKLOG_BYTES = 256 * 1024
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
 
 
@@ -57,6 +59,16 @@ class Ring:
         self._bytes[: len(last) - len(head)] = last[len(head) :]
         self._words[TOTAL] += len(data)  # last: a reader that sees it sees the bytes
 
+    def written(self, count: int) -> None:
+        self._words[WRITTEN] += count
+
+    def unwritten(self) -> bytes:
+        """What the console has not got yet, as far as it is still here."""
+        count = self._words[TOTAL] - self._words[WRITTEN]
+        last = self.read()[-count:] if count else b""
+        self._words[WRITTEN] = self._words[TOTAL] - len(last)
+        return last
+
     def read(self) -> bytes:
         total = self._words[TOTAL]
         if total <= RING_BYTES:
@@ -70,7 +82,7 @@ class Console:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._waiting: deque[memoryview] = deque()
+        self._waiting: deque[tuple[memoryview, Ring]] = deque()
         self._gone = False
         self.bytes_in = 0  # ever put
         self.bytes_out = 0  # ever written, or dropped because there is nobody to read it
@@ -83,13 +95,14 @@ class Console:
     def waiting(self) -> int:
         return self.bytes_in - self.bytes_out
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: bytes, ring: Ring) -> None:
+        """ring: is told when it is written."""
         self.bytes_in += len(data)
-        self._waiting.append(memoryview(data))
+        self._waiting.append((memoryview(data), ring))
 
     def write(self) -> None:
         while self._waiting:
-            data = self._waiting[0]
+            data, _ = self._waiting[0]
             if self._gone:
                 self._advance(len(data))
                 continue
@@ -111,11 +124,10 @@ class Console:
 
     def _advance(self, count: int) -> None:
         self.bytes_out += count
-        rest = self._waiting[0][count:]
-        if rest:
-            self._waiting[0] = rest
-        else:
-            self._waiting.popleft()
+        data, ring = self._waiting.popleft()
+        ring.written(count)
+        if count < len(data):
+            self._waiting.appendleft((data[count:], ring))
 
 
 def _whole_lines(data: memoryview) -> int:
@@ -139,20 +151,24 @@ class Pump:
     def run(self) -> None:
         while self._control is not None or self._sources or self._console.waiting:
             ready = self._wait()
-            for descriptor in [descriptor for descriptor in self._sources if descriptor in ready]:
-                self._take(descriptor, heard=True)
             self._console.write()
+            for descriptor in [descriptor for descriptor in self._sources if descriptor in ready]:
+                if self._console.waiting:
+                    break
+                self._sources[descriptor] = self._sources.pop(descriptor)  # the others have their turn before it comes again
+                self._take(descriptor, heard=True)
+                self._console.write()
             if self._control is not None and self._control.fileno() in ready:
                 self._obey(self._control)
             self._answer()
 
     def _wait(self) -> "set[int]":
         poll = select.poll()
-        if self._console.waiting:
-            poll.register(self._console_fd, select.POLLOUT)
         if self._control is not None:
             poll.register(self._control, select.POLLIN)
-        if self._console.waiting < BACKLOG_BYTES:
+        if self._console.waiting:
+            poll.register(self._console_fd, select.POLLOUT)
+        else:
             for descriptor in self._sources:
                 poll.register(descriptor, select.POLLIN)
         return {descriptor for descriptor, _ in poll.poll()}
@@ -174,7 +190,7 @@ class Pump:
         if data:
             ring.append(data)
             if shown:
-                self._console.put(data)
+                self._console.put(data, ring)
         elif heard or forget:
             self._let_go(descriptor)
 
@@ -189,9 +205,12 @@ class Pump:
             message, descriptors = b"", []
         order, _, argument = message.partition(b" ")
         if order == b"source" and len(descriptors) == 2:
-            pipe, ring = descriptors
-            self._sources[pipe] = Ring(ring), argument == b"1"
-            os.close(ring)
+            pipe, ring_fd = descriptors
+            ring = Ring(ring_fd)
+            os.close(ring_fd)
+            self._sources[pipe] = ring, argument == b"1"
+            if argument == b"1" and (left := ring.unwritten()):  # by a pump that was killed
+                self._console.put(left, ring)
         elif order == b"forget":
             self._take_all(forget=True)
         elif order == b"flush":

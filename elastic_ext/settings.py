@@ -135,6 +135,12 @@ class Settings:
     etcd_key: str | None = _setting(None, _text, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, _text, "ext_etcd: password; give it by the environment or the file")
     etcd_user: str | None = _setting(None, _text, "ext_etcd: user")
+    exit_codes: str = _setting(
+        "design",
+        _preset,
+        "exit codes of the agent: by cause (see below), 1 as stock torchrun, or by cause with 128 added to those that "
+        "Kubeflow's ExitCode policy shall retry",
+    )
     grow_at: str = _setting(
         "now", _grow_at, "ext_etcd: a node joins a running job now, or at the next checkpoint (needs checkpoint_dir)"
     )
@@ -144,24 +150,22 @@ class Settings:
     metrics: bool = _setting(True, _boolean, "serve Prometheus metrics")
     metrics_host: str = _setting("127.0.0.1", _text, "address that the metrics endpoint is bound to")
     metrics_port: int = _setting(9401, _port, "port of the metrics endpoint; 0: any free one")
-    platform_grace: float | None = _setting(
-        None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
-    )
-    exit_codes: str = _setting(
-        "design",
-        _preset,
-        "exit codes of the agent: by cause (see below), 1 as stock torchrun, or by cause with 128 added to those that "
-        "Kubeflow's ExitCode policy shall retry",
-    )
     node_name: str | None = _setting(
         None, _text, "what this node is called in verdicts, strikes and metrics; default: the host's name"
     )
+    platform_grace: float | None = _setting(
+        None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
+    )
+    pod_api: bool = _setting(False, _boolean, "Kubernetes: ask the API server about this pod when a worker has failed")
+    pod_file: str | None = _setting(None, _text, "Kubernetes: file with this pod or its status as JSON, kept by somebody else")
     refuse_node: int = _setting(3600, _lease, "ext_etcd: seconds that a host that was told to leave may not come back")
+    rules: str | None = _setting(None, _text, "TOML file with failure rules of your own, which come before the built-in ones")
     settle: float = _setting(
         0.5, _seconds, "ext_etcd: how long after the first report of a failure the nodes that may have one too are waited for"
     )
-    verdict_file: str | None = _setting(None, _text, "file for the verdict that ends the job, as JSON")
-    rules: str | None = _setting(None, _text, "TOML file with failure rules of your own, which come before the built-in ones")
+    stderr_tail: bool = _setting(
+        True, _boolean, "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal"
+    )
     stop_grace: float | None = _setting(
         None,
         _seconds,
@@ -170,6 +174,7 @@ class Settings:
     topology: str | None = _setting(
         None, _text, "ext_etcd: where this node is (a rack, say); new nodes are numbered in its order"
     )
+    verdict_file: str | None = _setting(None, _text, "file for the verdict that ends the job, as JSON")
 
 
 DEFAULT_STOP_GRACE = 5.0

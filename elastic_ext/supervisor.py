@@ -30,7 +30,8 @@ from elastic_ext.checkpoints import discovery
 from elastic_ext.errors import JobStopped, UsageError
 from elastic_ext.failures import report, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
-from elastic_ext.failures.evidence import Evidence, exit_status, read_error_file
+from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
+from elastic_ext.failures.host import Host, HostSays
 from elastic_ext.failures.report import FailedWorker
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
 from elastic_ext.observe.server import MetricsServer
@@ -43,6 +44,7 @@ from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import Exit, WorkerProcesses
 from elastic_ext.workers.progress import ProgressBoard
+from elastic_ext.workers.stderr_tail import StderrTails
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Supervisor(AgentSeam):
         self._board: ProgressBoard | None = None
         self._wakeup: Wakeup
         self._guard: Guard
+        self._stderr: StderrTails
+        self._host: Host
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
@@ -97,6 +101,10 @@ class Supervisor(AgentSeam):
             in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._logs.run_dir = tempfile.mkdtemp(prefix="elastic_ext_", dir=in_memory)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            self._stderr = self._logs.stderr = StderrTails(self._settings.stderr_tail and self._settings.bootstrap)
+            stack.callback(self._stderr.close)
+            self._host = Host(self._settings)
+            stack.callback(self._host.close)
             self._guard = Guard(self._token, self._logs.run_dir)
             clean = False
             try:
@@ -143,6 +151,7 @@ class Supervisor(AgentSeam):
                 continue
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; ours are still in view
                 self._end_workers()
+            self._stderr.settle()
             failed = self._gather(result)
             cause, others = self._explain(failed)
             verdict = self._conclude(result, cause)
@@ -188,6 +197,7 @@ class Supervisor(AgentSeam):
         """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""
         if self._workers.failed:
             self._handler.break_round(f"workers failed on {self._handler.host}")  # first: the others' workers wait in collectives
+            self._host.ask()
             self._end_workers()
             return self.close_failed()
         if self.result_readers or not self._workers.running:
@@ -205,6 +215,7 @@ class Supervisor(AgentSeam):
     def _gather(self, result: RunResult) -> list[FailedWorker]:
         """The evidence of every worker of this round that did not end well, judged one by one."""
         failed = []
+        host = self._host.says()
         for local_rank, pid in self._workers.pids.items():
             exit_ = self._workers.exits.get(local_rank)
             asked_to_end = result.state is WorkerState.UNHEALTHY and exit_ is not None and exit_.asked_ns is not None
@@ -220,13 +231,13 @@ class Supervisor(AgentSeam):
                     exitcode = 1
                 else:
                     continue
-            evidence = self._evidence(rank, local_rank, exitcode, exit_, error_file.exception, error_file.raised_ns)
+            evidence = self._evidence(rank, local_rank, exitcode, exit_, error_file, host)
             diagnosis = classify(evidence, self._rules)
             failed.append(FailedWorker(local_rank, pid, exitcode, error_file, diagnosis))
         return failed
 
     def _evidence(
-        self, rank: int, local_rank: int, exitcode: int, exit_: Exit | None, exception: Any, raised_ns: int | None
+        self, rank: int, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile, host: HostSays
     ) -> Evidence:
         code, signal_name = exit_status(exitcode)
         progress = self._board.read(local_rank) if self._board else None
@@ -234,12 +245,17 @@ class Supervisor(AgentSeam):
             rank=rank,
             exit_code=code,
             signal=signal_name,
-            exception=exception,
+            exception=error_file.exception,
+            stderr_tail=self._stderr.tail(local_rank) or "",
+            # The count is of a whole group: it says nothing of a worker that ended otherwise.
+            oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name else None,
+            xids=host.xids,
+            platform=host.platform,
             node=self._handler.host,
             step=progress.steps if progress and progress.pid else None,
             first_step_done=progress.first_step_done if progress else None,
-            stopped_by_agent=exit_ is None or exit_.was_asked(raised_ns),
-            ended_ns=raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
+            stopped_by_agent=exit_ is None or exit_.was_asked(error_file.raised_ns),
+            ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
         )
 
     def _explain(self, failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
@@ -287,6 +303,7 @@ class Supervisor(AgentSeam):
             pids = super().start_workers()
         self._processes = WorkerProcesses(pids, self.leads_groups)
         self._guard.watch(pids.values(), self._handler.last_will())
+        self._host.round_started(pids.values())
         self._count_workers("running")
         return pids
 

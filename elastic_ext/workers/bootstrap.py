@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 WORKER_ENV = "ELASTIC_EXT_WORKER"
-"""JSON object: slot (int), progress (path), stacks (path), quiet_traceback (bool), agent (str); any may be missing."""
+"""JSON object, any key may be missing: slot (int), progress, stacks, stderr (paths), quiet_traceback (bool), agent (str)."""
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
 STACKS_SIGNAL = SIGRTMIN + 8
@@ -69,6 +69,7 @@ def run_as_main(argv: "list[str]", settings: "dict[str, Any]") -> None:
     Raises what left the script, as it comes: the caller lets it go up to the interpreter, which then ends the process the way it
     always does. Works in a forked child too: the frames of callers are left out of what is printed.
     """
+    _connect_stderr(settings)
     pid = os.getpid()
     words = _arm(settings)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy puts the module's file in place of "-m"
@@ -340,6 +341,20 @@ def _clip(text: str, limit: int) -> str:
         return text
     half = limit // 2 - 32  # leaves room for the line between
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def _connect_stderr(settings: "dict[str, Any]") -> None:
+    """Let fd 2 be the named pipe of the agent, for children and C code too. On an error it stays what it is."""
+    if settings.get("stderr") is None:
+        return
+    try:
+        os.fstat(2)  # closed stays closed
+        pipe = os.open(settings["stderr"], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no reader: an error, and no wait for one
+        os.set_blocking(pipe, True)
+        os.dup2(pipe, 2)
+        os.close(pipe)
+    except (OSError, TypeError, ValueError) as error:
+        _warn(f"the end of this worker's stderr is not kept: {settings['stderr']!r}: {error}")
 
 
 def _arm(settings: "dict[str, Any]") -> "memoryview | None":

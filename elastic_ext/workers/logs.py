@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from elastic_ext.workers.stderr_tail import StderrTails
+
 
 class WorkerLogs(LogsSpecs):
     """Adds our variables to the workers' environment and keeps their error files from torch's reader.
@@ -20,6 +22,7 @@ class WorkerLogs(LogsSpecs):
     Set before each round:
         variables: for all workers of this node. TORCHELASTIC_RESTART_COUNT among them names the log directory.
         tell: for each worker by local rank, as JSON in ELASTIC_EXT_WORKER; see `workers/bootstrap.py` for the keys.
+        stderr: keeps the last of what the workers write there; set once.
     Read after its start:
         error_files, stacks_files: by local rank, where the worker leaves them.
     """
@@ -31,6 +34,7 @@ class WorkerLogs(LogsSpecs):
         self.run_dir = ""  # the agent's private directory, for the files of a job that wants no logs
         self.variables: dict[str, str] = {}
         self.tell: dict[int, dict[str, Any]] = {}
+        self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
 
@@ -42,6 +46,7 @@ class WorkerLogs(LogsSpecs):
         for env in envs.values():
             env.update(self.variables)
         dest = self._inner.reify(envs)
+        self.stderr.begin_round()
         for local_rank, env in envs.items():
             error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
@@ -49,6 +54,8 @@ class WorkerLogs(LogsSpecs):
             # Where stderr goes to a file, the traceback belongs into that file; on the console the agent shows it once.
             quiet = dest.stderrs[local_rank] in ("", os.devnull)
             told = {**self.tell[local_rank], "stacks": self.stacks_files[local_rank], "quiet_traceback": quiet}
+            if (pipe := self.stderr.connect(local_rank, dest.stderrs[local_rank], self._private_dir(local_rank))) is not None:
+                told["stderr"] = pipe
             env["ELASTIC_EXT_WORKER"] = json.dumps(told)
         # Torch reads the files named here without any check as soon as a worker has failed. The supervisor reads them with care.
         return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))

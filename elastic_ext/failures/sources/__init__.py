@@ -1,0 +1,22 @@
+"""What the host says about a failure: the kernel, the GPU driver, Kubernetes, Slurm.
+
+Each source answers in plain values within its deadline and never raises for what a host can look like. None is "not known": no
+such file, no right to read it, no answer in time. It is never "fine".
+"""
+
+from elastic_ext.failures.sources.gpu import RecoveryAction, recovery_actions
+from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
+from elastic_ext.failures.sources.memory import oom_counts, oom_kills_since
+from elastic_ext.failures.sources.platforms import Platform, detect
+
+__all__ = [
+    "KernelLog",
+    "Platform",
+    "RecoveryAction",
+    "Xid",
+    "detect",
+    "oom_counts",
+    "oom_kills_since",
+    "parse_xid",
+    "recovery_actions",
+]

@@ -1,0 +1,114 @@
+"""What Kubernetes says of our own pod: from a file that holds it, or from the API server where the pod may ask.
+
+The downward API hands out metadata only, no conditions. So somebody else keeps the file (a sidecar, a node agent), or the pod's
+service account has the right to `get` pods and the setting `pod_api` turns the question on.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import platform
+import queue
+import ssl
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from elastic_ext.failures.sources.platforms import Platform
+
+HOST = "KUBERNETES_SERVICE_HOST"
+PORT = "KUBERNETES_SERVICE_PORT"
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+TIMEOUT_S = 1.0
+MAX_BYTES = 4 << 20
+
+
+def platform_of(pod: Mapping[str, Any] | None) -> Platform:
+    """What a pod, or the status of one, says. None: nothing could be read of it."""
+    if pod is None:
+        return Platform("kubernetes")
+    status, metadata = _mapping(pod.get("status", pod)), _mapping(pod.get("metadata"))
+    target = next((c for c in _mappings(status.get("conditions")) if c.get("type") == "DisruptionTarget"), {})
+    disrupted = target.get("status") == "True"
+    reasons = (
+        target.get("reason") if disrupted else None,
+        status.get("reason"),  # "Evicted", "NodeLost"
+        # Not lastState: that is the container before this one, whose agent is gone.
+        *(_mapping(_mapping(c.get("state")).get("terminated")).get("reason") for c in _mappings(status.get("containerStatuses"))),
+        "Deleted" if metadata.get("deletionTimestamp") else None,
+    )
+    # A sidecar that has done its work says so too.
+    reason = next((reason for reason in reasons if isinstance(reason, str) and reason not in ("", "Completed")), None)
+    return Platform("kubernetes", reason, disrupted)
+
+
+def last_termination(pod: Mapping[str, Any] | None, container: str) -> str | None:
+    """Why the container before this one ended ("OOMKilled", "Error"): what an agent that starts again may want to know."""
+    status = _mapping(_mapping(pod).get("status", pod))
+    for found in _mappings(status.get("containerStatuses")):
+        if found.get("name") == container:
+            reason = _mapping(_mapping(found.get("lastState")).get("terminated")).get("reason")
+            return reason if isinstance(reason, str) else None
+    return None
+
+
+def read_pod(path: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None if it is not there, too large or none."""
+    try:
+        if not Path(path).is_file():  # a pipe would block
+            return None
+        with open(path, "rb") as file:
+            return _object(file.read(MAX_BYTES + 1))
+    except OSError:
+        return None
+
+
+def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> dict[str, Any] | None:
+    """Our own pod from the API server; None without the right to ask, or without an answer within `timeout_s` in all.
+
+    account: the directory with the token, the CA and the namespace. The pod's name is POD_NAME, else the host's name.
+    """
+    answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    # A thread, for a server may send one byte a second, and looking up a name has no deadline of its own.
+    threading.Thread(target=lambda: answers.put(_get(environ, Path(account), timeout_s)), daemon=True).start()
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return None
+
+
+def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> dict[str, Any] | None:
+    try:
+        token = (account / "token").read_text().strip()
+        namespace = (account / "namespace").read_text().strip()
+        name = environ.get("POD_NAME") or platform.node()
+        context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        connection = http.client.HTTPSConnection(environ[HOST], int(environ.get(PORT, "443")), timeout=timeout_s, context=context)
+        try:
+            path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}", "Accept": "application/json"})
+            answer = connection.getresponse()
+            return _object(answer.read(MAX_BYTES + 1)) if answer.status == http.client.OK else None
+        finally:
+            connection.close()
+    except (OSError, ValueError, KeyError, http.client.HTTPException):
+        return None
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(data) if len(data) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -1,0 +1,27 @@
+"""Started by `gpu.py` as a process of its own: what NVML recommends for each GPU, as JSON on standard output.
+
+NVML makes no CUDA context. Run by path with `-I`; the arguments are where pynvml may be found.
+"""
+
+import json
+import sys
+
+
+def main() -> None:
+    sys.path.extend(sys.argv[1:])
+    import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    pynvml.nvmlInit()
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        (field,) = pynvml.nvmlDeviceGetFieldValues(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        # The value is a union whose type the driver names; a whole number of any width reads the same in this one.
+        action = field.value.uiVal if field.nvmlReturn == pynvml.NVML_SUCCESS else None
+        bus = pynvml.nvmlDeviceGetPciInfo(device).busId
+        found.append([bus.decode() if isinstance(bus, bytes) else bus, action])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

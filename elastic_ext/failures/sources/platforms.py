@@ -1,0 +1,43 @@
+"""What runs this node's agent, and what it says about the agent's end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What the platform says.
+
+    Attributes:
+        name: "kubernetes" or "slurm".
+        reason: in the platform's own words ("OOMKilled", "PreemptionByScheduler", "PREEMPTED", "DUE TO TIME LIMIT"); None: it
+            has not said any.
+        disruption_target: Kubernetes is about to end the pod; None: not known.
+    """
+
+    name: str
+    reason: str | None = None
+    disruption_target: bool | None = None
+
+
+def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform | None:
+    """Ask the platform that this process runs on; None where there is none that we know. Takes up to 2 s where it hangs.
+
+    Slurm first: under Slinky its nodes are pods, and the job's end is Slurm's to tell.
+
+    Args:
+        pod_file: JSON of the pod or of its status, kept up to date by somebody else.
+        pod_api: ask the API server, if there is no such file.
+    """
+    from elastic_ext.failures.sources import kubernetes, slurm  # they import Platform
+
+    if slurm.job_id(environ):
+        return slurm.ask(environ)
+    if kubernetes.HOST in environ or pod_file:
+        pod = kubernetes.read_pod(pod_file) if pod_file else None
+        if pod is None and pod_api:
+            pod = kubernetes.get_pod(environ)
+        return kubernetes.platform_of(pod)
+    return None

@@ -1,0 +1,71 @@
+"""What Slurm says of our job: its environment, and `scontrol show job` where that is there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_ext.failures.sources import commands
+from elastic_ext.failures.sources.platforms import Platform
+
+TIMEOUT_S = 2.0
+TIME_LIMIT = "DUE TO TIME LIMIT"  # as Slurm itself says it in the job's output
+SHORTLY_S = 5.0  # Slurm sends its signals about when the limit is reached, by its own clock
+
+# JobState -> what it means for us; the other states (RUNNING, COMPLETING, PENDING, ...) say nothing of an end.
+_OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL", "REQUEUED", "REVOKED", "STOPPED", "FAILED")
+_ENDS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": TIME_LIMIT, **{state: state for state in _OTHER_ENDS}}
+_REASONS = {"TimeLimit": TIME_LIMIT, "Preempted": "PREEMPTED", "NodeDown": "NODE_FAIL"}
+_FIELD = re.compile(r"(?:^|\s)(JobState|Reason)=(\S*)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the environment tells. end_time: Unix time of the limit; None: no limit or not told (Slurm before 22.05)."""
+
+    job_id: str
+    end_time: int | None = None
+    restart_count: int | None = None
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """ "" outside of a job."""
+    return environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
+
+
+def read_environment(environ: Mapping[str, str]) -> Job:
+    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), _number(environ.get("SLURM_RESTART_COUNT")))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() else None
+
+
+def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
+    """What Slurm says of the job that this process belongs to."""
+    job = read_environment(environ)
+    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
+    text = None
+    if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234", "1234_7", but no option
+        text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
+    reason = parse_show_job(text or "")
+    if reason is None and job.end_time is not None and time.time() >= job.end_time - SHORTLY_S:
+        reason = TIME_LIMIT
+    return Platform("slurm", reason)
+
+
+def parse_show_job(text: str) -> str | None:
+    """Why the job ends, from `scontrol show job`; None if that does not tell.
+
+    Several jobs may be shown (an array, a heterogeneous job, the run before a requeue): the first that tells decides.
+    """
+    fields = _FIELD.findall(text)
+    for name, value in fields:
+        # "CANCELLED+" or "PREEMPTED,COMPLETING": flags follow the base state.
+        for state in re.split(r"[,+]", value) if name == "JobState" else ():
+            if state in _ENDS:
+                return _ENDS[state]
+    return next((_REASONS[value] for name, value in fields if name == "Reason" and value in _REASONS), None)

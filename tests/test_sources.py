@@ -1,0 +1,460 @@
+"""What the host says about a failure: real control groups, a real kernel log, real programs and servers where the test may."""
+
+import http.server
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.failures.sources import commands, gpu, kernel_log, kubernetes, memory, platforms, slurm
+from elastic_ext.failures.sources.gpu import RecoveryAction
+from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
+from elastic_ext.failures.sources.platforms import Platform, detect
+from tests.etcd_server import Certificates
+from tests.jobs import wait_gone
+
+# ---- memory
+
+EATER = "import sys; sys.stdin.readline(); data = bytearray(256 << 20); print(len(data))"  # every page is touched: calloc is not
+SLEEPER = "import sys; sys.stdin.readline(); import signal; signal.pause()"
+
+
+@pytest.fixture
+def small_group():
+    """A control group of ours that may hold 48 MB, and the version it is of."""
+    own = Path("/proc/self/cgroup").read_text()
+    made = next(
+        (made for file in memory.counting_files(own, Path("/proc/self/mountinfo").read_text()) if (made := _make(file))), None
+    )
+    if made is None:
+        pytest.skip("no memory control group may be made here")
+    yield made
+    deadline = time.monotonic() + 10
+    while made.exists():  # the kernel takes a moment to see that its last process has gone
+        try:
+            made.rmdir()
+        except OSError:
+            assert time.monotonic() < deadline
+
+
+def _make(file: str) -> "Path | None":
+    group = Path(file).parent / f"elastic_ext_{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+    except OSError:
+        return None
+    limits = {"memory.max": 48 << 20, "memory.swap.max": 0}
+    if file.endswith("oom_control"):
+        limits = {"memory.limit_in_bytes": 48 << 20, "memory.memsw.limit_in_bytes": 48 << 20}
+    try:
+        (group / next(iter(limits))).write_text(str(limits[next(iter(limits))]))
+    except OSError:
+        group.rmdir()
+        return None
+    for name, limit in list(limits.items())[1:]:
+        if (group / name).exists():
+            (group / name).write_text(str(limit))
+    return group
+
+
+def start_in(group: Path, script: str) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    (group / "cgroup.procs").write_text(str(process.pid))
+    return process
+
+
+@pytest.mark.parametrize(("script", "kills"), [(EATER, 1), (SLEEPER, 0)], ids=["out of memory", "plain SIGKILL"])
+def test_a_kill_for_memory_is_told_from_a_plain_one(small_group, script, kills):
+    with start_in(small_group, script) as process:
+        before = memory.oom_counts([process.pid])
+        assert any(str(small_group) in file for file in before), before
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        if not kills:
+            process.kill()
+        process.wait(60)
+    assert process.returncode == -signal.SIGKILL  # both look the same but for the count
+    assert memory.oom_kills_since(before) == kills
+
+
+def test_counts_that_cannot_be_read_are_not_known(tmp_path):
+    assert memory.oom_kills_since({}) is None
+    assert memory.oom_kills_since({str(tmp_path / "gone"): 3}) is None
+    still, risen = tmp_path / "still", tmp_path / "risen"
+    still.write_text("low 0\noom 9\noom_kill 4\noom_group_kill 7\n")
+    risen.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
+    assert memory.oom_kills_since({str(still): 4}) == 0
+    assert memory.oom_kills_since({str(still): 4, str(tmp_path / "gone"): 0}) is None
+    assert memory.oom_kills_since({str(still): 4, str(risen): 4, str(tmp_path / "gone"): 0}) == 2
+    assert memory.oom_counts([2**22 + 1]) == memory.oom_counts()  # no such process
+
+
+V2 = "29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+V1 = (
+    "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+    "31 23 0:2 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
+)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mountinfo", "files"),
+    [
+        ("0::/system.slice/a.service", V2, ["/sys/fs/cgroup/system.slice/a.service/memory.events"]),
+        ("0::/", V2, ["/sys/fs/cgroup/memory.events"]),  # a container with a namespace of its own
+        ("4:memory:/docker/1\n3:cpu:/x\n0::/", V1, ["/sys/fs/cgroup/memory/docker/1/memory.oom_control"]),
+        ("4:cpu,memory:/a", V1.replace("rw,memory", "rw,cpu,memory"), ["/sys/fs/cgroup/memory/a/memory.oom_control"]),
+        ("4:memory:/docker/1/b", V1.replace("0:32 /", "0:32 /docker/1"), ["/sys/fs/cgroup/memory/b/memory.oom_control"]),
+        ("4:memory:/docker/12", V1.replace("0:32 /", "0:32 /docker/1"), []),
+        ("0::/../other", V2, []),
+        ("0::/a", V2.replace("/sys/fs/cgroup", "/with\\040blank"), ["/with blank/a/memory.events"]),
+        ("", V2, []),
+        ("0::/a", "", []),
+        ("nonsense\n::\n0:", "nonsense\n - \n1 2 3 / - cgroup2", []),
+    ],
+)
+def test_where_kills_are_counted(cgroup, mountinfo, files):
+    assert memory.counting_files(cgroup, mountinfo) == files
+
+
+# ---- the kernel log
+
+
+@pytest.mark.parametrize(
+    ("line", "xid"),
+    [
+        (
+            "6,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.",
+            Xid(79, "0000:3b:00", 1234),
+        ),
+        ("NVRM: Xid (PCI:0000:3B:00): 31, pid='<unknown>', name=<unknown>, Ch 00000010", Xid(31, "0000:3b:00")),
+        ("NVRM: Xid (PCI:0009:01:00): 95, pid='77', name=python", Xid(95, "0009:01:00", 77)),
+        ("NVRM: Xid (0000:03:00): 13, 0001 00000000 0000a097", Xid(13, "0000:03:00")),
+        ("[12.3] NVRM: Xid (PCI:0000:3b:00.0): 48, DBE", Xid(48, "0000:3b:00.0")),
+        ("nvidia-nvswitch0: SXid (PCI:0000:85:00.0): 12028, Non-fatal", None),
+        ("NVRM: GPU at PCI:0000:3b:00: GPU-abc", None),
+        ("NVRM: Xid (PCI:0000:3b:00): , pid=1", None),
+        ("", None),
+    ],
+)
+def test_xids_in_lines(line, xid):
+    assert parse_xid(line) == xid
+
+
+def test_xids_since_the_start_are_read_from_the_kernels_log():
+    def say(line: str) -> None:
+        try:
+            with open("/dev/kmsg", "w") as log:
+                log.write(line)
+        except OSError as error:
+            pytest.skip(f"the kernel log cannot be written: {error}")
+
+    say("NVRM: Xid (PCI:0000:01:00): 79, pid=1, name=before, a test of elastic_ext\n")
+    log = KernelLog()
+    assert log.xids() == []
+    pid = os.getpid()
+    say(f"NVRM: Xid (PCI:0000:02:00): 31, pid={pid}, name=python, a test of elastic_ext\n")
+    say("nothing of interest, a test of elastic_ext\n")
+    assert log.xids() == [Xid(31, "0000:02:00", pid)]
+    say("NVRM: Xid (PCI:0000:03:00): 48, a test of elastic_ext\n")
+    assert log.xids() == [Xid(31, "0000:02:00", pid), Xid(48, "0000:03:00")]
+    log.close()
+    assert log.xids() is None
+
+
+def test_a_log_that_cannot_be_read_is_not_known(tmp_path):
+    assert KernelLog(str(tmp_path / "none")).xids() is None
+    before = len(os.listdir("/proc/self/fd"))
+    os.mkfifo(tmp_path / "pipe")
+    assert KernelLog(str(tmp_path / "pipe")).xids() is None  # cannot be sought in, as no log
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- commands
+
+
+def test_a_command_is_over_in_time_whatever_it_does(tmp_path):
+    grandchild = tmp_path / "pid"
+    hangs = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60'])\n"
+        f"with open({str(grandchild)!r}, 'w') as file: file.write(str(p.pid))\n"
+        "time.sleep(60)"
+    )
+    start = time.monotonic()
+    assert commands.output([sys.executable, "-c", hangs], 1.0) is None
+    assert time.monotonic() - start < 5
+    assert wait_gone([int(grandchild.read_text())]) == []  # it held the pipe open
+
+
+@pytest.mark.parametrize(
+    ("command", "out"),
+    [
+        (["printf", "fine"], "fine"),
+        (["false"], None),
+        (["/nonexistent/program"], None),
+        (["sh", "-c", "echo said; exit 3"], None),
+        (["head", "-c", "2000000", "/dev/zero"], None),
+        (["printf", "\\377"], "\ufffd"),
+    ],
+)
+def test_what_a_command_says(command, out):
+    assert commands.output(command, 10) == out
+
+
+# ---- GPU
+
+PYNVML = """
+import time
+NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
+class Value: pass
+def nvmlInit(): {init}
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetFieldValues(device, fields):
+    found = Value(); found.value = Value(); found.nvmlReturn, found.value.uiVal = (3, 0) if device == 2 else (0, device)
+    return [found]
+def nvmlDeviceGetPciInfo(device):
+    found = Value(); found.busId = b"00000000:3B:0%d.0" % device
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "actions"),
+    [
+        ("pass", [("0", "none"), ("1", "gpu_reset"), ("2", None)]),
+        ("raise RuntimeError('Driver Not Loaded')", None),
+        ("time.sleep(60)", None),
+    ],
+)
+def test_the_probe_runs_apart_and_in_time(tmp_path, monkeypatch, init, actions):
+    """No GPU here: a pynvml of this test stands for the real one; the process, its deadline and its path are real."""
+    (tmp_path / "pynvml.py").write_text(PYNVML.format(init=init))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    start = time.monotonic()
+    expected = actions and [RecoveryAction(f"00000000:3B:0{index}.0", action) for index, action in actions]
+    assert gpu.recovery_actions(3.0) == expected
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "actions"),
+    [
+        (None, None),
+        ("", None),
+        ("{}", []),
+        ("[[1]]", None),
+        ('[["a", "b"]]', None),
+        ('[["a", 9]]', [RecoveryAction("a", "action 9")]),
+    ],
+)
+def test_what_the_probe_prints(text, actions):
+    assert gpu.parse(text) == actions
+
+
+# ---- Kubernetes
+
+TARGET = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+
+
+def ended(reason):
+    return {"containerStatuses": [{"name": "main", "state": {"terminated": {"reason": reason}}}]}
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason", "target"),
+    [
+        ({"status": {"conditions": [{"type": "Ready", "status": "True"}, TARGET]}}, "PreemptionByScheduler", True),
+        ({"conditions": [TARGET]}, "PreemptionByScheduler", True),  # the status alone
+        ({"status": {"conditions": [{**TARGET, "status": "False"}]}}, None, False),
+        ({"status": {"phase": "Running"}}, None, False),
+        ({"status": {"reason": "Evicted"}}, "Evicted", False),
+        ({"status": ended("OOMKilled")}, "OOMKilled", False),
+        ({"status": ended("Completed")}, None, False),
+        ({"status": {}, "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, "Deleted", False),
+        ({"status": {"containerStatuses": [{"lastState": {"terminated": {"reason": "OOMKilled"}}}]}}, None, False),
+        ({"status": 7, "metadata": []}, None, False),
+        ({"status": {"conditions": [None, 3, {"type": "DisruptionTarget"}], "containerStatuses": {"a": 1}}}, None, False),
+        (None, None, None),
+    ],
+)
+def test_what_a_pod_says(pod, reason, target):
+    assert kubernetes.platform_of(pod) == Platform("kubernetes", reason, target)
+
+
+def test_why_the_container_before_this_one_ended():
+    pod = {"status": {"containerStatuses": [{"name": "main", "lastState": {"terminated": {"reason": "OOMKilled"}}}]}}
+    assert kubernetes.last_termination(pod, "main") == "OOMKilled"
+    assert kubernetes.last_termination(pod, "other") is None
+    assert kubernetes.last_termination(None, "main") is None
+
+
+def test_the_pod_file(tmp_path):
+    path = tmp_path / "pod.json"
+    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}
+    assert detect(environ, str(path)) == Platform("kubernetes")  # not there: nothing is known
+    path.write_text(json.dumps({"status": {"conditions": [TARGET]}}))
+    assert detect({}, str(path)) == Platform("kubernetes", "PreemptionByScheduler", True)
+    for bad in ("", "[]", "{", "[" * 100_000):
+        path.write_text(bad)
+        assert detect(environ, str(path)) == Platform("kubernetes")
+    path.unlink()
+    os.mkfifo(path)
+    assert detect(environ, str(path)) == Platform("kubernetes")
+    assert detect({}) is None
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return Certificates.make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def api_server(certificates, tmp_path):
+    """An API server with one pod, and what a pod that may ask it has: `ask(**environ)`; `asked` holds path and token."""
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "token").write_text("the-token\n")
+    (account / "namespace").write_text("team-a")
+    (account / "ca.crt").write_text(Path(certificates.path("ca.crt")).read_text())
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        status = 200
+        body = json.dumps({"kind": "Pod", "status": {"conditions": [TARGET]}}).encode()
+        asked: "list[tuple[str, str]]" = []  # noqa: RUF012
+        hang = threading.Event()
+        hangs = False
+
+        def do_GET(self):
+            self.asked.append((self.path, self.headers["Authorization"]))
+            if self.hangs:
+                self.hang.wait(30)
+            self.send_response(self.status)
+            self.end_headers()
+            self.wfile.write(self.body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.path("server.crt"), certificates.path("server.key"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    environ = {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(server.server_address[1]),
+        "POD_NAME": "w-0",
+    }
+    yield Handler, account, environ
+    Handler.hang.set()
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_the_api_server_is_asked_for_our_own_pod(api_server, monkeypatch):
+    handler, account, environ = api_server
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(account))
+    pod = kubernetes.get_pod(environ, str(account), 10)
+    assert kubernetes.platform_of(pod) == Platform("kubernetes", "PreemptionByScheduler", True)
+    assert handler.asked == [("/api/v1/namespaces/team-a/pods/w-0", "Bearer the-token")]
+    assert detect(environ) == Platform("kubernetes")  # not unless the setting says so
+    assert len(handler.asked) == 1
+
+
+def test_an_api_server_that_does_not_answer_well_is_not_known(api_server, certificates):
+    handler, account, environ = api_server
+    handler.status = 403
+    assert kubernetes.get_pod(environ, str(account), 10) is None
+    handler.status, handler.body = 200, b"no json"
+    assert kubernetes.get_pod(environ, str(account), 10) is None
+    handler.hangs = True
+    start = time.monotonic()
+    assert kubernetes.get_pod(environ, str(account)) is None
+    assert time.monotonic() - start < 4
+    asked = len(handler.asked)
+    (account / "ca.crt").write_text(Path(certificates.path("other-ca.crt")).read_text())
+    assert kubernetes.get_pod(environ, str(account), 10) is None
+    assert len(handler.asked) == asked  # the token is not given to a server that cannot show who it is
+    (account / "token").unlink()
+    assert kubernetes.get_pod(environ, str(account), 10) is None
+    assert kubernetes.get_pod({}, str(account), 10) is None
+
+
+# ---- Slurm
+
+RUNNING = (
+    "JobId=42 JobName=train UserId=ann(1000) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 ExitCode=0:0"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (RUNNING, None),
+        (RUNNING.replace("RUNNING", "PREEMPTED"), "PREEMPTED"),
+        (RUNNING.replace("RUNNING", "NODE_FAIL"), "NODE_FAIL"),
+        (RUNNING.replace("RUNNING", "TIMEOUT").replace("Reason=None", "Reason=TimeLimit"), "DUE TO TIME LIMIT"),
+        (RUNNING.replace("RUNNING", "COMPLETING").replace("Reason=None", "Reason=TimeLimit"), "DUE TO TIME LIMIT"),
+        (RUNNING.replace("RUNNING", "CANCELLED,COMPLETING"), "CANCELLED"),
+        (RUNNING.replace("RUNNING", "CANCELLED+"), "CANCELLED"),
+        (RUNNING.replace("RUNNING", "OUT_OF_MEMORY"), "OUT_OF_MEMORY"),
+        ("JobId=42 JobName=x\n   JobState=PREEMPTED Reason=None Dependency=(null)\n", "PREEMPTED"),  # without --oneliner
+        (RUNNING.replace("JobName=train", "JobName=JobState=TIMEOUT"), None),
+        ("slurm_load_jobs error: Invalid job id specified", None),
+        ("", None),
+    ],
+)
+def test_what_scontrol_shows(text, reason):
+    assert slurm.parse_show_job(text) == reason
+
+
+def scontrol(folder: Path, body: str) -> "dict[str, str]":
+    program = folder / "scontrol"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    return {"SLURM_JOB_ID": "42", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_scontrol_is_asked_about_our_job(tmp_path):
+    """Slurm is not here: a program of its name stands for it."""
+    shown = RUNNING.replace("RUNNING", "PREEMPTED")
+    environ = scontrol(tmp_path, f'test "$*" = "--oneliner show job 42" && echo "{shown}"')
+    assert detect(environ) == Platform("slurm", "PREEMPTED")
+    assert detect({**environ, "SLURM_JOB_ID": "--help"}) == Platform("slurm")
+    assert detect({**environ, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == Platform("slurm", "PREEMPTED")  # Slinky
+
+
+def test_a_slurm_that_does_not_answer_is_not_known(tmp_path):
+    start = time.monotonic()
+    assert slurm.ask(scontrol(tmp_path, "sleep 60"), 0.5) == Platform("slurm")
+    assert time.monotonic() - start < 5
+    assert slurm.ask(scontrol(tmp_path, "echo JobState=TIMEOUT; exit 1")) == Platform("slurm")
+    assert slurm.ask({"SLURM_JOB_ID": "42", "PATH": str(tmp_path / "empty")}) == Platform("slurm")
+
+
+def test_the_environment_of_slurm(tmp_path):
+    environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_END_TIME": "1000", "SLURM_RESTART_COUNT": "2", "PATH": str(tmp_path)}
+    assert slurm.read_environment(environ) == slurm.Job("42", 1000, 2)
+    assert detect(environ) == Platform("slurm", "DUE TO TIME LIMIT")  # 1970
+    assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
+    assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x", "SLURM_RESTART_COUNT": ""}) == slurm.Job("7")
+
+
+def test_the_sources_are_listed():
+    """What `failures.sources` hands out is what its modules define."""
+    from elastic_ext.failures import sources
+
+    assert sources.Platform is platforms.Platform
+    assert sources.KernelLog is kernel_log.KernelLog
+    assert all(re.fullmatch(r"\w+", name) and getattr(sources, name) for name in sources.__all__)

@@ -1,0 +1,455 @@
+"""What workers write to stderr reaches the console as it is, and the last of it is known: real pipes, pumps and workers."""
+
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.launch import BOOTSTRAP
+from elastic_ext.workers import stderr_tail
+from elastic_ext.workers.stderr_tail import TAIL_BYTES, StderrTails
+from tests.jobs import EXT, STOCK, Job, environment, run, wait_gone
+
+DEADLINE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A loaded machine may not answer within the time that a recovery waits; these tests look at what is answered."""
+    monkeypatch.setattr(stderr_tail, "FLUSH_S", 10.0)
+
+
+class Console:
+    """Takes the place of fd 2; what comes is collected while it reads."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        self._before = os.dup(2)
+        self.take()
+        self.data = b""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Again in a test that starts pumps: between a fixture and its test pytest puts its own file there."""
+        os.dup2(self._writer, 2)
+
+    def read(self) -> "Console":
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def _read(self) -> None:
+        while chunk := os.read(self.reader, 1 << 16):
+            with self._changed:
+                self.data += chunk
+                self._changed.notify_all()
+
+    def wait_for(self, enough) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: enough(self.data), DEADLINE_S), self.data[-1000:]
+
+    def gone(self) -> None:
+        os.close(self.reader)
+        self.reader = -1
+
+    def restore(self) -> None:
+        """Let go of fd 2; the end of what the console gets comes when the last writer has ended."""
+        if self._before >= 0:
+            os.dup2(self._before, 2)
+            os.close(self._before)
+            os.close(self._writer)
+            self._before = -1
+
+    def rest(self) -> bytes:
+        self.restore()
+        if self._thread is None:
+            self.read()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "somebody holds the console open"
+        return self.data
+
+
+@pytest.fixture
+def console():
+    console = Console()
+    yield console
+    console.restore()
+    if console._thread is not None:
+        console._thread.join(DEADLINE_S)
+    if console.reader >= 0:
+        os.close(console.reader)
+
+
+@pytest.fixture
+def tails(console):
+    tails = StderrTails(enabled=True)
+    tails.begin_round()
+    yield tails
+    tails.close()
+
+
+@pytest.fixture
+def worker(tails, tmp_path):
+    """Start a worker as an agent does: `worker(script)`; what it is sent on standard input goes line by line."""
+    started = []
+
+    def _worker(script: str, local_rank: int = 0, destination: str = "") -> "subprocess.Popen[bytes]":
+        folder = tmp_path / f"{len(started)}"
+        folder.mkdir()
+        (folder / "script.py").write_text("import os, sys\n" + script)
+        told = {"agent": "token"}
+        if (path := tails.connect(local_rank, destination, str(folder))) is not None:
+            told["stderr"] = path
+        process = subprocess.Popen(
+            [sys.executable, "-u", BOOTSTRAP, str(folder / "script.py")],
+            env=environment(ELASTIC_EXT_WORKER=json.dumps(told)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield _worker
+    for process in started:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def go(process: "subprocess.Popen[bytes]") -> None:
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+
+
+def pump_pid(tails: StderrTails) -> int:
+    assert tails._process is not None
+    return tails._process.pid
+
+
+def assert_same(got: bytes, expected: bytes) -> None:
+    """Without printing megabytes."""
+    assert (len(got), got[-200:]) == (len(expected), expected[-200:])
+    assert hashlib.sha256(got).digest() == hashlib.sha256(expected).digest()
+
+
+def test_bytes_come_at_once_and_unchanged(console, tails, worker):
+    console.read()
+    process = worker("os.write(2, b' 42%\\r'); sys.stdin.readline(); os.write(2, b'\\xff\\0 no newline')")
+    console.wait_for(lambda data: data == b" 42%\r")  # while it waits: no newline, no end
+    go(process)
+    assert process.wait(DEADLINE_S) == 0
+    assert tails.tail(0) == " 42%\r\ufffd\0 no newline"
+    tails.close()
+    assert_same(console.rest(), b" 42%\r\xff\0 no newline")
+
+
+def test_what_c_code_and_children_say_is_in_it(console, tails, worker):
+    console.read()
+    process = worker(
+        "import ctypes, subprocess\n"
+        "ctypes.CDLL(None).perror(b'terminate called')\n"
+        "subprocess.run(['sh', '-c', 'echo from a child >&2'])\n"
+        "os.abort()\n"
+    )
+    assert process.wait(DEADLINE_S) == -signal.SIGABRT
+    assert re.fullmatch(r"terminate called: .*\nfrom a child\n", tails.tail(0))
+
+
+def test_much_is_carried_whole_and_the_last_of_it_is_kept(console, tails, worker):
+    console.read()
+    process = worker("for n in range(200_000): os.write(2, b'%07d %s\\n' % (n, b'x' * (n % 50)))")
+    assert process.wait(DEADLINE_S) == 0
+    expected = b"".join(b"%07d %s\n" % (n, b"x" * (n % 50)) for n in range(200_000))
+    assert tails.tail(0) == expected[-TAIL_BYTES:].decode()
+    tails.close()
+    assert_same(console.rest(), expected)
+
+
+def test_lines_of_many_workers_stay_whole(console, tails, worker):
+    console.read()
+    script = "for n in range(3000): os.write(2, b'{0} %05d {1}\\n' % n)"
+    processes = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
+    assert [process.wait(DEADLINE_S) for process in processes] == [0] * 4
+    tails.close()
+    lines = console.rest().decode().splitlines()
+    for rank in range(4):
+        assert [line for line in lines if line[0] == str(rank)] == [f"{rank} {n:05} {'y' * 10 * rank}" for n in range(3000)]
+
+
+def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
+    console.read()
+    process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
+    console.wait_for(lambda data: data == b"before\n")
+    assert tails._flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
+    first = pump_pid(tails)
+    os.kill(first, signal.SIGKILL)
+    go(process)
+    assert process.wait(DEADLINE_S) == 0
+    assert pump_pid(tails) != first
+    tails.settle()
+    assert tails.tail(0) == ("z" * TAIL_BYTES + "after\n")[-TAIL_BYTES:]
+    tails.close()
+    assert_same(console.rest(), b"before\n" + b"z" * 1_000_000 + b"after\n")
+    assert "was killed from outside; starting another" in caplog.text
+
+
+def test_a_pump_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
+    console.read()
+    process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
+    for part in range(1, 6):
+        console.wait_for(lambda data, part=part: len(data) > part * 20_000)
+        tails._process.kill()  # nothing happens if the one before has not been replaced yet
+    go(process)
+    assert process.wait(DEADLINE_S) == 0
+    console.wait_for(lambda data: data.endswith(b"end\n"))
+
+
+def test_what_a_killed_pump_had_in_hand_is_written_by_the_next(console, tails, worker):
+    # More than the console's pipe takes: some is in hand, some in the worker's pipe.
+    process = worker("os.write(2, b'a' * 100_000 + b'b')")
+    assert process.wait(DEADLINE_S) == 0
+    assert tails._flush(0.2) is None
+    os.kill(pump_pid(tails), signal.SIGKILL)
+    console.read()
+    assert tails._flush(DEADLINE_S) is not None
+    tails.close()
+    assert_same(console.rest(), b"a" * 100_000 + b"b")
+
+
+def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_it(console, tails, worker):
+    console.read()
+    process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
+    console.wait_for(lambda data: data == b"x")
+    os.kill(pump_pid(tails), signal.SIGSTOP)
+    go(process)
+    assert process.wait(DEADLINE_S) == 0
+    os.kill(pump_pid(tails), signal.SIGKILL)
+    tails._flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
+    assert tails.tail(0) == "xlast words"
+
+
+def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, worker):
+    console.read()
+    process = worker(
+        "import subprocess\n"
+        "child = subprocess.Popen(['sh', '-c', 'read line; echo I go on >&2'], stdin=subprocess.PIPE, start_new_session=True)\n"
+        "print(child.pid, os.dup(child.stdin.fileno()))\n"
+        "os.write(2, b'worker ends')\n"
+        "sys.stdin.readline()\n"
+    )
+    child, held = map(int, process.stdout.readline().split())
+    held_open = os.open(f"/proc/{process.pid}/fd/{held}", os.O_WRONLY)
+    pump = pump_pid(tails)
+    go(process)
+    assert process.wait(DEADLINE_S) == 0
+    start = time.monotonic()
+    assert tails.tail(0) == "worker ends"
+    tails.close()
+    assert time.monotonic() - start < 4.0  # close() waits up to 5 s for a pump that is about to end
+    assert wait_gone([pump], 0) == [pump]
+    os.write(held_open, b"\n")
+    os.close(held_open)
+    assert_same(console.rest(), b"worker endsI go on\n")
+    assert wait_gone([child, pump]) == []
+
+
+def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
+    monkeypatch.undo()  # the wait that users have
+    process = worker("os.write(2, b'a' * 100_000 + b'the end')")  # nobody reads
+    assert process.wait(DEADLINE_S) == 0
+    start = time.monotonic()
+    assert tails.tail(0).endswith("athe end")
+    assert tails.tail(0).endswith("athe end")
+    assert time.monotonic() - start < 2.0
+    console.read()
+    tails.close()
+    assert_same(console.rest(), b"a" * 100_000 + b"the end")
+
+
+def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_pump(console, tails, worker):
+    process = worker("os.write(2, b'a' * 5_000_000); print('through')")
+    assert select.select([process.stdout], [], [], 1.0)[0] == []
+    console.read()
+    assert process.stdout.readline() == b"through\n"
+    assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_console_that_is_gone_costs_the_output_and_not_the_worker(console, tails, worker):
+    console.gone()
+    process = worker("os.write(2, b'a' * 1_000_000 + b'still here')")
+    assert process.wait(DEADLINE_S) == 0
+    assert tails.tail(0).endswith("astill here")
+
+
+def test_unknown_is_not_empty(console, tails, worker, tmp_path):
+    console.read()
+    silent = worker("pass", local_rank=0)
+    assert silent.wait(DEADLINE_S) == 0
+    assert tails.connect(1, "", str(tmp_path)) is not None  # its worker never comes
+    assert tails.tail(0) == ""
+    assert tails.tail(1) is None
+    assert tails.tail(2) is None
+    alive = worker("sys.stdin.readline()", local_rank=3)
+    alive.stdout.close()
+    os.write(2, b"")
+    deadline = time.monotonic() + DEADLINE_S
+    while tails.tail(3) is None:  # no event tells that it has connected
+        assert time.monotonic() < deadline
+    assert tails.tail(3) == ""
+
+
+def test_a_muted_worker_is_heard_by_the_agent_only(console, tails, worker):
+    console.read()
+    assert worker("os.write(2, b'NCCL WARN')", destination=os.devnull).wait(DEADLINE_S) == 0
+    assert tails.tail(0) == "NCCL WARN"
+    tails.close()
+    assert_same(console.rest(), b"")
+
+
+def test_a_file_is_read_from_its_end(console, tails, tmp_path):
+    path = tmp_path / "stderr.log"
+    path.write_bytes(b"b" * 100_000 + b"end")
+    assert tails.connect(0, str(path), str(tmp_path)) is None
+    assert tails.connect(1, str(tmp_path / "absent"), str(tmp_path)) is None
+    assert tails.tail(0) == "b" * (TAIL_BYTES - 3) + "end"
+    assert tails.tail(1) is None
+
+
+def test_the_traceback_that_the_agent_shows_is_in_the_tail(console, tails, worker):
+    console.read()
+    assert worker("os.write(2, b'warning\\n')").wait(DEADLINE_S) == 0
+    assert tails.tail(0, "Traceback\nKeyError: 1\n") == "warning\nTraceback\nKeyError: 1\n"
+    assert tails.tail(0, "warning\n") == "warning\n"  # it did print it
+    assert tails.tail(7, "Traceback\n") == "Traceback\n"
+
+
+def test_rounds_follow_each_other(console, tails, worker):
+    console.read()
+    for number in range(20):
+        tails.begin_round()
+        assert worker(f"os.write(2, b'round {number};')").wait(DEADLINE_S) == 0
+        assert tails.tail(0) == f"round {number};"
+    tails.close()
+    assert_same(console.rest(), b"".join(b"round %d;" % number for number in range(20)))
+
+
+def test_a_terminal_stays_the_workers_terminal():
+    controller, terminal = os.openpty()
+    before = os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        tails = StderrTails(enabled=True)
+        assert not tails.enabled
+        assert tails.connect(0, "", "/nonexistent") is None
+        assert tails.tail(0) is None
+        tails.close()
+    finally:
+        os.dup2(before, 2)
+        for descriptor in (controller, terminal, before):
+            os.close(descriptor)
+
+
+def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
+    console.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        tails = StderrTails(enabled=True)
+    request.addfinalizer(tails.close)
+    console.read()
+    (path,) = [tails.connect(0, "", str(request.getfixturevalue("tmp_path")))]
+    assert path is not None
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(b"c" * 100_000)
+    console.wait_for(lambda data: data == b"c" * 100_000)
+    assert tails.tail(0) == "c" * TAIL_BYTES
+    assert "its pump cannot run: it ended with exit code 1" in caplog.text
+
+
+def test_nothing_is_left_open(console, tmp_path):
+    console.take()
+    console.read()
+    before = os.listdir("/proc/self/fd")
+    pids = []
+    for number in range(10):
+        tails = StderrTails(enabled=True)
+        tails.begin_round()
+        (tmp_path / str(number)).mkdir()
+        tails.connect(0, "", str(tmp_path / str(number)))
+        pids.append(pump_pid(tails))
+        tails.close()
+        tails.close()
+    assert wait_gone(pids) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("elastic_ext_stderr")]
+
+
+CHATTY = """
+import os, sys
+for n in range(5000):
+    os.write(2, b"W%s %05d %s\\n" % (os.environ["RANK"].encode(), n, bytes(range(128, 255)) * (n % 7)))
+"""
+
+
+def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
+    script = tmp_path / "chatty.py"
+    script.write_text(CHATTY)
+    seen = []
+    for command in (STOCK, EXT):
+        done = subprocess.run(
+            [*command, "--nproc-per-node=2", str(script)],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+        lines = done.stderr.split(b"\n")
+        seen.append([[line for line in lines if line.startswith(b"W%d " % rank)] for rank in range(2)])
+    assert seen[0] == seen[1]
+    assert [len(lines) for lines in seen[0]] == [5000, 5000]
+
+
+def test_what_a_worker_said_comes_before_what_the_agent_says_of_its_end(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("import os, sys\nos.write(2, b'x' * 50_000 + b'\\nlast words\\n')\nos._exit(7)\n")
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=0", str(script)], tmp_path)
+    assert job.returncode == 1
+    assert job.err.index("last words") < job.err.index("rank 0 ended with exit code 7")
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
+    script = tmp_path / "who.py"
+    script.write_text("import os; print('stderr is', os.readlink('/proc/self/fd/2'))")
+    job = run([*EXT, f"--rdzv-conf=stderr_tail={setting}", "--nproc-per-node=1", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert ("elastic_ext_" in re.search(r"stderr is (.*)", job.out)[1]) == (setting == "on")
+
+
+def pumps(agent: int) -> list[int]:
+    """Pumps of this agent; they are its children as long as it lives."""
+    found = []
+    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        if b"pump.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            found.append(int(child))
+    return found
+
+
+def test_the_death_of_the_agent_leaves_neither_workers_nor_pump(tmp_path):
+    script = tmp_path / "chat.py"
+    script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")
+    with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
+        job.wait_for("up")
+        (pump,) = pumps(job.process.pid)
+        job.process.kill()
+        assert wait_gone([pump]) == []

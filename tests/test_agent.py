@@ -111,7 +111,7 @@ def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_
     assert job.returncode == 0, job.all
     assert "restart 1 of 3" in job.err
     job = run([*AGENT, "--standalone", "--nproc-per-node=2", GLOO, "key:0"], tmp_path)
-    assert job.returncode == 1
+    assert job.returncode == 65
     assert "Root Cause (first observed failure)" in job.err
     assert job.err.count("Traceback (most recent call last)") == 1
     assert "torch/distributed/run.py" not in job.err.partition("gloo_job.py FAILED")[2]
@@ -124,7 +124,7 @@ def test_module_no_python_and_run_path(tmp_path):
     assert "ran __main__ ['x']" in run([*AGENT, "--run-path", str(tmp_path / "tool.py"), "x"], tmp_path).out
 
 
-@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_signals(tmp_path, sig, code):
     with Job([*AGENT, "--nproc-per-node=2", GLOO, "hang:0"], tmp_path) as job:
         job.wait_for(r"\"rank\"", 2)

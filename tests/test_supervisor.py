@@ -54,7 +54,7 @@ def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
     script = tmp_path / "always.py"
     script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); os._exit(9)")
     job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=-1", str(script)], tmp_path)
-    assert job.returncode == 1
+    assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
     assert "the same came back with no progress" in job.err
 
@@ -68,9 +68,9 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
         "{}['missing']\n"
     )
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
-    assert job.returncode == 1
+    assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
-    assert "the same came back with no progress (kind code)" in job.err
+    assert "the same came back with no progress (kind code, rule repeated)" in job.err
 
 
 def test_a_rule_of_the_user(tmp_path):
@@ -79,8 +79,8 @@ def test_a_rule_of_the_user(tmp_path):
     script.write_text("print('up', flush=True); import os; os._exit(9)")
     command = [*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)]
     job = run(command, tmp_path, ELASTIC_EXT_RULES="rules.toml")
-    assert (job.returncode, job.out.count("up")) == (1, 1)
-    assert "the rule 'nine' of rules file rules.toml (kind data)" in job.err
+    assert (job.returncode, job.out.count("up")) == (65, 1)
+    assert "the rule 'nine' of rules file rules.toml (kind data, rule nine)" in job.err
     job = run(command, tmp_path, ELASTIC_EXT_RULES="no.toml")
     assert (job.returncode, job.out.count("up")) == (78, 0)
     assert "no.toml" in job.err
@@ -98,7 +98,7 @@ def test_no_limit(tmp_path):
 
 def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path)
-    assert job.returncode == 1
+    assert job.returncode == 65
     assert {line["attempt"] for line in reports(job.out)} == {0}
     assert "stop: rank 1 raised KeyError: 'missing' at gloo_job.py:" in job.err
     assert job.all.count('{}["missing"]') == 1
@@ -230,7 +230,7 @@ def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
     job = run(
         [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
     )
-    assert job.returncode == 1, job.all
+    assert job.returncode == 69, job.all
     assert "slept in the kernel" in job.err
     assert job.out.count("up") == 1
     # One that ends well when it is told to: there is no failed worker then, and it is a failure all the same.
@@ -246,7 +246,7 @@ def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
     job = run(
         [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
     )
-    assert job.returncode == 1, job.all
+    assert job.returncode == 69, job.all
     assert "slept in the kernel" in job.err
     assert "ChildFailedError" in job.err
 
@@ -311,7 +311,7 @@ def test_where_stderr_goes_to_a_file_the_traceback_is_in_it(tmp_path):
     script = tmp_path / "boom.py"
     script.write_text("raise NameError('boom')")
     job = run([*EXT, "--nproc-per-node=1", "--log-dir=logs", "--redirects=3", str(script)], tmp_path)
-    assert job.returncode == 1
+    assert job.returncode == 65
     (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
     assert (attempt / "0" / "stderr.log").read_text().endswith("NameError: boom\n")
     assert job.err.count("raise NameError('boom')") == 1
@@ -325,7 +325,7 @@ def test_record_and_the_launchers_own_error_file(tmp_path):
         "@record\ndef main():\n    raise NotImplementedError('later')\nmain()\n"
     )
     job = run([*EXT, "--nproc-per-node=2", str(script)], tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "launcher.json"))
-    assert job.returncode == 1
+    assert job.returncode == 65
     message = json.loads((tmp_path / "launcher.json").read_text())["message"]
     assert message["message"] == "NotImplementedError: later"
     assert "in main" in message["extraInfo"]["py_callstack"]
@@ -414,7 +414,7 @@ def test_a_function_that_dies_at_once(tmp_path):
 
 def test_run_path(tmp_path):
     script = tmp_path / "path.py"
-    script.write_text("import os, sys; print('path', __name__, sys.argv, os.environ['RANK'])")
+    script.write_text("import os, sys; sys.stdout.write(f\"path {__name__} {sys.argv} {os.environ['RANK']}\\n\")")
     job = run([*EXT, "--nproc-per-node=2", "--run-path", str(script), "x"], tmp_path)
     assert job.returncode == 0, job.all
     assert job.out.count("path __main__") == 2

@@ -48,7 +48,7 @@ class Host:
     def _ask(self) -> None:
         found = sources.detect(os.environ, self._settings.pod_file, self._settings.pod_api)
         if found is not None:
-            self._platform = evidence.Platform(found.name, found.reason, found.disruption_target)
+            self._platform = evidence.Platform(found.name, found.reason or "", found.disruption_target)
 
     def says(self) -> HostSays:
         if self._asking is not None:

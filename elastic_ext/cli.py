@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_ext import settings
 from elastic_ext.errors import EX_CONFIG, UsageError
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
@@ -40,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "Read evidence of failures and print one JSON object per case: id, kind, decision, exit_code (null where the agent "
         "goes on), reason, rule. A bad case is told in one line on stderr, the others are printed; the exit code is 78 then."
     )
-    explain.add_argument("files", nargs="+", metavar="FILE", help="one JSON object, or in a .jsonl file one on each line")
+    explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or in a .jsonl file one on each line")
+    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
+    explain.add_argument("--rdzv-id", metavar="ID", help="the job: what happened, when, where, what was decided and why")
     explain.add_argument("--rules", metavar="FILE", help="TOML file of rules of your own, as in the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which exit codes to tell")
     explain.set_defaults(run=_explain)
@@ -55,6 +58,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _explain(args: argparse.Namespace) -> int:
+    job = (args.rdzv_endpoint, args.rdzv_id)
+    if any(job) == bool(args.files) or any(job) != all(job):
+        raise UsageError("explain: expected files, or a job by --rdzv-endpoint and --rdzv-id")
+    return _explain_job(*job) if all(job) else _explain_files(args)
+
+
+def _explain_job(endpoint: str, run_id: str) -> int:
+    """TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
+    from elastic_ext.rendezvous import live
+    from elastic_ext.rendezvous.connect import connect
+
+    with connect(endpoint, settings.read({}, os.environ)) as client:
+        print("\n".join(live.lines(live.read(client, run_id))))
+    return 0
+
+
+def _explain_files(args: argparse.Namespace) -> int:
     rules = user_rules.load(args.rules)
     faults = 0
     for path in args.files:

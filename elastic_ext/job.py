@@ -3,8 +3,8 @@
 A failure flows one way: each node whose workers failed reports its own root cause; the leader of the rendezvous judges all
 reports of a round together, over the ledger of the job, and publishes one verdict, which every agent carries out.
 
-The ledger outlives agents, pods and a requeue under the same run id. It holds no wall-clock time: clocks of two machines are not
-compared, and what must end by itself has a lease.
+The ledger outlives agents, pods and a requeue under the same run id. Its times are for people only: clocks of two machines are
+not compared, and what must end by itself has a lease.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Verdict:
         host, rank: of the cause.
         restarts: charged to the budget of the job so far, this one included.
         limit: the budget; policy.NO_LIMIT for none.
+        at: the wall clock of who judged, for people; nothing is decided by it.
     """
 
     decision: policy.Decision
@@ -66,6 +67,7 @@ class Verdict:
     rank: int = -1
     restarts: int = 0
     limit: int = policy.NO_LIMIT
+    at: str = ""
 
     def for_node(self, node: str) -> policy.Decision:
         """What the agent of this node does: a node that is to be replaced leaves, the others go on without it."""
@@ -99,6 +101,7 @@ class Rules:
     Attributes:
         nodes: that are here now, those of the reports and spares included.
         lost: nodes of the round that are gone: what else has failed in it then failed of that.
+        at: see Verdict.
     """
 
     max_restarts: int
@@ -106,6 +109,7 @@ class Rules:
     nodes: int | None = None
     min_nodes: int | None = None
     lost: tuple[str, ...] = ()
+    at: str = ""
 
 
 def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: int) -> tuple[Ledger, Verdict]:
@@ -126,7 +130,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
     past = history.seen_from(now, ledger.failures)
     decision = policy.decide(cause, charged, rules.max_restarts, past, rules.nodes, rules.min_nodes, rules.exit_codes)
     charged += decision.charged
-    verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts)
+    verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts, rules.at)
     return (
         Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
         verdict,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -90,6 +92,17 @@ def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
         assert second.finish().returncode == 1
         assert "all 3 restarts of the budget" in second.err
         assert {line["attempt"] for line in reports(second)} == {3, 4}
+        told = subprocess.run(
+            [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        assert told.startswith("job job: closed, round 5\n")
+        assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
+        assert "rank 0 on a: rank 0 ended with exit code 3" in told
+        assert "stop, exit code 1\n" in told
         with EtcdClient(server.endpoint) as client:
             kv = client.get("/elastic_ext/job/ledger").kv
             assert kv is not None

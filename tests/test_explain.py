@@ -95,7 +95,10 @@ def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, 
 def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path):
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
     assert (code, len(told), len(err)) == (78, 38, 1)
-    for arguments in ([], ["explain"], ["explane", "x"]):
+    for arguments in ([], ["--rdzv-id=x"], ["--rdzv-id=x", "--rdzv-endpoint=y", CASES]):
+        code, told, err = explain(capsys, *arguments)
+        assert (code, told, len(err)) == (78, [], 1)
+    for arguments in ([], ["explane", "x"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
         assert stopped.value.code == 78

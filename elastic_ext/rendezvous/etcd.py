@@ -26,10 +26,11 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_ext import job
 from elastic_ext.checkpoints import discovery
 from elastic_ext.errors import JobStopped, SeamError, UsageError
-from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded, Tls
+from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
@@ -64,7 +65,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.on_news: Callable[[], None] = lambda: None
         self._run_id = params.run_id
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
-        self._client = _connect(params.endpoint, settings)
+        self._client = connect(params.endpoint, settings)
         tls = bool(settings.etcd_ca or settings.etcd_cert)
         self._endpoints = [
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
@@ -206,7 +207,9 @@ class EtcdRendezvous(RendezvousHandler):
         """On the leader: one verdict for all."""
         told = {id_: job.decode_report(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         before = job.decode_ledger(ledger) if ledger else job.Ledger()
-        rules = job.Rules(self._max_restarts, self.settings.exit_codes, reports.nodes, self._limits.min_nodes, reports.lost)
+        rules = job.Rules(
+            self._max_restarts, self.settings.exit_codes, reports.nodes, self._limits.min_nodes, reports.lost, _now()
+        )
         after, verdict = job.judge(told, before, rules, reports.round)
         leaves = verdict.decision.verdict is Asked.REPLACE_NODE
         return Judged(
@@ -306,15 +309,5 @@ class EtcdRendezvous(RendezvousHandler):
         self._server = None
 
 
-def _connect(endpoint: str, settings: Settings) -> EtcdClient:
-    if not endpoint.strip():
-        raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
-    tls = None
-    if settings.etcd_ca or settings.etcd_cert:
-        tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
-    try:
-        client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        client.get("/elastic_ext/")  # who may not, learns it now
-    except EtcdError as error:
-        raise UsageError(f"etcd at {endpoint}: {error}") from error
-    return client
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S%z")

@@ -1,0 +1,83 @@
+"""What etcd tells of a job, for people: who is in it, what happened, when, where, what was decided and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic_ext.errors import UsageError
+from elastic_ext.etcd import EtcdClient, EtcdError
+from elastic_ext.job import Ledger, LedgerError, Verdict, decode_ledger
+from elastic_ext.policy import NO_LIMIT, Action
+from elastic_ext.rendezvous.participant import ROOT
+from elastic_ext.rendezvous.rounds import Assignment, Header, Node, RecordError, State, decode
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """As of one moment. nodes, parts: by id of the node. refused: why, by host."""
+
+    run_id: str
+    header: Header
+    nodes: dict[str, Node]
+    parts: dict[str, Assignment]
+    ledger: Ledger
+    refused: dict[str, str]
+
+
+def read(client: EtcdClient, run_id: str) -> LiveJob:
+    """Raises UsageError: there is no such job, or it is of another version."""
+    prefix = f"{ROOT}/{run_id}/"
+    try:
+        found = {kv.key.decode()[len(prefix) :]: kv.value for kv in client.get_prefix(prefix).kvs}
+        if not found:
+            raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
+        below = {
+            folder: {key[len(folder) :]: value for key, value in found.items() if key.startswith(folder)}
+            for folder in ("nodes/", "assign/", "refused/")
+        }
+        return LiveJob(
+            run_id,
+            decode(Header, found["round"], "round") if "round" in found else Header(),
+            {id_: decode(Node, value, id_) for id_, value in below["nodes/"].items()},
+            {id_: decode(Assignment, value, id_) for id_, value in below["assign/"].items()},
+            decode_ledger(found["ledger"].decode()) if "ledger" in found else Ledger(),
+            {host: value.decode() for host, value in below["refused/"].items()},
+        )
+    except (EtcdError, RecordError, LedgerError) as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+
+
+def lines(job: LiveJob) -> Iterator[str]:
+    header = job.header
+    yield f"job {job.run_id}: {header.state.value}" + (f", round {header.round}" if header.round else "")
+    if header.reason:
+        yield f"  because: {header.reason}"
+    if header.state is State.RUNNING:
+        yield f"  {header.nodes} nodes, {header.world} workers"
+    for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
+        part = job.parts.get(id_)
+        runs = header.state is State.RUNNING and part is not None and part.of(header) and node.after < header.round
+        place = f"node rank {part.rank}, worker ranks from {part.base_rank}" if runs and part is not None else "waits"
+        yield f"  {id_}: {node.workers} workers at {node.address}, {place}"
+    for host, why in sorted(job.refused.items()):
+        yield f"  {host} may not come back for now: {why}"
+    if not job.ledger.verdicts:
+        yield "no failure is on record"
+    for verdict in job.ledger.verdicts:
+        yield from _told(verdict)
+
+
+def _rank(job: LiveJob, id_: str) -> int:
+    part = job.parts.get(id_)
+    return part.rank if part is not None and part.of(job.header) else len(job.parts)
+
+
+def _told(verdict: Verdict) -> Iterator[str]:
+    decision = verdict.decision
+    what = decision.verdict.value if decision.verdict is not None else decision.action.value
+    ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
+    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
+    yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
+    limit = "no limit" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
+    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts}, {limit}"

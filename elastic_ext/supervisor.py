@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -141,6 +142,7 @@ class Supervisor(AgentSeam):
             if result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
+                    self._handler.finished()
                     return result
                 self._restart(MEMBERSHIP)
                 continue
@@ -165,6 +167,8 @@ class Supervisor(AgentSeam):
                 return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, failures))
             if decision.charged:
                 self.charge_restart()
+            if decision.delay_s > 0:
+                threading.Event().wait(decision.delay_s)  # nothing to do meanwhile; a signal raises out of it
             self._restart(decision.kind)
 
     def _stopped_elsewhere(self, verdict: job.Verdict) -> RunResult:

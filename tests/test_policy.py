@@ -140,4 +140,4 @@ def test_progress_in_between_counts():
     earlier = [Failure("f", 10, 0, True), Failure("g", 50, 0, True)]
     past = seen_from(Failure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1")
+    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1", "code")

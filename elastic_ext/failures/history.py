@@ -19,6 +19,8 @@ class Failure:
     Attributes:
         steps: optimizer steps that the worker had done since it started; None: not known.
         resumed_at: the step of the checkpoint that it had started from, 0 for the beginning; None: not known.
+        kind: of the diagnosis.
+        charged: the restart after it counted against the budget.
     """
 
     fingerprint: str
@@ -26,12 +28,14 @@ class Failure:
     resumed_at: int | None = None
     first_step_done: bool | None = None
     node: str | None = None
+    kind: str = ""
+    charged: bool = False
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None) -> Failure:
     """What to remember of a root cause."""
     evidence = diagnosis.evidence
-    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node)
+    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node, diagnosis.kind)
 
 
 def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:

@@ -62,11 +62,12 @@ def progress(past: Failure, later: Failure) -> bool | None:
     Checkpoints are numbered as the user likes, in steps or in epochs. So a place behind that of the past failure counts only if
     both tries began at the same checkpoint: a job may also resume by itself, from where we do not know.
     """
+    begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
-        return False
+        # The steps of other optimizers than torch's are not counted: then only the checkpoints tell.
+        return past.first_step_done is False and begins_known and (later.resumed_at or 0) > (past.resumed_at or 0)
     if past.steps is None or later.steps is None:
         return None
-    begins_known = past.resumed_at is not None and later.resumed_at is not None
     reached_then = past.steps + (past.resumed_at or 0 if begins_known else 0)
     reached_now = later.steps + (later.resumed_at or 0 if begins_known else 0)
     if reached_now > reached_then:

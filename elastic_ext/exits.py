@@ -51,8 +51,8 @@ _code: int | None = None  # of a verdict that ends the job: it holds though a si
 
 def use(preset: str) -> None:
     """From now on an unhandled exception of a job ends this process with the code of its cause. preset: one of EXIT_CODES."""
-    global _preset
-    _preset = preset
+    global _preset, _code
+    _preset, _code = preset, None
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
@@ -62,6 +62,11 @@ def decided(code: int | None) -> None:
     """A verdict has ended the job with this code."""
     global _code
     _code = code
+
+
+def of_verdict() -> int | None:
+    """What `decided` was told last; None: nothing."""
+    return _code
 
 
 def of(error: BaseException) -> int | None:

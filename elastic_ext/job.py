@@ -10,6 +10,7 @@ not compared, and what must end by itself has a lease.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -102,6 +103,7 @@ class Rules:
         nodes: that are here now, those of the reports and spares included.
         lost: nodes of the round that are gone: what else has failed in it then failed of that.
         at: see Verdict.
+        kind_limits, backoff, jitter: see policy.decide.
     """
 
     max_restarts: int
@@ -110,6 +112,9 @@ class Rules:
     min_nodes: int | None = None
     lost: tuple[str, ...] = ()
     at: str = ""
+    kind_limits: Mapping[str, int] = field(default_factory=dict)
+    backoff: policy.Backoff = policy.NO_BACKOFF
+    jitter: float = 0.0
 
 
 def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: int) -> tuple[Ledger, Verdict]:
@@ -126,10 +131,25 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
         reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost"
         cause = replace(cause, decision=kinds.Verdict.RESTART_FREE, reason=reason)
     now = history.record(cause, report.resumed_at)
-    charged = 0 if _saved_since(ledger.failures, now) else ledger.charged
+    saved = _saved_since(ledger.failures, now)
+    charged = 0 if saved else ledger.charged
+    kinds_charged = Counter(failure.kind for failure in ledger.failures if failure.charged and not saved)
     past = history.seen_from(now, ledger.failures)
-    decision = policy.decide(cause, charged, rules.max_restarts, past, rules.nodes, rules.min_nodes, rules.exit_codes)
+    decision = policy.decide(
+        cause,
+        charged,
+        rules.max_restarts,
+        past,
+        rules.nodes,
+        rules.min_nodes,
+        rules.exit_codes,
+        kind_limits=rules.kind_limits,
+        kinds_charged=kinds_charged,
+        backoff=rules.backoff,
+        jitter=rules.jitter,
+    )
     charged += decision.charged
+    now = replace(now, charged=decision.charged)
     verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts, rules.at)
     return (
         Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,6 +23,7 @@ from elastic_ext.failures.kinds import (
 from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
+FREE_OF_WAIT = 1  # charged restarts in a row that begin at once: most failures are over with the first
 CEILING = 3  # how often the same failure may happen with no progress, whatever the budget
 
 # Exit codes of the agent (sysexits.h where there is one).
@@ -73,6 +74,7 @@ class Decision:
         charged: the restart counts against the budget.
         verdict: what the job does; None where no rule was asked.
         checkpoints_back: 1: resume from the checkpoint before the newest.
+        delay_s: seconds to wait before the restart.
     """
 
     action: Action
@@ -83,6 +85,27 @@ class Decision:
     charged: bool = False
     verdict: Verdict | None = None
     checkpoints_back: int = 0
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Exponential, with jitter: nodes and jobs that failed of the same thing shall not all come back at the same moment.
+
+    Attributes:
+        base_s: before the second charged restart in a row; 0: never wait.
+        most_s: at most.
+    """
+
+    base_s: float = 1.0
+    most_s: float = 60.0
+
+    def delay_s(self, charged: int, jitter: float) -> float:
+        """Before the restart with this number since the last progress. jitter: 0 to 1, at random; it takes off up to half."""
+        if charged <= FREE_OF_WAIT or self.base_s <= 0:
+            return 0.0
+        doublings = min(charged - FREE_OF_WAIT - 1, 32)
+        return min(self.most_s, self.base_s * 2.0**doublings) * (1 - jitter / 2)
 
 
 @dataclass(frozen=True)
@@ -96,6 +119,9 @@ class _Outcome:
     exit_code: int = EX_FAILED
 
 
+NO_BACKOFF = Backoff(0.0)
+
+
 def decide(
     diagnosis: Diagnosis,
     restarts_charged: int = 0,
@@ -104,6 +130,10 @@ def decide(
     nodes: int | None = None,
     min_nodes: int | None = None,
     exit_codes: str = "design",
+    kind_limits: Mapping[str, int] | None = None,
+    kinds_charged: Mapping[str, int] | None = None,
+    backoff: Backoff = NO_BACKOFF,
+    jitter: float = 0.0,
 ) -> Decision:
     """Return what to do.
 
@@ -115,10 +145,15 @@ def decide(
         nodes: how many run now, this one included; None: not known, then one is taken to be dispensable.
         min_nodes: how many the job needs at least; None: not known.
         exit_codes: one of EXIT_CODES.
+        kind_limits: restarts at most for failures of a kind, by kind; the budget holds besides.
+        kinds_charged: restarts charged so far, by kind.
+        backoff, jitter: how long to wait before the restart; see Backoff.
     """
     past = tuple(diagnosis.evidence.history if history is None else history)
     spare = nodes is None or nodes - 1 >= max(min_nodes or 1, 1)
     outcome = _after_the_table(_from_table(diagnosis, past), diagnosis, past, alone=nodes == 1, spare=spare)
+    limit = (kind_limits or {}).get(outcome.kind, NO_LIMIT)
+    outcome = _within_kind(outcome, (kinds_charged or {}).get(outcome.kind, 0), limit)
     outcome = _within_budget(outcome, restarts_charged, max_restarts)
     action = _ACTIONS[outcome.verdict]
     return Decision(
@@ -130,6 +165,7 @@ def decide(
         outcome.verdict in _CHARGED,
         outcome.verdict,
         diagnosis.checkpoints_back if action is Action.RESTART else 0,
+        backoff.delay_s(restarts_charged + 1, jitter) if outcome.verdict in _CHARGED else 0.0,
     )
 
 
@@ -182,6 +218,13 @@ def _confirmed(same: Sequence[Past], no_evidence: bool) -> bool:
     """Whether a suspected bug is one. Where the progress is not known, or only the exit is, it takes one try more."""
     weak = no_evidence or all(earlier.progress is None for earlier in same)
     return len(same) >= (2 if weak else 1)
+
+
+def _within_kind(outcome: _Outcome, charged: int, limit: int) -> _Outcome:
+    if outcome.verdict not in _CHARGED or limit == NO_LIMIT or charged < limit:
+        return outcome
+    reason = f"{outcome.reason}; but all {limit} restarts for failures of kind {outcome.kind} (kind_limits) are spent"
+    return _Outcome(Verdict.STOP, outcome.kind, reason, "kind-limit", EX_FAILED)
 
 
 def _within_budget(outcome: _Outcome, charged: int, limit: int) -> _Outcome:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import UsageError
+from elastic_ext.failures.kinds import KINDS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -101,6 +102,14 @@ def _preset(text: str) -> str:
     return text
 
 
+def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
+    """ "hang:3 network:20": blanks between them, since --rdzv-conf cannot hold commas."""
+    limits = {kind: int(count) for kind, _, count in (each.partition(":") for each in text.split())}
+    if not limits or not limits.keys() <= set(KINDS) or min(limits.values()) < 0:
+        raise ValueError(text)
+    return tuple(limits.items())
+
+
 def _text(text: str) -> str:
     if not text:
         raise ValueError(text)
@@ -116,6 +125,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _lease: "a whole number of seconds, 2 or more",
     _grow_at: "now or checkpoint",
     _preset: "design, stock or kubeflow",
+    _kind_limits: f"kinds with a number each, as in 'hang:3 network:20'; the kinds are {', '.join(KINDS)}",
     _text: "a non-empty text",
 }
 
@@ -128,6 +138,10 @@ def _setting(default: Any, parse: Callable[[str], Any], what: str) -> Any:
 class Settings:
     """Every setting with its default. Times are in seconds."""
 
+    backoff: float = _setting(
+        1.0, _seconds, "wait before the second restart in a row without progress; doubles with each, with jitter; 0: never wait"
+    )
+    backoff_max: float = _setting(60.0, _seconds, "the longest such wait")
     bootstrap: bool = _setting(True, _boolean, "run Python workers through the bootstrap (error files, progress, stacks)")
     checkpoint_dir: str | None = _setting(None, _text, "where the job's checkpoints are: a path or an fsspec URL")
     etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
@@ -144,7 +158,13 @@ class Settings:
     grow_at: str = _setting(
         "now", _grow_at, "ext_etcd: a node joins a running job now, or at the next checkpoint (needs checkpoint_dir)"
     )
+    kind_limits: tuple[tuple[str, int], ...] | None = _setting(
+        None, _kind_limits, "restarts at most for failures of a kind, within the budget: `hang:3 network:20`"
+    )
     last_call: float = _setting(2.0, _seconds, "ext_etcd: how long the first round waits for more nodes once there are enough")
+    ledger_file: str | None = _setting(
+        None, _text, "ext_c10d: file that keeps the job's failures and its budget when the agent is killed and started again"
+    )
     lease_ttl: int = _setting(10, _lease, "ext_etcd: after how long without a sign a node is taken for dead; 2 or more")
     max_restarts: int | None = _setting(None, _restarts, "overrides --max-restarts; -1: no limit")
     metrics: bool = _setting(True, _boolean, "serve Prometheus metrics")

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from elastic_ext.failures import report, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import Host, HostSays
+from elastic_ext.failures.matching import ASKED
 from elastic_ext.failures.report import FailedWorker
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
 from elastic_ext.observe.server import MetricsServer
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 MEMBERSHIP = "membership"  # kind of a restart that no failure caused
 KERNEL_SLEEP_LOOK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, where the user turned it on
 RESUME_KEY = "elastic_ext.resume"
+PLATFORM_S = 2.0  # that the platform has to say why the agent was told to stop
 SHOWN_STACKS = 4000  # characters; the rest is in the file
 
 
@@ -110,7 +113,8 @@ class Supervisor(AgentSeam):
             try:
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
-            except SignalException:
+            except SignalException as error:
+                self._asked_to_stop(error)
                 # The job is not closed: the others form a round without this node, at once instead of when its lease expires.
                 self._handler.leave()
                 raise
@@ -119,6 +123,19 @@ class Supervisor(AgentSeam):
                 self._forget_round()
                 self._guard.close(clean)
             return result
+
+    def _asked_to_stop(self, error: SignalException) -> None:
+        """Somebody has signalled the agent. Who, and so the exit code, is for the platform to say where it can."""
+        if exits.of_verdict() is not None:
+            return  # the job had ended before
+        self._host.ask()
+        evidence = Evidence(
+            rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=self._host.says(PLATFORM_S).platform
+        )
+        diagnosis = classify(evidence)
+        if diagnosis.tier == ASKED:
+            decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
+            self._told(job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host), decision, {})
 
     # The loop.
 
@@ -141,6 +158,7 @@ class Supervisor(AgentSeam):
             if result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
+                    self._handler.finished()
                     return result
                 self._restart(MEMBERSHIP)
                 continue
@@ -165,6 +183,8 @@ class Supervisor(AgentSeam):
                 return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, failures))
             if decision.charged:
                 self.charge_restart()
+            if decision.delay_s > 0:
+                threading.Event().wait(decision.delay_s)  # nothing to do meanwhile; a signal raises out of it
             self._restart(decision.kind)
 
     def _stopped_elsewhere(self, verdict: job.Verdict) -> RunResult:

@@ -1,5 +1,6 @@
 """`python -m elastic_ext.agent`: every torchrun option, our defaults, clear errors."""
 
+import os
 import signal
 import urllib.request
 from pathlib import Path
@@ -122,6 +123,20 @@ def test_module_no_python_and_run_path(tmp_path):
     assert "ran __main__ ['x']" in run([*AGENT, "-m", "tool", "x"], tmp_path).out
     assert run([*AGENT, "--no-python", "echo", "ran"], tmp_path).out == "ran\n"
     assert "ran __main__ ['x']" in run([*AGENT, "--run-path", str(tmp_path / "tool.py"), "x"], tmp_path).out
+
+
+@pytest.mark.parametrize(("state", "code"), [("CANCELLED", 130), ("PREEMPTED", 75)])
+def test_slurm_says_whether_the_user_or_the_platform_ends_the_job(tmp_path, state, code):
+    """A script stands for scontrol; the formats are those of Slurm's own."""
+    tool = tmp_path / "scontrol"
+    tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=train JobState={state} Restarts=0'\n")
+    tool.chmod(0o755)
+    with Job(
+        [*AGENT, "--nproc-per-node=2", GLOO, "hang:0"], tmp_path, SLURM_JOB_ID="7", PATH=f"{tmp_path}:{os.environ['PATH']}"
+    ) as job:
+        job.wait_for(r"\"rank\"", 2)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish().returncode == code, job.err
 
 
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -139,3 +139,11 @@ def test_a_table_lines_up_and_shows_what_was_not_measured():
     assert text.splitlines() == ["| row    |    s |", "|--------|-----:|", "| a      | 1.23 |", "| longer |    - |"]
     assert measure.ratio(4.0, 2.0) == 2.0
     assert measure.ratio(None, 2.0) is None
+
+
+def test_code_bug_waste(tmp_path):
+    record = result("code_bug_waste.py", tmp_path, "--faults=name,flaky-once", "--max-restarts=1")
+    ours, stock = (record["rows"]["name"][agent] for agent in ("ours", "stock"))
+    assert (ours["returncode"], ours["restarts"]) == (65, 0)
+    assert (stock["returncode"], stock["restarts"]) == (1, 1)
+    assert record["rows"]["flaky-once"]["ours"]["returncode"] == 0

@@ -125,10 +125,13 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={CONF}"]
         module = TORCHRUN if launcher == "torchrun" else [sys.executable, "-m", "elastic_ext.agent"]
         command = [*module, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", ELASTIC]
-        goes = stack.enter_context(Job(command, tmp_path, NODE="b", **gate))
+        goes = stack.enter_context(Job(command, tmp_path, NODE="b", ELASTIC_EXT_VERDICT_FILE=str(tmp_path / "verdict"), **gate))
         goes.wait_for(seen(2, 1))
         goes.process.send_signal(sig)
         assert goes.finish().returncode == code, goes.err
+        decision = json.loads((tmp_path / "verdict").read_text())["decision"]
+        assert decision["exit_code"] == code
+        assert decision["reason"].startswith(f"the agent got {sig.name}: ")
         stays.wait_for(seen(1, 2))
         with EtcdClient(server.endpoint) as client:
             assert client.get("/elastic_ext/job/ledger").kv is None

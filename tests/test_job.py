@@ -9,7 +9,8 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.job import Ledger, LedgerError, Report, Rules, judge
-from elastic_ext.policy import NO_LIMIT, Action
+from elastic_ext.policy import NO_LIMIT, Action, Backoff
+from elastic_ext.rendezvous.judging import LedgerFile
 
 RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
 
@@ -129,3 +130,47 @@ def test_what_is_no_record_is_refused(decode, text):
     with pytest.raises(LedgerError) as error:
         decode(text)
     assert "\n" not in str(error.value)
+
+
+def test_a_limit_for_one_kind_leaves_the_others_alone():
+    rules = Rules(NO_LIMIT, kind_limits={"network": 2})
+    ledger, ended = Ledger(), []
+    for number in range(3):
+        told = {"a": report("ha", "ConnectionError", "refused " + "abc"[number])}
+        ledger, verdict = judge(told, ledger, rules, number)
+        ended.append(verdict.decision.rule if verdict.ends_job else "")
+        ledger, other = judge({"a": report("ha", exit_code=30 + number)}, ledger, rules, number)
+        assert not other.ends_job
+    assert ended == ["", "", "kind-limit"]
+
+
+def test_the_wait_grows_to_its_limit_and_progress_ends_it():
+    rules = Rules(NO_LIMIT, backoff=Backoff(1.0, 60.0))
+    ledger, waits = Ledger(), []
+    for number in range(9):
+        ledger, verdict = judge({"a": report("ha", exit_code=20 + number, resumed_at=0)}, ledger, rules, number)
+        waits.append(verdict.decision.delay_s)
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    _, verdict = judge({"a": report("ha", exit_code=40, resumed_at=7)}, ledger, rules, 9)
+    assert verdict.decision.delay_s == 0
+    assert Backoff(1.0, 60.0).delay_s(3, jitter=1.0) == 1.0
+    assert Backoff(0.0, 60.0).delay_s(30, jitter=0.0) == 0
+
+
+def test_a_ledger_file(tmp_path, caplog):
+    path = tmp_path / "ledger"
+    file = LedgerFile(str(path), "one")
+    ledger, _ = judge({"a": report("ha", exit_code=3)}, file.ledger, RULES, 1)
+    file.write(ledger)
+    assert LedgerFile(str(path), "one").ledger == ledger
+    assert LedgerFile(str(path), "two").ledger == Ledger()
+    ended, _ = judge({"a": report("ha", "NameError", "x")}, ledger, RULES, 2)
+    file.write(ended)
+    assert LedgerFile(str(path), "one").ledger == Ledger()
+    path.write_text("{")
+    assert LedgerFile(str(path), "one").ledger == Ledger()
+    assert "begun anew" in caplog.text
+    file.forget()
+    assert not path.exists()
+    LedgerFile(str(tmp_path / "no" / "folder"), "one").write(ledger)
+    assert "cannot be written" in caplog.text

@@ -120,6 +120,9 @@ def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
     [
         (Failure("f", 812, 0, True), Failure("f", 0, 800, False), False),
         (Failure("f", 812, 0, True), Failure("f", 12, 800, True), False),
+        (Failure("f", 0, 0, False), Failure("f", 0, 800, False), True),  # steps are not counted, checkpoints are
+        (Failure("f", 0, 800, False), Failure("f", 0, 800, False), False),
+        (Failure("f", 0, None, False), Failure("f", 0, None, False), False),
         (Failure("f", 12, 800, True), Failure("f", 12, 800, True), False),
         (Failure("f", 12, 800, True), Failure("f", 13, 800, True), True),
         (Failure("f", 12, 800, True), Failure("f", 11, 800, True), False),
@@ -140,4 +143,4 @@ def test_progress_in_between_counts():
     earlier = [Failure("f", 10, 0, True), Failure("g", 50, 0, True)]
     past = seen_from(Failure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1")
+    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1", "code")

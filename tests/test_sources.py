@@ -30,10 +30,15 @@ SLEEPER = "import sys; sys.stdin.readline(); import signal; signal.pause()"
 
 @pytest.fixture
 def small_group():
-    """A control group of ours that may hold 48 MB, and the version it is of."""
+    """A control group of ours that may hold 48 MB."""
+    yield from memory_group(48 << 20)
+
+
+def memory_group(size):
     own = Path("/proc/self/cgroup").read_text()
     made = next(
-        (made for file in memory.counting_files(own, Path("/proc/self/mountinfo").read_text()) if (made := _make(file))), None
+        (made for file in memory.counting_files(own, Path("/proc/self/mountinfo").read_text()) if (made := _make(file, size))),
+        None,
     )
     if made is None:
         pytest.skip("no memory control group may be made here")
@@ -46,15 +51,15 @@ def small_group():
             assert time.monotonic() < deadline
 
 
-def _make(file: str) -> "Path | None":
+def _make(file: str, size: int) -> "Path | None":
     group = Path(file).parent / f"elastic_ext_{uuid.uuid4().hex}"
     try:
         group.mkdir()
     except OSError:
         return None
-    limits = {"memory.max": 48 << 20, "memory.swap.max": 0}
+    limits = {"memory.max": size, "memory.swap.max": 0}
     if file.endswith("oom_control"):
-        limits = {"memory.limit_in_bytes": 48 << 20, "memory.memsw.limit_in_bytes": 48 << 20}
+        limits = {"memory.limit_in_bytes": size, "memory.memsw.limit_in_bytes": size}
     try:
         (group / next(iter(limits))).write_text(str(limits[next(iter(limits))]))
     except OSError:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import AGENT, EXT, Job, run, wait_gone
+from tests.test_sources import memory_group
 
 SCRIPTS = Path(__file__).with_name("scripts")
 GLOO = str(SCRIPTS / "gloo_job.py")
@@ -73,6 +74,42 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
     assert "the same came back with no progress (kind code, rule repeated)" in job.err
 
 
+def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
+    script = tmp_path / "spends.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "tries = pathlib.Path('tries')\n"
+        "number = len(tries.read_text()) if tries.exists() else 0\n"
+        "tries.write_text('x' * (number + 1))\n"
+        "print('try', number, flush=True)\n"
+        "if number == 2:\n"
+        "    import signal; signal.pause()\n"
+        "os._exit(20 + number)\n"
+    )
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=mine", "--rdzv-conf=backoff=0", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger") as job:
+        job.wait_for("try 2")
+        job.process.kill()
+    job = run(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
+    assert job.returncode == 1
+    assert re.findall(r"try (\d)", job.out) == ["3", "4"]
+    assert "all 3 restarts of the budget" in job.err
+    # Whoever starts it after that has seen the verdict.
+    job = run([*command[:-1], "tries"], tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
+    assert "budget" not in job.err
+
+
+def test_a_wait_before_the_second_restart(tmp_path):
+    script = tmp_path / "thrice.py"
+    script.write_text("import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); os._exit(0 if n == 3 else 20 + n)")
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-conf=backoff=0.2", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    first, second, third = (line for line in job.err.splitlines() if "restart:" in line)
+    assert "; in" not in first
+    assert re.search(r"; in 0\.[12] s$", second)
+    assert re.search(r"; in 0\.[234] s$", third)
+
+
 def test_a_rule_of_the_user(tmp_path):
     (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
     script = tmp_path / "nine.py"
@@ -90,7 +127,7 @@ def test_no_limit(tmp_path):
     """-1 through rdzv-conf under stock torchrun, and as --max-restarts through our command."""
     script = tmp_path / "seven.py"
     script.write_text("import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; os._exit(0 if n == '7' else 20 + int(n))")
-    for command in ([*EXT, "--rdzv-conf=max_restarts=-1"], [*AGENT, "--max-restarts=-1"]):
+    for command in ([*EXT, "--rdzv-conf=max_restarts=-1,backoff=0"], [*AGENT, "--max-restarts=-1", "--rdzv-conf=backoff=0"]):
         job = run([*command, "--nproc-per-node=1", str(script)], tmp_path)
         assert job.returncode == 0, job.all
         assert job.err.count("no limit") == 7
@@ -439,3 +476,25 @@ def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
     assert "step_9.pt" in job.err
     torch.load(checkpoints / "step_7.pt")
     assert sorted(os.listdir(checkpoints)) == ["step_7.pt", "step_9.pt"]
+
+
+@pytest.fixture
+def group():
+    yield from memory_group(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("b'x' * (3 << 30)", "(kind host_memory, rule oom-killed)"),
+        ("os.kill(os.getpid(), 9)", "(kind unknown, rule killed)"),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group, fault, told):
+    """Agent and workers are in one control group, as in a container."""
+    script = tmp_path / "eats.py"
+    script.write_text(f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    {fault}\n")
+    enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert told in job.err

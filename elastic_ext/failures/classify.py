@@ -151,6 +151,8 @@ def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, int, int]:
 def describe(evidence: Evidence) -> str:
     """One line: which rank ended, and of what."""
     exception = evidence.exception
+    if evidence.agent_signal is not None and exception is None and evidence.signal is None and evidence.exit_code is None:
+        return f"the agent got {evidence.agent_signal}"
     if exception is not None:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
         message = exception.message.splitlines()[0][:200] if exception.message.strip() else ""

@@ -19,6 +19,8 @@ class Failure:
     Attributes:
         steps: optimizer steps that the worker had done since it started; None: not known.
         resumed_at: the step of the checkpoint that it had started from, 0 for the beginning; None: not known.
+        kind: of the diagnosis.
+        charged: the restart after it counted against the budget.
     """
 
     fingerprint: str
@@ -26,12 +28,14 @@ class Failure:
     resumed_at: int | None = None
     first_step_done: bool | None = None
     node: str | None = None
+    kind: str = ""
+    charged: bool = False
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None) -> Failure:
     """What to remember of a root cause."""
     evidence = diagnosis.evidence
-    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node)
+    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node, diagnosis.kind)
 
 
 def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
@@ -58,11 +62,12 @@ def progress(past: Failure, later: Failure) -> bool | None:
     Checkpoints are numbered as the user likes, in steps or in epochs. So a place behind that of the past failure counts only if
     both tries began at the same checkpoint: a job may also resume by itself, from where we do not know.
     """
+    begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
-        return False
+        # The steps of other optimizers than torch's are not counted: then only the checkpoints tell.
+        return past.first_step_done is False and begins_known and (later.resumed_at or 0) > (past.resumed_at or 0)
     if past.steps is None or later.steps is None:
         return None
-    begins_known = past.resumed_at is not None and later.resumed_at is not None
     reached_then = past.steps + (past.resumed_at or 0 if begins_known else 0)
     reached_now = later.steps + (later.resumed_at or 0 if begins_known else 0)
     if reached_now > reached_then:

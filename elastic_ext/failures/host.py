@@ -50,8 +50,9 @@ class Host:
         if found is not None:
             self._platform = evidence.Platform(found.name, found.reason or "", found.disruption_target)
 
-    def says(self) -> HostSays:
+    def says(self, wait_s: float = PLATFORM_S) -> HostSays:
+        """wait_s: for the platform's answer."""
         if self._asking is not None:
-            self._asking.join(PLATFORM_S)
+            self._asking.join(wait_s)
         xids = self._log.xids() or []
         return HostSays(sources.oom_kills_since(self._before), tuple(xid.number for xid in xids), self._platform)

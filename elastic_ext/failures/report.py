@@ -37,6 +37,11 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: Verdict,
     lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
     if decision.action is Action.STOP and decision.exit_code is not None:
         lines[0] += f"; exit code {decision.exit_code}"
+    if decision.delay_s > 0:
+        lines[0] += f"; in {decision.delay_s:.1f} s"
+    evidence = cause.diagnosis.evidence
+    if evidence.step is not None:
+        lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
     if verdict.node not in ("", node):
         lines.append(f"  the cause was on {verdict.host}; here {cause.diagnosis.reason}")
     if others:

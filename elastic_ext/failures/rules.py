@@ -155,16 +155,20 @@ def _platform_preempted(facts: Facts) -> bool:
     return _reason(facts) == "TIMEOUT" or _platform_says(*_PREEMPTED)(facts)
 
 
+def _cancelled(facts: Facts) -> bool:
+    return _platform_says("CANCELLED", "SCANCEL")(facts) and not _platform_preempted(facts)
+
+
 _PREEMPTED_BECAUSE = "the platform takes the allocation away; restarting inside it cannot help"
 
 TIER_1 = (
     _asked("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
+    _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
     _asked("agent-terminated", PREEMPTION, Verdict.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM")),
     _asked("disruption-target", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda facts: facts.evidence.platform.disruption_target is True),
     _asked("platform-preempted", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
-    _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_platform_says("CANCELLED", "SCANCEL")),
     _asked("stopped-by-agent", CASCADE, Verdict.FOLLOW, "the agent stopped it because another worker had failed",
          when=lambda facts: facts.evidence.stopped_by_agent),
 )  # fmt: skip

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from elastic_ext import job
 from elastic_ext.errors import SeamError
+from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.store_news import RoundNews
 from elastic_ext.settings import Settings
@@ -69,7 +70,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._unreachable = False
         self.host = self.node_id = settings.node_name or platform.node()
         self._max_restarts = 0
-        self._ledger = job.Ledger()
+        self._ledger = judging.LedgerFile(settings.ledger_file, params.run_id)
         self.poll_interval_s: float | None = None
         if params.max_nodes > 1:
             backend, self._store = create_backend(params)
@@ -135,9 +136,14 @@ class EmbeddedRendezvous(RendezvousHandler):
 
     def conclude(self, report: job.Report) -> job.Verdict:
         """The workers of this node have failed and been stopped; what to do. Each node judges for itself, by what it has seen."""
-        rules = job.Rules(self._max_restarts, self.settings.exit_codes, nodes=1)
-        self._ledger, verdict = job.judge({self.node_id: report}, self._ledger, rules, self.round)
+        rules = judging.rules(self.settings, self._max_restarts, nodes=1)
+        ledger, verdict = job.judge({self.node_id: report}, self._ledger.ledger, rules, self.round)
+        self._ledger.write(ledger)
         return verdict
+
+    def finished(self) -> None:
+        """The job has ended well on all nodes."""
+        self._ledger.forget()
 
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""

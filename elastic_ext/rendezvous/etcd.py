@@ -29,6 +29,7 @@ from elastic_ext.errors import JobStopped, SeamError, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
+from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.fence import Fence
@@ -196,20 +197,20 @@ class EtcdRendezvous(RendezvousHandler):
                 left = deadline - time.monotonic()
                 if over or participant.failure is not None or left <= 0:
                     logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
-                    rules = job.Rules(self._max_restarts, self.settings.exit_codes, nodes=1)
-                    _, verdict = job.judge({self.node_id: report}, job.Ledger(), rules, self.round)
+                    _, verdict = job.judge({self.node_id: report}, job.Ledger(), self._rules(nodes=1), self.round)
                     break
                 self._changed.wait(min(left, 60.0))
         self._stays_open = not verdict.ends_job
         return verdict
 
+    def _rules(self, **more: Any) -> job.Rules:
+        return judging.rules(self.settings, self._max_restarts, **more)
+
     def _judge(self, reports: Reports, ledger: str) -> Judged:
         """On the leader: one verdict for all."""
         told = {id_: job.decode_report(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         before = job.decode_ledger(ledger) if ledger else job.Ledger()
-        rules = job.Rules(
-            self._max_restarts, self.settings.exit_codes, reports.nodes, self._limits.min_nodes, reports.lost, _now()
-        )
+        rules = self._rules(nodes=reports.nodes, min_nodes=self._limits.min_nodes, lost=reports.lost)
         after, verdict = job.judge(told, before, rules, reports.round)
         leaves = verdict.decision.verdict is Asked.REPLACE_NODE
         return Judged(
@@ -220,6 +221,9 @@ class EtcdRendezvous(RendezvousHandler):
             verdict.host if leaves else "",
             self.settings.refuse_node,
         )
+
+    def finished(self) -> None:
+        """The job has ended well on all nodes; what it leaves in etcd has a lease, or goes when the run id is used again."""
 
     def _verdict_that_ends(self) -> job.Verdict | None:
         header = self._participant.header
@@ -307,7 +311,3 @@ class EtcdRendezvous(RendezvousHandler):
         self._loop.close()
         self._client.close()
         self._server = None
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S%z")

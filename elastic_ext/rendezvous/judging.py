@@ -1,0 +1,71 @@
+"""What a judgement needs from this agent, and the ledger of a job that has no etcd."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_ext import job
+from elastic_ext.policy import Backoff
+from elastic_ext.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
+    """more: the other fields of job.Rules."""
+    return job.Rules(
+        max_restarts,
+        settings.exit_codes,
+        at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        kind_limits=dict(settings.kind_limits or ()),
+        backoff=Backoff(settings.backoff, settings.backoff_max),
+        jitter=random.random(),
+        **more,
+    )
+
+
+class LedgerFile:
+    """A job's ledger on the local disk; without a path it lives as long as the agent.
+
+    Invariant: the file is whole at any instant, the old one or the new one.
+    """
+
+    def __init__(self, path: str | None, run_id: str) -> None:
+        self._path = Path(path) if path else None
+        self._run_id = run_id
+        self.ledger = self._read()
+
+    def _read(self) -> job.Ledger:
+        """Another run's ledger is none of ours, and neither is one of a job that ended for good: somebody has looked at it."""
+        if self._path is None or not self._path.exists():
+            return job.Ledger()
+        try:
+            record = json.loads(self._path.read_text(encoding="utf-8"))
+            ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
+        except (OSError, ValueError, KeyError, TypeError, job.LedgerError) as error:
+            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, error)
+            return job.Ledger()
+        return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
+
+    def write(self, ledger: job.Ledger) -> None:
+        self.ledger = ledger
+        if self._path is None:
+            return
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}), encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
+
+    def forget(self) -> None:
+        """The job has ended well."""
+        self.ledger = job.Ledger()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

@@ -85,7 +85,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._max_restarts = 0
         self._stays_open = False  # this node leaves, the job goes on
         self._boundary: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when its leader first looked
-        self._fence = Fence(lambda: self._participant.alive_until, settings.lease_ttl, self._notify)
+        self._fence = Fence(lambda: self._participant.lease, settings.lease_ttl, self._notify)
         self._part: tuple[Header, Assignment] | None = None
         self._server: TCPStore | None = None
 

@@ -7,12 +7,15 @@ through the store of the round, which does not depend on etcd.
 
 | share of the lease time left | |
 |---|---|
-| more than 62 % | fine (a renewal is due every third) |
+| more than 62 % | well (a renewal is due every third) |
 | 10 to 62 % | in trouble: say so in the store |
-| less than 10 % | closed, unless all others are in trouble too |
+| less than 10 % | closed, unless all others are in trouble too, or have just come out of it with their lease kept past its end |
 
 Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (38 % + 33 % after the first
 one's last renewal) before the first one must decide (90 %). What is left then is all the time that its workers get to stop.
+
+When etcd is back one node renews first. If its lease was over by its own count and the server had kept it, then the server has
+given all leases their whole time again: the others have that time to renew theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
 LOOK_SHARE = 0.05  # how often a node in trouble looks again
+GRACE_SHARE = 0.5  # of the whole time that a lease got again: to renew it
+
+WELL, TROUBLE, KEPT = "0", "1", "2"  # what a node says of itself in the store
 
 
 class Fence:
@@ -39,13 +45,18 @@ class Fence:
         closed: the workers must not run.
     """
 
-    def __init__(self, alive_until: Callable[[], float], ttl_s: float, on_change: Callable[[], None]) -> None:
-        """alive_until: monotonic time until which the lease is certainly alive."""
-        self._alive_until = alive_until
+    def __init__(self, lease: Callable[[], tuple[int | None, float]], ttl_s: float, on_change: Callable[[], None]) -> None:
+        """lease: its id, and the monotonic time until which it is certainly alive."""
+        self._lease = lease
         self._ttl_s = ttl_s
         self._on_change = on_change
         self.closed = False
         self._round: tuple[tuple[str, int], int, int] | None = None
+        self._store: tuple[tuple[str, int], TCPStore] | None = None  # kept open from trouble on; with its address
+        self._said = WELL
+        self._over: int | None = None  # a lease whose end has passed, by our count
+        self._all_down = False  # since this trouble began all were seen in trouble at once
+        self._kept_at: float | None = None  # when another was first seen to have come out of it
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
@@ -56,6 +67,7 @@ class Fence:
         with self._wake:
             self._round = (store, rank, nodes) if store is not None else None
             self.closed = False
+            self._said = WELL  # in a new store nobody has said anything
             self._wake.notify()
 
     def close(self) -> None:
@@ -65,46 +77,76 @@ class Fence:
         self._thread.join(self._ttl_s)
 
     def _run(self) -> None:
-        said = False
         while True:
             with self._wake:
                 if self._ended:
                     return
-                share = (self._alive_until() - time.monotonic()) / self._ttl_s
+                lease_id, alive_until = self._lease()
+                share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
-                if round_ is None or share > TROUBLE_SHARE:
-                    wait_s = (share - TROUBLE_SHARE) * self._ttl_s if round_ is not None and share != float("inf") else None
-                else:
-                    wait_s = LOOK_SHARE * self._ttl_s
-                if round_ is None or (share > TROUBLE_SHARE and not said):
-                    self._wake.wait(wait_s)
+                if round_ is None or (share > TROUBLE_SHARE and self._said == WELL):
+                    endless = round_ is None or share == float("inf")
+                    self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
                     continue
-            said = self._look(round_, share)
+            self._look(round_, share, lease_id)
             with self._wake:
                 if not self._ended:
                     self._wake.wait(LOOK_SHARE * self._ttl_s)
 
-    def _look(self, round_: tuple[tuple[str, int], int, int], share: float) -> bool:
-        """Say what there is to say; return whether the others have been told that this node is in trouble."""
-        in_trouble = share <= TROUBLE_SHARE
-        all_in_trouble = self._tell(round_, in_trouble)
-        closed = share <= CLOSE_SHARE and not all_in_trouble
-        if closed != self.closed and self._round is round_:
-            self.closed = closed
-            if closed:
-                logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
-                self._on_change()
-        return in_trouble
+    def _look(self, round_: tuple[tuple[str, int], int, int], share: float, lease_id: int | None) -> None:
+        """Say what there is to say, and decide."""
+        state = self._state(share, lease_id)
+        others = self._tell(round_, state)
+        closed = share <= CLOSE_SHARE and not self._excused(others, time.monotonic())
+        with self._wake:
+            if self._round is not round_:
+                return  # of a round that is over
+            # Once it is well again it has no more to say, and what it has said stands until the next trouble.
+            self._said = WELL if state == KEPT and others is not None else state
+            changed, self.closed = closed != self.closed, closed
+        if closed and changed:
+            logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
+            self._on_change()
 
-    def _tell(self, round_: tuple[tuple[str, int], int, int], in_trouble: bool) -> bool:
-        """Write this node's state into the round's store; return whether all of its nodes are in trouble."""
+    def _state(self, share: float, lease_id: int | None) -> str:
+        if share <= TROUBLE_SHARE:
+            if self._said != TROUBLE:
+                self._all_down, self._kept_at = False, None
+            if share <= 0:
+                self._over = lease_id
+            return TROUBLE
+        kept = self._over is not None and self._over == lease_id
+        self._over = None
+        return KEPT if kept else WELL
+
+    def _excused(self, others: list[str] | None, now: float) -> bool:
+        """Whether nobody can go on without this node. others: what they say of themselves; None: the store does not answer."""
+        if others is None or WELL in others:
+            return False
+        if KEPT not in others:
+            self._all_down = True
+            return True
+        if not self._all_down:
+            return False  # it says so of an earlier outage
+        if self._kept_at is None:
+            self._kept_at = now
+        return now < self._kept_at + GRACE_SHARE * self._ttl_s
+
+    def _tell(self, round_: tuple[tuple[str, int], int, int], state: str) -> list[str] | None:
+        """Write this node's state into the round's store; return those of the others, who are well if they have never told."""
         (host, port), rank, nodes = round_
         try:
-            timeout = timedelta(seconds=max(1.0, self._ttl_s / 10))
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            store.set(f"elastic_ext/trouble/{rank}", "1" if in_trouble else "0")
-            keys = [f"elastic_ext/trouble/{other}" for other in range(nodes)]
-            return in_trouble and store.check(keys) and all(store.get(key) == b"1" for key in keys)
+            store = self._connected(host, port)
+            store.set(f"elastic_ext/trouble/{rank}", state)
+            keys = [f"elastic_ext/trouble/{other}" for other in range(nodes) if other != rank]
+            return [store.get(key).decode() if store.check([key]) else WELL for key in keys]
         except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", host, port, error)
-            return False
+            self._store = None
+            return None
+
+    def _connected(self, host: str, port: int) -> TCPStore:
+        if self._store is None or self._store[0] != (host, port):
+            timeout = timedelta(seconds=max(1.0, self._ttl_s / 10))
+            self._store = (host, port), TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return self._store[1]

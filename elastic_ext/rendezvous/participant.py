@@ -155,6 +155,12 @@ class Participant:
         return session.alive_until if session is not None else float("inf")
 
     @property
+    def lease(self) -> tuple[int | None, float]:
+        """Its id and `alive_until`, of one moment."""
+        session = self._session
+        return (session.lease_id, session.alive_until) if session is not None else (None, float("inf"))
+
+    @property
     def lease_id(self) -> int | None:
         session = self._session
         return session.lease_id if session is not None else None

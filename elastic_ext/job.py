@@ -102,6 +102,7 @@ class Rules:
     Attributes:
         nodes: that are here now, those of the reports and spares included.
         lost: nodes of the round that are gone: what else has failed in it then failed of that.
+        charges: restarts charged within the budget's window; None: it has none, all count.
         at: see Verdict.
         kind_limits, backoff, jitter: see policy.decide.
     """
@@ -111,6 +112,7 @@ class Rules:
     nodes: int | None = None
     min_nodes: int | None = None
     lost: tuple[str, ...] = ()
+    charges: int | None = None
     at: str = ""
     kind_limits: Mapping[str, int] = field(default_factory=dict)
     backoff: policy.Backoff = policy.NO_BACKOFF
@@ -132,7 +134,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
         cause = replace(cause, decision=kinds.Verdict.RESTART_FREE, reason=reason)
     now = history.record(cause, report.resumed_at)
     saved = _saved_since(ledger.failures, now)
-    charged = 0 if saved else ledger.charged
+    charged = 0 if saved else ledger.charged if rules.charges is None else min(ledger.charged, rules.charges)
     kinds_charged = Counter(failure.kind for failure in ledger.failures if failure.charged and not saved)
     past = history.seen_from(now, ledger.failures)
     decision = policy.decide(

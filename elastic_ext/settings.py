@@ -143,6 +143,9 @@ class Settings:
     )
     backoff_max: float = _setting(60.0, _seconds, "the longest such wait")
     bootstrap: bool = _setting(True, _boolean, "run Python workers through the bootstrap (error files, progress, stacks)")
+    budget_window: int | None = _setting(
+        None, _lease, "restarts longer ago than so many seconds no longer count against --max-restarts; default: all count"
+    )
     checkpoint_dir: str | None = _setting(None, _text, "where the job's checkpoints are: a path or an fsspec URL")
     etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, _text, "ext_etcd: file of this client's certificate")

@@ -140,9 +140,9 @@ class Supervisor(AgentSeam):
     # The loop.
 
     def supervise(self) -> RunResult:
-        with usage_errors_exit():
-            self.first_round()
         try:
+            with usage_errors_exit():
+                self.first_round()
             return self._supervise()
         except JobStopped as stopped:
             return self._stopped_elsewhere(stopped.verdict)

@@ -137,3 +137,22 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
             assert client.get("/elastic_ext/job/ledger").kv is None
         nodes.open_gate()
         assert stays.finish().returncode == 0
+
+
+def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path):
+    """Three restarts with a budget of two: etcd has taken the first two away before the third."""
+    with ExitStack() as stack:
+        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BUDGET_WINDOW": "2", "ELASTIC_EXT_MAX_RESTARTS": "2"}
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit3:0", "exit4:1", **env)
+        job.wait_for(seen(1, 2))
+        with EtcdClient(server.endpoint) as client:
+            with client.watch_with_snapshot("/elastic_ext/job/charges/") as watch:
+                while client.get_prefix("/elastic_ext/job/charges/").kvs:
+                    assert watch.get(60) is not None
+            job.process.kill()
+            job.process.wait()
+            again = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit5:3", **env)
+            again.wait_for(seen(1, 4))
+            assert len(client.get_prefix("/elastic_ext/job/charges/").kvs) <= 1
+        nodes.open_gate()
+        assert again.finish().returncode == 0

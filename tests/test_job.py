@@ -10,7 +10,7 @@ from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedExcept
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.job import Ledger, LedgerError, Report, Rules, judge
 from elastic_ext.policy import NO_LIMIT, Action, Backoff
-from elastic_ext.rendezvous.judging import LedgerFile
+from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
 
 RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
 
@@ -174,3 +174,23 @@ def test_a_ledger_file(tmp_path, caplog):
     assert not path.exists()
     LedgerFile(str(tmp_path / "no" / "folder"), "one").write(ledger)
     assert "cannot be written" in caplog.text
+
+
+def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):
+    told = {"a": report_of("{", 3), "b": report("hb", **PEER, order=4)}
+    ledger, verdict = judge(told, ledger_of('{"schema": 99}'), RULES, 1)
+    assert (verdict.node, verdict.decision.kind, verdict.decision.action) == ("a", "unknown", Action.RESTART)
+    assert len(ledger.failures) == 1
+    assert caplog.text.count("cannot be read") == 2
+
+
+def test_a_charge_whose_time_is_over_no_longer_counts():
+    ledger = Ledger()
+    for code in (20, 21):
+        ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Rules(2), code)
+    assert ledger.charged == 2
+    told = {"a": report("ha", exit_code=22)}
+    assert judge(told, ledger, Rules(2), 3)[1].decision.rule == "budget"
+    assert judge(told, ledger, Rules(2, charges=2), 3)[1].decision.rule == "budget"
+    after, verdict = judge(told, ledger, Rules(2, charges=1), 3)
+    assert (verdict.decision.action, verdict.restarts, after.charged) == (Action.RESTART, 2, 2)

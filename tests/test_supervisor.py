@@ -99,6 +99,18 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
     assert "budget" not in job.err
 
 
+def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
+    script = tmp_path / "thrice.py"
+    script.write_text(
+        "import os, time; n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "time.sleep(2.1)  # this is what is tested: time that passes\n"
+        "os._exit(0 if n == 3 else 20 + n)\n"
+    )
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=backoff=0,budget_window=2", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert job.err.count("restart 1 of 1") == 3
+
+
 def test_a_wait_before_the_second_restart(tmp_path):
     script = tmp_path / "thrice.py"
     script.write_text("import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); os._exit(0 if n == 3 else 20 + n)")

@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -71,6 +73,8 @@ class EmbeddedRendezvous(RendezvousHandler):
         self.host = self.node_id = settings.node_name or platform.node()
         self._max_restarts = 0
         self._ledger = judging.LedgerFile(settings.ledger_file, params.run_id)
+        # When each was charged. Of those of an earlier agent (ledger_file) that is not known: as if it were now.
+        self._charged_at = [time.monotonic()] * self._ledger.ledger.charged
         self.poll_interval_s: float | None = None
         if params.max_nodes > 1:
             backend, self._store = create_backend(params)
@@ -137,8 +141,16 @@ class EmbeddedRendezvous(RendezvousHandler):
     def conclude(self, report: job.Report) -> job.Verdict:
         """The workers of this node have failed and been stopped; what to do. Each node judges for itself, by what it has seen."""
         rules = judging.rules(self.settings, self._max_restarts, nodes=1)
+        if self.settings.budget_window:
+            begin = time.monotonic() - self.settings.budget_window
+            self._charged_at = [at for at in self._charged_at if at > begin]
+            rules = replace(rules, charges=len(self._charged_at))
         ledger, verdict = job.judge({self.node_id: report}, self._ledger.ledger, rules, self.round)
         self._ledger.write(ledger)
+        if ledger.charged == verdict.decision.charged:  # all before have been given back
+            self._charged_at.clear()
+        if verdict.decision.charged:
+            self._charged_at.append(time.monotonic())
         return verdict
 
     def finished(self) -> None:

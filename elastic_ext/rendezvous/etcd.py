@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -208,9 +209,12 @@ class EtcdRendezvous(RendezvousHandler):
 
     def _judge(self, reports: Reports, ledger: str) -> Judged:
         """On the leader: one verdict for all."""
-        told = {id_: job.decode_report(text, reports.orders[id_]) for id_, text in reports.texts.items()}
-        before = job.decode_ledger(ledger) if ledger else job.Ledger()
+        told = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
+        before = judging.ledger_of(ledger)
         rules = self._rules(nodes=reports.nodes, min_nodes=self._limits.min_nodes, lost=reports.lost)
+        window_s = self.settings.budget_window or 0
+        if window_s:
+            rules = replace(rules, charges=reports.charges)
         after, verdict = job.judge(told, before, rules, reports.round)
         leaves = verdict.decision.verdict is Asked.REPLACE_NODE
         return Judged(
@@ -218,6 +222,9 @@ class EtcdRendezvous(RendezvousHandler):
             verdict.decision.reason,
             job.encode_verdict(verdict),
             job.encode_ledger(after),
+            verdict.decision.charged,
+            reports.charges > 0 and after.charged == verdict.decision.charged,
+            window_s,
             verdict.host if leaves else "",
             self.settings.refuse_node,
         )

@@ -7,10 +7,13 @@ import logging
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from elastic_ext import job
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence
 from elastic_ext.policy import Backoff
 from elastic_ext.settings import Settings
 
@@ -28,6 +31,24 @@ def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
         jitter=random.random(),
         **more,
     )
+
+
+def report_of(text: str, order: int) -> job.Report:
+    """A node's report; of one that cannot be read, that something failed. A job must not wait for ever for a verdict on it."""
+    try:
+        return job.decode_report(text, order)
+    except job.LedgerError as error:
+        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", error)
+        return job.Report("", replace(classify(Evidence(rank=-1)), order=order))
+
+
+def ledger_of(text: str) -> job.Ledger:
+    """A job's ledger; a new one where there is none, or none that can be read."""
+    try:
+        return job.decode_ledger(text) if text else job.Ledger()
+    except job.LedgerError as error:
+        logger.warning("the job's ledger cannot be read and is begun anew: %s", error)
+        return job.Ledger()
 
 
 class LedgerFile:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, Put, Snapshot, absent, unchanged
+from elastic_ext.etcd.records import Op
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import Assignment, End, Header, Node, Seal, State, View, Wait
 
@@ -35,6 +36,8 @@ class Judged:
 
     Attributes:
         state: of the job after it: BROKEN if it goes on, else CLOSED.
+        charged: the restart counts against the budget, for `window_s` seconds (0: without end).
+        refunded: none of those before counts any more.
         refused: host that may not come back for `refused_s` seconds; "": none.
     """
 
@@ -42,6 +45,9 @@ class Judged:
     reason: str
     verdict: str
     ledger: str
+    charged: bool = False
+    refunded: bool = False
+    window_s: int = 0
     refused: str = ""
     refused_s: int = 0
 
@@ -55,6 +61,7 @@ class Reports:
         orders: etcd's revision of each, by id.
         lost: members of the round that are gone.
         nodes: how many there are now.
+        charges: restarts that count against the budget and whose time (see Judged) is not over.
     """
 
     round: int
@@ -62,6 +69,7 @@ class Reports:
     orders: Mapping[str, int]
     lost: tuple[str, ...]
     nodes: int
+    charges: int
 
 
 Judge = Callable[[Reports, str], Judged]  # the reports and the ledger, "" for a new one
@@ -195,7 +203,7 @@ class Leader:
     def _judge(self, view: View, action: rounds.Judge) -> None:
         """One verdict for all, and the ledger that it rests on, in one transaction."""
         participant = self._participant
-        key = participant.prefix + "ledger"
+        key, charges = participant.prefix + "ledger", participant.prefix + "charges/"
         ledger = participant.client.get(key).kv
         reports = Reports(
             view.header.round,
@@ -203,6 +211,7 @@ class Leader:
             {id_: self._told[id_] for id_ in action.nodes},
             tuple(id_ for id_ in view.members if id_ not in view.nodes),
             len(view.nodes),
+            len(participant.client.get_prefix(charges, keys_only=True).kvs),
         )
         assert participant.judge is not None, "only agents report, and they judge"
         judged = participant.judge(reports, ledger.value.decode() if ledger is not None else "")
@@ -213,10 +222,16 @@ class Leader:
             lease_id = participant.client.lease_grant(LEDGER_TTL_S).lease_id
         header = dataclasses.replace(view.header, state=judged.state, reason=judged.reason, verdict=judged.verdict)
         compares = [*self._compares(), unchanged(key, ledger.mod_revision) if ledger is not None else absent(key)]
-        puts = [
+        puts: list[Op] = [
             Put(participant.prefix + "round", rounds.encode(header), lease_id=participant.job_lease),
             Put(key, judged.ledger, lease_id=lease_id),
         ]
+        if judged.refunded:  # before, for a transaction may not delete and write in one range
+            participant.client.txn(self._compares(), [Delete(charges, prefix=True)])
+        if judged.charged and judged.window_s:
+            # No clock is compared: etcd itself takes the charge away when its time is over.
+            counts = participant.client.lease_grant(judged.window_s).lease_id
+            puts.append(Put(f"{charges}{view.header.round}", "", lease_id=counts))
         if judged.refused:
             refused = participant.client.lease_grant(judged.refused_s).lease_id
             puts.append(Put(f"{participant.prefix}refused/{judged.refused}", judged.reason, lease_id=refused))

@@ -34,9 +34,10 @@ from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.job_records import Refused
 from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import Participant, Refused
+from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 

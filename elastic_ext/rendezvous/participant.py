@@ -8,6 +8,7 @@ Keys under /elastic_ext/<run id>/:
     last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
     ledger          the failures of the job (see `job`), under a lease of its own: it outlives the job
+    charges/<round> a restart that counts against the budget, under a lease of the budget's window
     refused/<host>  a host that was told to leave, under a lease that lets it come back
 
 The leader is the node whose key was created first; every other one watches only the node that was created before it. A node
@@ -18,20 +19,16 @@ revision and the leader's own key, so that a leader that has been cut off writes
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from elastic_ext.errors import ElasticExtError, UsageError
+from elastic_ext.errors import UsageError
 from elastic_ext.etcd import (
     FROM_NOW,
     Batch,
     Began,
-    Compare,
-    Delete,
     EtcdClient,
     EtcdError,
     Get,
@@ -45,8 +42,9 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
-from elastic_ext.job import LedgerError, decode_verdict
+from elastic_ext.job import LedgerError
 from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.job_records import Found, JobRecords, Refused
 from elastic_ext.rendezvous.leader import Judge, Leader
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
@@ -54,14 +52,9 @@ from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, Stat
 logger = logging.getLogger(__name__)
 
 ROOT = "/elastic_ext"
-JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
 FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
 FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
 RETRY_S = 0.5  # after a call that no endpoint answered; its own deadline has passed by then
-
-
-class Refused(ElasticExtError):
-    """This host was told to leave the job."""
 
 
 class Participant:
@@ -104,7 +97,7 @@ class Participant:
         self.ttl_s = lease_ttl_s
         self._loop = loop
         self._on_change = on_change
-        self._refused = f"{self.prefix}refused/{host}"
+        self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
         self._began = 0  # watches that the server has
@@ -234,74 +227,21 @@ class Participant:
             self._watch(f"assign/{self.id}", self._on_assignment, FROM_NOW)
         if self._began < len(self._watches):
             return  # _on_began goes on
-        if not self._enter_new_job():
-            self._agree()
-            while self.header.state in (State.DONE, State.CLOSED) and self._forget_ended_job():
-                self._agree()
+        entered = self._records.enter_new(self._key, self._registration())
+        if entered is not None:
+            found, written, last = entered
+            self._take(found)
+            self._registered(written.revision, last)
+        else:
+            self._take(self._records.agree())
             self._write_node()
         self._consider()
 
+    def _take(self, found: Found) -> None:
+        self.job_lease, self.header, self.header_revision = found.lease_id, found.header, found.revision
+
     def _grant(self) -> LeaseSession:
         return LeaseSession(self.client, self.ttl_s, patient=True, on_lost=lambda _: self.post(self._register_again))
-
-    def _enter_new_job(self) -> bool:
-        """Enter a job with our settings whose first round is not sealed yet, in one transaction; False: nothing is done.
-
-        When a job starts that is the case of all nodes but a few.
-        """
-        job = self.prefix + "job"
-        compares = [Compare(job, "value", "=", self._settings()), absent(self.prefix + "round"), absent(self._key)]
-        compares.append(absent(self._refused))
-        entered = self.client.txn(compares, [Get(job), *self._registration()])
-        if entered.succeeded:
-            found, last = (reading.kv for reading in entered.readings)
-            assert found is not None  # compared
-            self.job_lease, self.header, self.header_revision = found.lease_id, Header(), 0
-            self._registered(entered.revision, last)
-        return entered.succeeded
-
-    def _settings(self) -> str:
-        mine = {"schema": rounds.SCHEMA, "min_nodes": self.limits.min_nodes, "max_nodes": self.limits.max_nodes}
-        return json.dumps(mine)
-
-    def _agree(self) -> None:
-        """Read, or be the first to write, what all nodes must agree on."""
-        key = self.prefix + "job"
-        found = self.client.txn([], [Get(key), Get(self.prefix + "round"), Get(self._refused)])
-        job, header, refused = (reading.kv for reading in found.readings)
-        if refused is not None:
-            raise Refused(f"this host was told to leave the job and may not come back yet: {refused.value.decode()}")
-        if job is None:
-            lease_id = self.client.lease_grant(self.ttl_s * JOB_LEASE_FACTOR).lease_id
-            if not self.client.txn([absent(key)], [Put(key, self._settings(), lease_id=lease_id)]).succeeded:
-                return self._agree()
-            self.job_lease = lease_id
-        else:
-            mine, theirs = json.loads(self._settings()), json.loads(job.value)
-            self.job_lease = job.lease_id
-            if theirs != mine and not self._forget_ended_job():
-                raise UsageError(
-                    f"another job runs under this --rdzv-id with other settings: {_shown(theirs)} there, {_shown(mine)} here; "
-                    "use another --rdzv-id, or the same settings on all nodes"
-                )
-            if theirs != mine:
-                return self._agree()
-        self.header, self.header_revision = Header(), 0
-        if header is not None:
-            self.header = rounds.decode(Header, header.value, header.key.decode())
-            self.header_revision = header.mod_revision
-        return None
-
-    def _forget_ended_job(self) -> bool:
-        """Remove what a job left that no node is in any more; False where one still is."""
-        if self.client.get_prefix(self.prefix + "nodes/", keys_only=True).kvs:
-            return False
-        # Written by its last node; if somebody begins the next job in this moment, that one's header differs.
-        compares = [unchanged(self.prefix + "round", self.header_revision)] if self.header_revision else []
-        deletes = [Delete(self.prefix + "assign/", prefix=True), Delete(self.prefix + "round"), Delete(self.prefix + "job")]
-        if self.header.state is State.DONE or (self.header.verdict and not decode_verdict(self.header.verdict).keeps_ledger):
-            deletes += [Delete(self.prefix + "ledger"), Delete(self.prefix + "refused/", prefix=True)]
-        return self.client.txn(compares, deletes).succeeded
 
     @property
     def _key(self) -> str:
@@ -498,7 +438,3 @@ class Participant:
                 session.revoke(timeout_s=timeout_s)
             except EtcdError as error:
                 logger.warning("%s; the node's lease will expire by itself", error)
-
-
-def _shown(job: dict[str, Any]) -> str:
-    return f"--nnodes={job.get('min_nodes')}:{job.get('max_nodes')}"

@@ -114,12 +114,7 @@ def test_the_table_of_settings():
     assert {field.name: field.metadata["what"] for field in dataclasses.fields(Settings)} == {
         key: row[1] for key, row in rows.items()
     }
-    shown = {True: "on", False: "off", None: ""}
     for field in dataclasses.fields(Settings):
-        default = (
-            shown.get(field.default, str(field.default))
-            if not isinstance(field.default, int) or isinstance(field.default, bool)
-            else str(field.default)
-        )
+        default = {"True": "on", "False": "off", "None": ""}.get(str(field.default), str(field.default))
         assert rows[field.name][0] == default
     assert f"default {DEFAULT_STOP_GRACE:g}" in rows["stop_grace"][1]

@@ -306,7 +306,11 @@ def test_a_warden_whose_reader_is_gone_still_cleans_up(tmp_path):
 def test_a_guard_outlives_its_warden(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
     guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
-    assert Path(f"/proc/{guard._process.pid}/environ").read_text() == "LD_ELASTIC_EXT_TEST=kept\0"
+    environ = Path(f"/proc/{guard._process.pid}/environ")
+    deadline = time.monotonic() + 20
+    while not environ.read_text() and time.monotonic() < deadline:
+        pass  # in the middle of its exec a process has none, and nothing tells when it does
+    assert environ.read_text() == "LD_ELASTIC_EXT_TEST=kept\0"
     os.kill(guard._process.pid, signal.SIGKILL)
     select.select([guard.pidfd], [], [], 20)
     guard.watch([os.getpid()])

@@ -60,6 +60,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+# A process that has used gloo and ends by an exception may abort while the interpreter ends (pytorch issue 190489), even after
+# destroy_process_group: seen once in some hundred runs. What it was refused for has been said by then.
+REFUSED = (1, -signal.SIGABRT)
+
+
 @dataclass(frozen=True)
 class Output:
     """What one launch printed, by step: losses as float.hex, and each state hash."""
@@ -213,7 +218,7 @@ def test_losses_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_data_is_refused(unbroken: tuple[Path, Output]) -> None:
     directory, _ = unbroken
     output = launch(0, directory, "--seed", "1")
-    assert output.status == 1
+    assert output.status in REFUSED
     assert "was trained on seed 0, global batch 12, length 16" in output.errors
     assert "use the same flags" in output.errors
     assert not output.losses
@@ -221,7 +226,7 @@ def test_a_checkpoint_of_other_data_is_refused(unbroken: tuple[Path, Output]) ->
 
 def test_an_incomplete_checkpoint_is_refused_when_asked_for(tmp_path: Path) -> None:
     output = launch(0, tmp_path, ELASTIC_EXT_RESUME_FROM=str(tmp_path / "step_00000004"))
-    assert output.status == 1
+    assert output.status in REFUSED
     assert f"sees no {tmp_path}/step_00000004/.metadata" in output.errors
     assert not output.losses
 

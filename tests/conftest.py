@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.etcd_server import EtcdServer
 
 TEARDOWN_TIMEOUT_S = 180
 
@@ -18,3 +21,10 @@ def pytest_runtest_teardown() -> Generator[None, None, None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd of the test's own, which it may kill."""
+    with EtcdServer(tmp_path / "etcd") as started:
+        yield started

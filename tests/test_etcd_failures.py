@@ -23,12 +23,6 @@ CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as started:
-        yield started
-
-
-@pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(tmp_path, stack)

@@ -22,12 +22,6 @@ ELASTIC = str(SCRIPTS / "elastic_job.py")
 CONF = "lease_ttl=5,last_call=0.5,stop_grace=2"
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as started:
-        yield started
-
-
 class Nodes:
     """Agents of one job; their workers go on when the gate is opened."""
 

@@ -175,12 +175,6 @@ def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
         yield started
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as started:
-        yield started
-
-
 def on(stack: ExitStack, folder: Path, endpoint: str) -> Nodes:
     return Nodes(folder, stack, stack.enter_context(EtcdClient(endpoint)))
 

@@ -261,7 +261,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def stop_by(self) -> float | None:
         """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
-        return self._participant.alive_until if self._fence.closed else None
+        return self._participant.lease[1] if self._fence.closed else None
 
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; returns at once."""
@@ -282,7 +282,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def last_will(self) -> dict[str, Any] | None:
         """What the warden needs to take this node out when the agent is killed: no secrets go anywhere but through its pipe."""
-        lease_id = self._participant.lease_id
+        lease_id, _ = self._participant.lease
         if lease_id is None:
             return None
         settings = self.settings

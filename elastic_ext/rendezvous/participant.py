@@ -67,7 +67,6 @@ class Participant:
         header: of the job's rounds, as last seen.
         joined: the round that this node has taken its part in since it was last ready, and that part; None while it waits.
         failure: why this node can take no further part; None while it can.
-        alive_until: monotonic time until which the others hold this node for alive, whatever happens to the network.
     """
 
     def __init__(
@@ -143,20 +142,10 @@ class Participant:
         return None
 
     @property
-    def alive_until(self) -> float:
-        session = self._session
-        return session.alive_until if session is not None else float("inf")
-
-    @property
     def lease(self) -> tuple[int | None, float]:
-        """Its id and `alive_until`, of one moment."""
+        """Its id, and the monotonic time until which the others hold this node for alive, whatever happens; of one moment."""
         session = self._session
         return (session.lease_id, session.alive_until) if session is not None else (None, float("inf"))
-
-    @property
-    def lease_id(self) -> int | None:
-        session = self._session
-        return session.lease_id if session is not None else None
 
     # For the loop: everything below runs on its thread.
 

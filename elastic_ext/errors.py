@@ -5,6 +5,7 @@ A message says what was seen, what was expected, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
@@ -18,8 +19,20 @@ class UsageError(ElasticExtError):
     """The user asked for something that cannot be: a setting, an option, a path. The command exits with 78, nothing starts."""
 
 
+class BadCheckpoints(ElasticExtError):
+    """There are checkpoints, and none may be used. Beginning from nothing would lose the work, so the job stops with 65."""
+
+
 class SeamError(ElasticExtError):
     """This torch does not have the seam that the plug-in stands on. The command exits with 78, nothing is started."""
+
+
+class RanksMissing(ElasticExtError):
+    """A health barrier was not passed in time. ranks: that did not come."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class JobStopped(ElasticExtError):

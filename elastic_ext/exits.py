@@ -42,7 +42,7 @@ class NodeRefused(ElasticExtError):
 
 
 # What ends a job without a verdict. A signal that the user gives by hand is theirs; any other comes from the platform.
-_BY_HAND = (signal.SIGINT, signal.SIGQUIT)
+BY_HAND = (signal.SIGINT, signal.SIGQUIT)
 _CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN))
 
 _preset = "design"
@@ -76,7 +76,7 @@ def of(error: BaseException) -> int | None:
     if isinstance(error, SignalException):
         if _code is not None:
             return _code
-        code = EX_USER if error.sigval in _BY_HAND else EX_TRY_AGAIN
+        code = EX_USER if error.sigval in BY_HAND else EX_TRY_AGAIN
     else:
         found = next((code for kind, code in _CODES if isinstance(error, kind)), None)
         if found is None:
@@ -103,11 +103,20 @@ def tell(verdict: Mapping[str, Any], path: str | None) -> None:
 
 def _write(path: Path, text: str, replace: bool) -> None:
     try:
-        if replace:
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            part.write_text(text)
-            part.replace(path)
-        else:
-            path.write_text(text)
-    except OSError as error:
+        if replace and (path.is_file() or not path.exists()):
+            _replace(path, text)
+        else:  # /dev/stderr, a pipe: to be written to; without a reader it would block for ever
+            with open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                file.write(text)
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
         logger.warning("the verdict could not be written to %s: %s", path, error)
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from elastic_ext import policy
+from elastic_ext import policy, typed
 from elastic_ext.errors import ElasticExtError
 from elastic_ext.failures import history, kinds
 from elastic_ext.failures.classify import Diagnosis, root_cause
@@ -26,6 +26,7 @@ SCHEMA = 1
 MOST_FAILURES = 64  # of the ledger: what decides is the last few; a record is some 200 bytes
 MOST_VERDICTS = 64
 MOST_TEXT = 2000  # characters of a message or reason in a record
+MOST_STACKS = 1500  # of what a verdict keeps of them: a ledger holds 64 verdicts
 
 
 class LedgerError(ElasticExtError):
@@ -40,11 +41,25 @@ class Report:
         host: where it was.
         diagnosis: of the worker that explains the others of this node.
         resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None: not known.
+        stacks: where the workers were that did not end when they were told to.
+        resumed_from: path or URL of it; "": none.
     """
 
     host: str
     diagnosis: Diagnosis
     resumed_at: int | None = None
+    stacks: str = ""
+    resumed_from: str = ""
+
+    @property
+    def follows(self) -> bool:
+        """The cause is elsewhere: root_cause() of one node makes a failure of the network of it, for want of another."""
+        return self.diagnosis.decision is kinds.Verdict.FOLLOW
+
+    @property
+    def hangs(self) -> bool:
+        """Who is behind is known when all nodes have told."""
+        return self.diagnosis.evidence.hang is True
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Verdict:
         restarts: charged to the budget of the job so far, this one included.
         limit: the budget; policy.NO_LIMIT for none.
         at: the wall clock of who judged, for people; nothing is decided by it.
+        stacks: of the reports, for people, too.
     """
 
     decision: policy.Decision
@@ -69,6 +85,7 @@ class Verdict:
     restarts: int = 0
     limit: int = policy.NO_LIMIT
     at: str = ""
+    stacks: str = ""
 
     def for_node(self, node: str) -> policy.Decision:
         """What the agent of this node does: a node that is to be replaced leaves, the others go on without it."""
@@ -132,10 +149,11 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
     if rules.lost and report.diagnosis.decision is kinds.Verdict.FOLLOW:
         reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost"
         cause = replace(cause, decision=kinds.Verdict.RESTART_FREE, reason=reason)
-    now = history.record(cause, report.resumed_at)
+    now = history.record(cause, report.resumed_at, report.resumed_from)
     saved = _saved_since(ledger.failures, now)
     charged = 0 if saved else ledger.charged if rules.charges is None else min(ledger.charged, rules.charges)
-    kinds_charged = Counter(failure.kind for failure in ledger.failures if failure.charged and not saved)
+    # The last of them: those before were refunded, or their time is over.
+    kinds_charged = Counter([failure.kind for failure in reversed(ledger.failures) if failure.charged][:charged])
     past = history.seen_from(now, ledger.failures)
     decision = policy.decide(
         cause,
@@ -152,7 +170,8 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
     )
     charged += decision.charged
     now = replace(now, charged=decision.charged)
-    verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts, rules.at)
+    stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MOST_STACKS]
+    verdict = Verdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts, rules.at, stacks)
     return (
         Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
         verdict,
@@ -183,6 +202,8 @@ def encode_report(report: Report) -> str:
         "schema": SCHEMA,
         "host": report.host,
         "resumed_at": report.resumed_at,
+        "stacks": report.stacks[:MOST_STACKS],
+        "resumed_from": report.resumed_from,
         "diagnosis": {**asdict(told), "decision": diagnosis.decision.value},
     }
     return json.dumps(record, separators=(",", ":"))
@@ -196,11 +217,13 @@ def decode_report(text: str, order: int = 0) -> Report:
         evidence = told["evidence"]
         exception = evidence["exception"]
         if exception is not None:
-            evidence["exception"] = RaisedException(exception["type"], exception["message"], tuple(exception["frames"]))
-        evidence |= {"platform": Platform(**evidence["platform"]), "xids": tuple(evidence["xids"]), "history": ()}
-        told |= {"evidence": Evidence(**evidence), "decision": kinds.Verdict(told["decision"]), "order": order}
-        return Report(data["host"], Diagnosis(**told), data["resumed_at"])
-    except (KeyError, TypeError, ValueError) as error:
+            evidence["exception"] = typed.make(RaisedException, exception)
+        evidence |= {"platform": typed.make(Platform, evidence["platform"]), "history": ()}
+        told |= {"evidence": typed.make(Evidence, evidence), "decision": kinds.Verdict(told["decision"]), "order": order}
+        diagnosis = typed.make(Diagnosis, told)
+        rest: dict[str, Any] = {name: data[name] for name in ("host", "resumed_at", "stacks", "resumed_from") if name in data}
+        return typed.make(Report, {"diagnosis": diagnosis, **rest})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LedgerError(f"this is no report of a failure: {error!r}") from error
 
 
@@ -227,9 +250,10 @@ def decode_ledger(text: str) -> Ledger:
     """Raises LedgerError."""
     data = _read(text, "ledger")
     try:
-        failures = tuple(history.Failure(**failure) for failure in data["failures"])
-        return Ledger(failures, data["charged"], tuple(_verdict(verdict) for verdict in data["verdicts"]))
-    except (KeyError, TypeError) as error:
+        failures = tuple(typed.make(history.Failure, failure) for failure in data["failures"])
+        verdicts = tuple(_verdict(verdict) for verdict in data["verdicts"])
+        return typed.make(Ledger, {"failures": failures, "charged": data["charged"], "verdicts": verdicts})
+    except (KeyError, TypeError, AttributeError) as error:
         raise LedgerError(f"this is no ledger of a job: {error!r}") from error
 
 
@@ -244,7 +268,8 @@ def _verdict(data: dict[str, Any]) -> Verdict:
     try:
         told = data["decision"]
         asked = kinds.Verdict(told["verdict"]) if told["verdict"] is not None else None
-        return Verdict(**{**data, "decision": policy.Decision(**{**told, "action": Action(told["action"]), "verdict": asked})})
+        decision = typed.make(policy.Decision, {**told, "action": Action(told["action"]), "verdict": asked})
+        return typed.make(Verdict, {**data, "decision": decision})
     except (KeyError, TypeError, ValueError) as error:
         raise LedgerError(f"this is no verdict of a job: {error!r}") from error
 
@@ -253,7 +278,7 @@ def _read(text: str, what: str) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(text)
         schema = data.pop("schema")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise LedgerError(f"this is no {what} of elastic_ext: {error!r}") from error
     if schema != SCHEMA:
         raise LedgerError(f"a {what} of schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext")

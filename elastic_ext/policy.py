@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_ext.failures.classify import Diagnosis
@@ -155,6 +155,12 @@ def decide(
     limit = (kind_limits or {}).get(outcome.kind, NO_LIMIT)
     outcome = _within_kind(outcome, (kinds_charged or {}).get(outcome.kind, 0), limit)
     outcome = _within_budget(outcome, restarts_charged, max_restarts)
+    back = diagnosis.checkpoints_back
+    if not back and _checkpoint_to_blame(diagnosis, past):
+        back = 1
+        outcome = replace(
+            outcome, reason=f"{outcome.reason}; twice after the same checkpoint was loaded: the one before it is tried"
+        )
     action = _ACTIONS[outcome.verdict]
     return Decision(
         action,
@@ -164,7 +170,7 @@ def decide(
         outcome.rule,
         outcome.verdict in _CHARGED,
         outcome.verdict,
-        diagnosis.checkpoints_back if action is Action.RESTART else 0,
+        back if action is Action.RESTART else 0,
         backoff.delay_s(restarts_charged + 1, jitter) if outcome.verdict in _CHARGED else 0.0,
     )
 
@@ -212,6 +218,13 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Past, 
         reason = f"{outcome.reason}; the same for the {surely_stuck + 1}. time with no progress"
         return _Outcome(Verdict.STOP, outcome.kind, reason, "ceiling", exit_code)
     return outcome
+
+
+def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Past]) -> bool:
+    """The same failure, twice, before the first step after the same checkpoint was loaded."""
+    if diagnosis.evidence.first_step_done is not False:
+        return False
+    return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
 
 
 def _confirmed(same: Sequence[Past], no_evidence: bool) -> bool:

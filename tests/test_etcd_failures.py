@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,8 +17,8 @@ import pytest
 from elastic_ext import job as job_records
 from elastic_ext.etcd import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import TORCHRUN, Job
-from tests.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen
+from tests.jobs import TORCHRUN, Job, wait_gone
+from tests.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
 
 CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 
@@ -54,6 +55,26 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(se
     assert (verdicts[0]["rank"], verdicts[0]["decision"]["kind"], verdicts[0]["decision"]["exit_code"]) == (1, "code", 65)
     for each in done:
         assert "KeyError" in each.err
+
+
+@pytest.mark.parametrize(("workers", "faults"), [(1, ["late:0"]), (2, ["late:0", "ignore:1", "receive:2"])])
+def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, workers, faults):
+    """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
+    last: a worker beside it may use up the grace, which is longer than the verdict settles. The bug is the cause all the same.
+    """
+    with ExitStack() as stack:
+        bug = start(stack, server, tmp_path, "a", "2", f"--nproc-per-node={workers}", GLOO, *faults)
+        wait_for_nodes(server, 1)
+        other = start(stack, server, tmp_path, "b", "2", GLOO, *faults)
+        done = [job.finish() for job in (bug, other)]
+    assert [each.returncode for each in done] == [65, 65], [each.err for each in done]
+    assert "KeyError" in done[0].err
+    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in "ab"]
+    assert verdicts[0] == verdicts[1]
+    assert (verdicts[0]["rank"], verdicts[0]["round"], verdicts[0]["decision"]["kind"]) == (0, 1, "code")
+    if workers == 2:  # where the one that ignores SIGTERM was
+        assert "rank 1 did not end on SIGTERM" in verdicts[0]["stacks"]
+        assert "in ignore_term" in verdicts[0]["stacks"]
 
 
 def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(server, nodes, tmp_path):
@@ -131,6 +152,41 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
             assert client.get("/elastic_ext/job/ledger").kv is None
         nodes.open_gate()
         assert stays.finish().returncode == 0
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("waits", ["for etcd", "before a restart"])
+def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes, tmp_path, waits, sig, code):
+    """The signal is why it ends, and not the failure, and the waits of a minute and more are not waited out."""
+    faults = ["exit3:0", "exit4:1"] if waits == "before a restart" else []
+    with ExitStack() as stack:
+        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BACKOFF": "1000", "ELASTIC_EXT_BACKOFF_MAX": "1000"}
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, *faults, **env)
+        if waits == "for etcd":
+            job.wait_for(seen(1, 0))
+            server.kill()
+            pid = reports(job)[0]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            assert wait_gone([pid]) == []
+        else:
+            job.wait_for(r"restart 2 of 3.*; in \d{3}")
+        job.process.send_signal(sig)
+        assert job.finish(60).returncode == code, job.err
+        decision = json.loads((tmp_path / "verdict-a").read_text())["decision"]
+        assert (decision["exit_code"], sig.name in decision["reason"]) == (code, True)
+
+
+def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(server, nodes, tmp_path):
+    """Its workers finish, since nothing is wrong with them; that they have can neither be told nor be learnt of others."""
+    with ExitStack() as stack:
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, GATE=str(nodes.gate.path))
+        job.wait_for(seen(1, 0))
+        with EtcdClient(server.endpoint) as client:
+            client.put("/elastic_ext/job/round", "no record")
+        nodes.open_gate()
+        assert job.finish(60).returncode == 1
+        assert "finished 0" in job.out
+        assert "/elastic_ext/job/round holds no record of elastic_ext" in job.err
 
 
 def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient, EtcdError, Event
+from elastic_ext.etcd import EtcdClient, EtcdError, Event, QuotaExceeded
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
@@ -135,22 +140,22 @@ class Nodes:
     def __init__(self, folder: Path, stack: ExitStack, client: EtcdClient, **variables: str) -> None:
         self._folder = folder
         self._stack = stack
-        self._gate = Gate(folder / "gate")
+        self.gate = Gate(folder / "gate")
         self._variables = variables
         self.history = History(client)
         stack.callback(self.history.close)
         self.jobs: dict[str, Job] = {}
 
-    def start(self, name: str, endpoint: str, nnodes: str, script: str = ELASTIC) -> Job:
+    def start(self, name: str, endpoint: str, nnodes: str, script: str = ELASTIC, **variables: str) -> Job:
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
         command = [*TORCHRUN, *where, f"--rdzv-conf={CONF}", "--max-restarts=3", script]
-        job = Job(command, self._folder, NODE=name, GATE=str(self._gate.path), **self._variables)
+        job = Job(command, self._folder, NODE=name, GATE=str(self.gate.path), **{**self._variables, **variables})
         self.jobs[name] = self._stack.enter_context(job)
         return job
 
     def finish(self) -> None:
         """Open the gate; every node that has not been killed must end well, and the history must be right."""
-        self._gate.open()
+        self.gate.open()
         for name, job in self.jobs.items():
             if job.process.poll() != -signal.SIGKILL:
                 assert job.finish().returncode == 0, f"node {name}\n{job.err}"
@@ -337,6 +342,70 @@ def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_witho
     assert client.calls > 1
 
 
+# Clocks jump.
+
+
+class Clock:
+    """The wall clock of the processes that get its `variables`, as their C library tells it; the monotonic one is as ever.
+
+    A server of etcd cannot have one: Go asks the kernel without the C library.
+    """
+
+    def __init__(self, file: Path) -> None:
+        [folder] = importlib.util.find_spec("libfaketime").submodule_search_locations
+        self.library = Path(folder, "vendor/libfaketime/src/libfaketime.so.1")
+        self._file = file
+        self.jump("+0")
+        self.variables = {
+            "LD_PRELOAD": str(self.library),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_NO_CACHE": "1",  # it looks into the file each time
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+    def jump(self, offset: str) -> None:
+        """To so much before or after the time that it is."""
+        new = self._file.with_suffix(".new")
+        new.write_text(offset + "\n")
+        new.rename(self._file)
+
+    def is_of(self, process: int) -> bool:
+        return str(self.library) in Path(f"/proc/{process}/maps").read_text()
+
+    def offset_h(self) -> int:
+        """Whole hours that a process sees the time off by."""
+        command = [sys.executable, "-c", "import time; print(time.time())"]
+        done = subprocess.run(command, env={**os.environ, **self.variables}, check=True, capture_output=True, text=True)
+        return round((float(done.stdout) - time.time()) / 3600)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
+def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(server, tmp_path, stack):
+    """That of the node that leads and that of another, in opposite directions, for longer than a lease each."""
+    nodes = on(stack, tmp_path, server.endpoint)
+    clocks = {name: Clock(tmp_path / f"clock-{name}") for name in "ab"}
+    for name, clock in clocks.items():
+        nodes.start(name, server.endpoint, "2:3", **clock.variables)
+    for job in nodes.jobs.values():
+        job.wait_for(seen(2, 0))
+    pids = list(nodes.pids(0).values())
+    told = len(nodes.history.all())
+    for offsets in ((1, -1), (-1, 1)):
+        for (name, clock), hours in zip(clocks.items(), offsets, strict=True):
+            clock.jump(f"{hours:+d}h")
+            assert clock.is_of(nodes.jobs[name].process.pid)
+            assert clock.offset_h() == hours
+        assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
+    changed = [shown(event) for event in nodes.history.all()[told:] if not event.kv.key.endswith(b"/end-of-history")]
+    assert changed == []  # no lease was lost: its node would be gone, and come again
+    assert nodes.attempts() == {0}
+    nodes.start("c", server.endpoint, "2:3")
+    for job in nodes.jobs.values():
+        job.wait_for(seen(3, 1))
+    nodes.finish()
+    assert nodes.attempts() == {0, 1}
+
+
 # etcd with a lock on the door.
 
 
@@ -427,6 +496,25 @@ def test_with_certificates_on_both_sides(tmp_path, stack):
     nodes.finish()
 
 
+def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_job):
+    server, nodes = auth_job
+    root = ("--user", "root:root-secret-1180")
+    for command in ("user add bob --new-user-password bob-secret-9041", "user grant-role bob ann"):
+        server.etcdctl(*root, *command.split())
+    leader = nodes.start("a", server.endpoint, "1:2")
+    leader.wait_for(seen(1, 0))
+    server.etcdctl(*root, "user", "revoke-role", "ann", "ann")
+    other = nodes.start("b", server.endpoint, "1:2", ELASTIC_EXT_ETCD_USER="bob", ELASTIC_EXT_ETCD_PASSWORD="bob-secret-9041")
+    other.wait_for(seen(1, 1))
+    done = leader.finish()
+    assert done.returncode != 0
+    assert "this node can take no further part in the job: " in done.err
+    assert "permission denied" in done.err
+    assert wait_gone([nodes.pids(0)["a"]], timeout_s=0) == []
+    nodes.gate.open()
+    assert other.finish().returncode == 0, other.err
+
+
 def fill(client: EtcdClient) -> None:
     while True:
         client.put("/of-others", "x" * 100_000)
@@ -442,3 +530,32 @@ def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     assert "database space exceeded; compact and defragment etcd" in done.err
     lines = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
     assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
+
+
+@pytest.mark.parametrize("failing", ["leader", "other"])
+def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack, failing):
+    server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))
+    nodes = on(stack, tmp_path, server.endpoint)
+    for name in "ab":
+        nodes.start(name, server.endpoint, "2")
+    for job in nodes.jobs.values():
+        job.wait_for(seen(2, 0))
+    leader = leading(nodes)
+    failing = leader if failing == "leader" else next(name for name in "ab" if name != leader)
+    client = stack.enter_context(EtcdClient(server.endpoint))
+    with pytest.raises(QuotaExceeded):
+        fill(client)
+    pids = nodes.pids(0)
+    alive = list(pids.values())
+    assert wait_gone(alive, timeout_s=OUTAGE_S) == alive
+    os.kill(pids[failing], signal.SIGKILL)
+    nodes.jobs[failing].wait_for("space exceeded; compact and defragment etcd .* what runs goes on")
+    client.compact(client.revision("/of-others"))
+    server.etcdctl("defrag")
+    server.etcdctl("alarm", "disarm")
+    for job in nodes.jobs.values():
+        job.wait_for(seen(2, 1))
+    assert nodes.attempts() == {0, 1}
+    nodes.gate.open()
+    for job in nodes.jobs.values():
+        assert job.finish().returncode == 0, job.err

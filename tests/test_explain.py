@@ -13,6 +13,10 @@ from elastic_ext.errors import UsageError
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.job import Ledger, Verdict
+from elastic_ext.policy import Action, Decision
+from elastic_ext.rendezvous import live
+from elastic_ext.rendezvous.rounds import Header, State
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "data" / "failure_cases.jsonl"
@@ -230,3 +234,12 @@ def test_entry_points_bring_rules():
 
 def test_the_setting():
     assert settings.read({"rules": "r.toml"}, {}).rules == "r.toml"
+
+
+def test_what_is_read_from_etcd_cannot_steer_the_terminal():
+    header = Header(1, State.BROKEN, reason="\x1b]0;title\x07")
+    told = Verdict(Decision(Action.RESTART, "code", "\x9b"), 1, stacks='on a: rank 1\n  File "x\x1b[2J"')
+    shown = list(live.lines(live.LiveJob("x\x1b[2J", header, {}, {}, Ledger((), 0, (told,)), {"h\n": "\x9b1m"})))
+    assert shown[-2:] == ["    on a: rank 1", '      File "x\\x1b[2J"']
+    assert all(line.isprintable() for line in shown)
+    assert "\\x1b]0;title\\x07" in shown[1]

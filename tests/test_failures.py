@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext import policy
+from elastic_ext import job, policy
 from elastic_ext.cli import explained
 from elastic_ext.failures import classify as classify_module
 from elastic_ext.failures import fingerprint, matching, rules, tracebacks, user_rules
@@ -85,7 +85,10 @@ ROWS = [
         156, 158, 159)), killed("SIGKILL", xids=(45, 94, 79), oom_kills=1)),
     ("xid-illegal-access", "code", "confirm",
      *(raised("RuntimeError", "CUDA error: an illegal memory access was encountered", xids=(xid,)) for xid in (13, 31))),
-    ("xid-restart", "hardware", "restart", *(ended(1, xids=(xid,)) for xid in (
+    ("gpu-recovery", "hardware", "replace_node", *(ended(1, gpu_recovery=(action,), xids=(94,)) for action in (
+        "gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"))),
+    ("xid-restart", "hardware", "restart", ended(1, xids=(94,), gpu_recovery=("drain_p2p", "action 9")),
+     *(ended(1, xids=(xid,)) for xid in (
         8, 11, 25, 32, 39, 40, 41, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89, 94, 96, 97, 98, 99, 100,
      101,
         102, 103, 104, 105, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135, 139))),
@@ -330,6 +333,29 @@ def test_any_evidence_gets_a_diagnosis_and_a_decision(evidence):
     decision = policy.decide(root_cause([diagnosis]))
     assert decision.reason
     assert (decision.exit_code is None) == (decision.action is policy.Action.RESTART)
+
+
+def test_what_is_shown_of_a_failure_cannot_steer_a_terminal_or_forge_a_line():
+    hostile = "\x1b[2J\x9b1mx\ry\u202ez\udce9"
+    told = classify(Evidence(0, exit_code=1, exception=RaisedException("E" + hostile, hostile + "\nline", (hostile,))))
+    assert told.reason.isprintable()
+    assert "\\x1b[2J" in told.reason
+    assert "\\udce9" in told.reason
+    assert classify(raised("E", "größer als 3 µm - 温度 🔥")).reason.count("größer als 3 µm - 温度 🔥") == 1
+    rule = user_rules.UserRule("n\x1b[1m", "code", Verdict.STOP, "entry\npoint", exit_code=1)
+    assert classify(ended(1), [rule]).reason.isprintable()
+
+
+def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
+    """Records of the job hold it: etcd refuses a request of more than 1.5 MB."""
+    path = tmp_path / "error.json"
+    extra = {"timestamp": "1", "py_callstack": ""}
+    frames = ["d" * 3000 + "/a.py:1 in f"] * 150
+    for more in ({}, {"elastic_ext": {"type": "T" * 200_000, "message": "m" * 200_000, "frames": frames}}):
+        path.write_text(json.dumps({"message": {"message": "N" * 200_000, "extraInfo": extra}, **more}))
+        exception = read_error_file(str(path)).exception
+        told = classify(Evidence(0, exit_code=1, exception=exception))
+        assert len(job.encode_report(job.Report("h", told))) < 100_000
 
 
 def test_the_fingerprint_holds_what_stays_and_not_what_varies():

@@ -1,6 +1,8 @@
 """One verdict over the reports of many nodes, the ledger, and their records. Pure."""
 
 import dataclasses
+import json
+import random
 
 import pytest
 
@@ -142,6 +144,43 @@ def test_a_limit_for_one_kind_leaves_the_others_alone():
         ledger, other = judge({"a": report("ha", exit_code=30 + number)}, ledger, rules, number)
         assert not other.ends_job
     assert ended == ["", "", "kind-limit"]
+
+
+def test_progress_pays_for_the_limit_of_a_kind_too():
+    """Two of two are spent, then a checkpoint is kept: two more, not one."""
+    rules, ledger, ended = Rules(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
+    for number, resumed_at in enumerate((0, 0, 7, 7, 7)):
+        told = {"a": report("ha", "ConnectionError", "refused " + "abcde"[number], resumed_at=resumed_at)}
+        ledger, verdict = judge(told, ledger, rules, number)
+        ended.append(verdict.ends_job)
+    assert ended == [False, False, False, False, True]
+
+
+def changed(random_, value):
+    """A copy of a JSON value in which one part is another."""
+    if isinstance(value, dict) and value and random_.random() < 0.9:
+        key = random_.choice(list(value))
+        if random_.random() < 0.1:
+            return {name: part for name, part in value.items() if name != key}
+        return {**value, key: changed(random_, value[key])}
+    if isinstance(value, list) and value and random_.random() < 0.9:
+        at = random_.randrange(len(value))
+        return [*value[:at], changed(random_, value[at]), *value[at + 1 :]]
+    return random_.choice([None, True, -1, 1 << 70, 0.5, "", "\udce9\x1b[2J", "stop", [], {}, [[]], {"x": 1}, ["x"], "y" * 5000])
+
+
+def test_records_of_others_are_read_or_refused_and_never_end_the_leader():
+    """10,000 reports and ledgers, with one part or several replaced by what it may not be."""
+    random_ = random.Random(4)
+    good = report("ha", "KeyError", "x", node="ha", xids=(44,))
+    ledger, _ = judge({"a": good, "b": report("hb", **PEER)}, Ledger(), RULES, 1)
+    for _ in range(5000):
+        told, kept = json.loads(job.encode_report(good)), json.loads(job.encode_ledger(ledger))
+        for _ in range(random_.randint(1, 3)):
+            told, kept = changed(random_, told), changed(random_, kept)
+        after, verdict = judge({"a": report_of(json.dumps(told), 3)}, ledger_of(json.dumps(kept)), RULES, 2)
+        job.decode_verdict(job.encode_verdict(verdict))
+        job.decode_ledger(job.encode_ledger(after))
 
 
 def test_the_wait_grows_to_its_limit_and_progress_ends_it():

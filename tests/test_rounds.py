@@ -38,6 +38,9 @@ RUNNING = Header(3, State.RUNNING)
 BROKEN = Header(3, State.BROKEN)
 JUDGED = Header(3, State.BROKEN, verdict="restart")
 FAILED = node(reported=3, report="it failed")
+FOLLOWS = dataclasses.replace(FAILED, follows=True)
+NO_CAUSE = "what failed so far followed from something else, and node b has not told yet"
+ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes, a among them failed"
 
 
@@ -72,6 +75,14 @@ BOTH_FAILED = "workers of 2 nodes, a among them failed"
         (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed")),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7, Wait("node b may have failed too", 7.5)),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7.5, Judge(("a",), "workers of node a failed")),
+        # Without a cause so far, all that live are waited for: the next round waits for them too.
+        (view(BROKEN, {"a": FOLLOWS, "b": node(), "c": node(3)}, "abc", reported_at=7), 99, Wait(NO_CAUSE)),
+        (view(BROKEN, {"a": FOLLOWS, "b": node(3), "c": node(3)}, "abcd", reported_at=7), 7, Judge(("a",), ONE_FAILED)),
+        (
+            view(BROKEN, {"a": FOLLOWS, "b": FAILED, "c": node()}, "abc", reported_at=7),
+            7,
+            Wait("node c may have failed too", 7.5),
+        ),
         (view(BROKEN, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),
         (view(BROKEN, {"a": FAILED, "b": FAILED}, "ab", reported_at=7), 7, Judge(("a", "b"), BOTH_FAILED)),
         (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),  # b is lost
@@ -205,12 +216,13 @@ class Job(RuleBasedStateMachine):
                 self.write_header(dataclasses.replace(self.header, state=State.BROKEN, reason="failed"))
             self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
 
-    @rule(id_=IDS)
-    def fail_and_report(self, id_):
+    @rule(id_=IDS, follows=st.booleans())
+    def fail_and_report(self, id_, follows):
         """A node's workers fail: it tells of it and waits for the verdict. It may be told to break the round only later."""
         if id_ in self.running:
             self.reporting[id_] = self.running.pop(id_)
-            self.store[id_] = dataclasses.replace(self.store[id_], reported=self.reporting[id_], report="it failed")
+            told = {"reported": self.reporting[id_], "report": "it failed", "follows": follows}
+            self.store[id_] = dataclasses.replace(self.store[id_], **told)
 
     @rule(id_=IDS)
     def deliver(self, id_):

@@ -1,10 +1,11 @@
 """News through a real TCPStore."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.store_news import RoundNews
+from elastic_ext.rendezvous.store_news import ALL_DONE, RoundNews
 
 
 def test_one_tells_and_all_hear():
@@ -51,3 +52,47 @@ def test_a_store_that_dies_ends_the_wait():
     waiting.join(20)
     assert not waiting.is_alive()
     assert news.reason is None
+
+
+def test_all_hear_when_the_last_one_has_finished():
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    news = [RoundNews("localhost", server.port, "over", lambda: None) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(each.await_all_done, 3, 60) for each in news[:2]]
+        assert not any(each.done() for each in first)
+        last = pool.submit(news[2].await_all_done, 3, 60)
+        assert {each.result(60) for each in (*first, last)} == {ALL_DONE}
+
+
+def test_a_node_that_has_finished_hears_of_a_failure_first():
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    one, other = (RoundNews("localhost", server.port, "over", lambda: None) for _ in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(one.await_all_done, 2, 60)
+        other.tell("workers failed on b")
+        assert waits.result(60) == "workers failed on b"
+    other.close()  # what was told first stays
+    assert server.get("over/1") == b"workers failed on b"
+    assert one.of_failure
+
+
+def test_saves_are_asked_for_and_then_the_round_ends():
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    heard = threading.Condition()
+
+    def on_news():
+        with heard:
+            heard.notify_all()
+
+    news = [RoundNews("localhost", server.port, "over", on_news) for _ in range(3)]
+    for number in (1, 2):
+        news[number].request_save()
+        with heard:
+            assert heard.wait_for(lambda number=number: all(each.saves == number for each in news), 20)
+        assert all(each.reason is None for each in news)
+    news[0].tell("it failed")
+    with heard:
+        assert heard.wait_for(lambda: all(each.reason == "it failed" for each in news), 20)
+    news[0].request_save()  # nobody saves any more
+    news[0].end()
+    assert [each.saves for each in news] == [2, 2, 2]

@@ -15,8 +15,10 @@ from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Verdict
 from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
 from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
+from elastic_ext.printable import printable
 
-MAX_TEXT = 64 * 1024  # characters at the end of a tail or a message that are looked at
+MAX_TEXT = 64 * 1024  # characters of a message, and of the end of a tail, that are looked at in all
+MAX_MESSAGE = 8 * 1024  # of a longer message both ends are
 
 # After these a traceback on stderr need not be the end of it: what ended the process came from outside Python.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
@@ -76,8 +78,8 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     exception = evidence.exception
     names = exception_names(exception)
     signal_name = worker_signal(evidence)
-    message = exception.message[-MAX_TEXT:].lower() if exception else ""
-    tail = evidence.stderr_tail[-MAX_TEXT:].lower()
+    message = _ends(exception.message) if exception else ""
+    tail = evidence.stderr_tail[len(message) - MAX_TEXT :]
     all_text = Facts(evidence, names, Words(f"{message}\n{tail}" if message else tail), signal_name)
     for rule in _BY_TIER[ASKED]:
         if rule.matches(all_text):
@@ -95,6 +97,10 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
                 if rule.matches(facts):
                     return rule
     raise AssertionError("the last rule of the table matches everything")
+
+
+def _ends(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE // 2]}\n{message[-MAX_MESSAGE // 2 :]}"
 
 
 def _completed(evidence: Evidence) -> Evidence:
@@ -134,7 +140,8 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the one that explains the others, over all ranks and nodes that are known of.
 
     A cascade never outvotes a real cause. Somebody's wish to stop comes first, then evidence of a bug that would come back
-    on every try; then the earliest: by `order` across nodes, by time within one (the clocks of two nodes cannot be compared).
+    on every try; then, of those that hung, the one that is behind; then the earliest: by `order` across nodes, by time within one
+    (the clocks of two nodes cannot be compared).
     """
     cause = min(diagnoses, key=_precedence)
     if cause.decision is not Verdict.FOLLOW:
@@ -142,22 +149,35 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     return replace(cause, kind=NETWORK, decision=Verdict.RESTART, reason=f"{cause.reason}, but none is known: the network, then")
 
 
-def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, int, int]:
+def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:
     cascade = diagnosis.kind == CASCADE
     asked = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
-    return cascade, not asked, not diagnosis.deterministic, diagnosis.order, diagnosis.evidence.ended_ns
+    evidence = diagnosis.evidence
+    return cascade, not asked, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:
-    """One line: which rank ended, and of what."""
+    """One printable line: which rank ended, and of what."""
+    return printable(_described(evidence))
+
+
+def _described(evidence: Evidence) -> str:
     exception = evidence.exception
     if evidence.agent_signal is not None and exception is None and evidence.signal is None and evidence.exit_code is None:
         return f"the agent got {evidence.agent_signal}"
+    if evidence.hang and evidence.hang_reason:
+        return evidence.hang_reason
     if exception is not None:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
-        message = exception.message.splitlines()[0][:200] if exception.message.strip() else ""
+        message = first_line(exception.message)[:200]
         return f"rank {evidence.rank} raised {exception.type}{': ' + message if message else ''}{place}"
     return f"rank {evidence.rank} {'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+
+
+def first_line(message: str) -> str:
+    """Of a message that may be long; "" if its start is blank."""
+    start = message[:1000]
+    return start.splitlines()[0] if start.strip() else ""
 
 
 def ended_by(evidence: Evidence) -> str:
@@ -172,6 +192,8 @@ def _annotation(evidence: Evidence) -> str:
     notes = []
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
-    if evidence.exception and (held := held_by_another_process(evidence.exception.message[-MAX_TEXT:].lower())):
+    if evidence.gpu_recovery:
+        notes.append(f"the driver asks for {', '.join(sorted(set(evidence.gpu_recovery)))}")
+    if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
     return f" ({'; '.join(notes)})" if notes else ""

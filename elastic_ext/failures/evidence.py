@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
+MAX_MESSAGE = 16 * 1024  # characters that are kept of a message, MAX_NAME of a class or a frame: records of the job hold them
+MAX_NAME = 500
+MAX_FRAMES = 100  # the innermost
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,14 @@ class Past:
         progress: the job got further between the two (a step or a checkpoint); None: not known.
         node: where it was; None: not known.
         first_step_done: its worker had done an optimizer step; None: not known.
+        same_checkpoint: both had resumed from the same one.
     """
 
     same_fingerprint: bool
     progress: bool | None = None
     node: str | None = None
     first_step_done: bool | None = None
+    same_checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,10 @@ class Evidence:
         agent_signal: name of the signal that the agent itself got.
         oom_kills: by how much the oom_kill count of its cgroup rose; None: not known.
         xids: NVIDIA Xid numbers in the kernel log since it started.
+        gpu_recovery: what the NVIDIA driver says must be done about GPUs of its node (values of sources.gpu.ACTIONS but "none").
         hang: the hang detector ended it.
+        hang_reason: what it said of this worker.
+        hang_blame: of all that hung in a job the one with the lowest is the cause (see workers.hang.Stuck).
         checkpoint_load: it was loading a checkpoint.
         node_health_failed: this node's health check failed before the start; None: there was none.
         node: where it ran.
@@ -110,8 +118,11 @@ class Evidence:
     agent_signal: str | None = None
     oom_kills: int | None = None
     xids: tuple[int, ...] = ()
+    gpu_recovery: tuple[str, ...] = ()
     platform: Platform = Platform()
     hang: bool | None = None
+    hang_reason: str = ""
+    hang_blame: tuple[int, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None
@@ -176,11 +187,14 @@ def _exception(data: dict[str, Any]) -> tuple[RaisedException | None, int | None
     ours = data.get("elastic_ext")
     if isinstance(ours, dict) and isinstance(ours.get("type"), str):
         frames = ours.get("frames")
-        frames = tuple(str(frame) for frame in frames) if isinstance(frames, list) else ()
+        frames = tuple(str(frame) for frame in frames[-MAX_FRAMES:]) if isinstance(frames, list) else ()
         raised_ns = ours.get("monotonic_ns")
-        exception = RaisedException(ours["type"], str(ours.get("message", "")), frames)
-        return exception, raised_ns if isinstance(raised_ns, int) else None
+        return _bounded(ours["type"], str(ours.get("message", "")), frames), raised_ns if type(raised_ns) is int else None
     message = data["message"]
     text = message.get("message", "") if isinstance(message, dict) else message
     name, _, rest = text.partition(": ")
-    return (RaisedException(name, rest), None) if name.replace(".", "").isidentifier() else (None, None)
+    return (_bounded(name, rest), None) if name.replace(".", "").isidentifier() else (None, None)
+
+
+def _bounded(name: str, message: str, frames: tuple[str, ...] = ()) -> RaisedException:
+    return RaisedException(name[:MAX_NAME], message[:MAX_MESSAGE], tuple(frame[-MAX_NAME:] for frame in frames))

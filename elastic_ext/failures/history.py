@@ -19,6 +19,7 @@ class Failure:
     Attributes:
         steps: optimizer steps that the worker had done since it started; None: not known.
         resumed_at: the step of the checkpoint that it had started from, 0 for the beginning; None: not known.
+        resumed_from: path or URL of that checkpoint; "": none.
         kind: of the diagnosis.
         charged: the restart after it counted against the budget.
     """
@@ -30,12 +31,21 @@ class Failure:
     node: str | None = None
     kind: str = ""
     charged: bool = False
+    resumed_from: str = ""
 
 
-def record(diagnosis: Diagnosis, resumed_at: int | None) -> Failure:
+def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> Failure:
     """What to remember of a root cause."""
     evidence = diagnosis.evidence
-    return Failure(diagnosis.fingerprint, evidence.step, resumed_at, evidence.first_step_done, evidence.node, diagnosis.kind)
+    return Failure(
+        diagnosis.fingerprint,
+        evidence.step,
+        resumed_at,
+        evidence.first_step_done,
+        evidence.node,
+        diagnosis.kind,
+        resumed_from=resumed_from,
+    )
 
 
 def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
@@ -46,6 +56,7 @@ def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
             _any_progress(progress(past, later) for later in (*earlier[number + 1 :], now)),
             past.node,
             past.first_step_done,
+            bool(now.resumed_from) and past.resumed_from == now.resumed_from,
         )
         for number, past in enumerate(earlier)
     )

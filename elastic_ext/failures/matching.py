@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.kinds import Verdict
@@ -19,7 +19,7 @@ class Facts:
 
     Attributes:
         exception_names: the exception's full and bare name and, where the table knows it, the base class; empty without one.
-        text: lower case; what texts are looked for in.
+        text: what texts are looked for in.
         signal: of the worker; exit code 128+N is signal N.
     """
 
@@ -79,6 +79,7 @@ GATES = (
 )  # fmt: skip
 
 LONG_LINE = 8192  # bytes; of a longer line both ends are searched
+MOST_LINES = 2000  # to find equal lines among more of them takes longer than to search them all
 _LINE_ENDS = bytes.maketrans(b"\r", b"\n")  # a progress bar is one line of many states
 
 
@@ -98,11 +99,25 @@ class Words:
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        bare = text.encode("utf-8", "replace").translate(_LINE_ENDS, b"0123456789").split(b"\n")
-        bare = [line if len(line) <= LONG_LINE else line[: LONG_LINE // 2] + b"\n" + line[-LONG_LINE // 2 :] for line in bare]
-        self._lines = b"\n".join(dict.fromkeys(bare)).decode("utf-8", "replace")
+        """The texts of the table are ASCII, so another character is none of theirs; bytes are searched faster than wide text."""
+        self._written = text
+        data = text.encode("ascii", "replace").lower()
+        self.text = data.decode("ascii")
+        bare = data.translate(_LINE_ENDS, b"0123456789")
+        if bare.count(b"\n") <= MOST_LINES:
+            lines = bare.split(b"\n")
+            if len(bare) > LONG_LINE:
+                lines = [
+                    line if len(line) <= LONG_LINE else line[: LONG_LINE // 2] + b"\n" + line[-LONG_LINE // 2 :] for line in lines
+                ]
+            bare = b"\n".join(dict.fromkeys(lines))
+        self._lines = bare.decode("ascii")
         self._found: dict[str, bool] = {}
+
+    @cached_property
+    def written(self) -> str:
+        """All of it, in lower case: a user's pattern may have any letter."""
+        return self._written.lower()
 
     def __contains__(self, wanted: str) -> bool:
         gate = _gate(wanted)

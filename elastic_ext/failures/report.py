@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.classify import Diagnosis, first_line
 from elastic_ext.failures.evidence import ErrorFile
 from elastic_ext.job import Verdict
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import printable
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: Verdict,
         lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
     lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
     if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
-        lines += ["  " + line for line in traceback.rstrip().splitlines()]
-    return "\n".join(lines)
+        lines += ["  " + line.expandtabs() for line in traceback.rstrip().splitlines()]
+    return "\n".join(printable(line) for line in lines)
 
 
 def from_elsewhere(verdict: Verdict) -> str:
     """The text for the log of a node on which nothing has failed."""
     decision = verdict.decision
-    return (
+    return printable(
         f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
         f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
     )
@@ -109,7 +110,7 @@ def _traceback(error_file: ErrorFile) -> str:
 def _short(worker: FailedWorker) -> str:
     exception = worker.diagnosis.evidence.exception
     if exception is not None:
-        text = exception.message.splitlines()[0][:120] if exception.message else ""
+        text = first_line(exception.message)[:120]
         return f"{exception.type}: {text}" if text else exception.type
     signal = worker.diagnosis.evidence.signal
     return signal if signal is not None else f"exit code {worker.exitcode}"

@@ -185,9 +185,14 @@ XIDS_ANNOTATE = frozenset(
     {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, *range(106, 109), 121, 137, 141, 152, 153, 157, 160, 161}
 )  # told in the reason; the rest of the evidence decides
 
+# NVML's recovery actions after which no restart of the workers alone can help; "drain_p2p" and newer ones are only told.
+_RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"})
+
 TIER_2 = (
     _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only service cures", "X",
          xids=XIDS_REPLACE),
+    _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver says that a GPU of this node needs a reset", "X",
+         when=lambda facts: not _RECOVERY_REPLACE.isdisjoint(facts.evidence.gpu_recovery)),
     _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
          "X B", xids=XIDS_ILLEGAL, when=_illegal_access),
     _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart cures", "X",

@@ -26,6 +26,7 @@ from typing import Any
 from elastic_ext.errors import UsageError
 from elastic_ext.failures.kinds import CASCADE, KINDS, Verdict
 from elastic_ext.failures.matching import Facts
+from elastic_ext.printable import printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,7 +59,7 @@ class UserRule:
 
     @property
     def because(self) -> str:
-        return f"the rule {self.name!r} of {self.origin or 'the user'}"
+        return f"the rule {self.name!r} of {printable(self.origin) or 'the user'}"
 
     def matches(self, facts: Facts) -> bool:
         evidence = facts.evidence
@@ -66,7 +67,7 @@ class UserRule:
             (self.exit_code is None or self.exit_code == evidence.exit_code)
             and (self.exception is None or self.exception in facts.exception_names)
             and (self.signal is None or self.signal == facts.signal)
-            and (self.pattern is None or found(self.pattern.lower(), facts.text.text))
+            and (self.pattern is None or found(self.pattern.lower(), facts.text.written))
         )
 
 

@@ -3,6 +3,9 @@
 Torch's c10d hands the same TCPStore to every round, with the last round's keys in it; a restart then reads its dead predecessors'
 addresses. Here each round gets a store of its own: a new server, in the agent of group rank 0, its address published in the round
 together with the round's number, which is the same for the whole job.
+
+The job's verdicts and its ledger are in the store of torch's rendezvous (`store_job`), which lives as long as the agent that
+hosts it. Once it is lost each node judges for itself, and no node can join or start again.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ import json
 import logging
 import os
 import platform
+import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -28,17 +35,26 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from elastic_ext import job
-from elastic_ext.errors import SeamError
+from elastic_ext import job, torch_seam
+from elastic_ext.errors import JobStopped, SeamError
+from elastic_ext.exits import NodeRefused
+from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.address import address_towards, host_of
-from elastic_ext.rendezvous.store_news import RoundNews
-from elastic_ext.settings import Settings
+from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
+from elastic_ext.rendezvous.rounds import STALLED
+from elastic_ext.rendezvous.store_calls import StoreLost
+from elastic_ext.rendezvous.store_job import Part, StoreJob
+from elastic_ext.rendezvous.store_news import ALL_DONE, LEAVES, RoundNews
+from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "ext_c10d"
 ROUND_KEY = "elastic_ext.round"
+LAUNCH_KEY = "elastic_ext.launch"
+LEAVE_TIMEOUT_S = 3.0
+ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
+OTHERS_S = 10.0  # beside their grace and the settle window: that the other nodes may need to tell, judge and read a verdict
 
 
 class EmbeddedRendezvous(RendezvousHandler):
@@ -48,6 +64,7 @@ class EmbeddedRendezvous(RendezvousHandler):
 
     Attributes:
         settings: of this agent.
+        launch: names this launch of the job, the same on every node; rounds of one launch count up.
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         poll_interval_s: how often num_nodes_waiting() must be asked; None: never, nobody can join.
         on_news: set by our agent; called from any thread when round_over() may have an answer.
@@ -69,17 +86,34 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._store: Store | None = None
         self._inner: RendezvousHandler | None = None
         self._news: RoundNews | None = None
-        self._unreachable = False
+        self._unreachable = self._store_lost = False
+        self._saves_alone = 0
+        self.launch = secrets.token_hex(8)
+        self._stalled_alone = False
         self.host = self.node_id = settings.node_name or platform.node()
+        self._min_nodes = params.min_nodes
         self._max_restarts = 0
         self._ledger = judging.LedgerFile(settings.ledger_file, params.run_id)
-        # When each was charged. Of those of an earlier agent (ledger_file) that is not known: as if it were now.
-        self._charged_at = [time.monotonic()] * self._ledger.ledger.charged
         self.poll_interval_s: float | None = None
+        self._part = Part(0, 0, 1)
+        self._shared: StoreJob | None = None
+        self._hosts = False  # the store lives in this agent
+        self._concluded = 0  # the last round that this node knows the verdict on
+        self._stopped = False  # by a verdict, for all nodes
+        self._stays_open = False  # this node leaves, the job goes on
+        self._refusals: list[tuple[float, str, str]] = []  # when it is over, the host, the reason
+        self._others_s = (DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace) + settings.settle + OTHERS_S
         if params.max_nodes > 1:
+            self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
             backend, self._store = create_backend(params)
             self._inner = create_handler(self._store, backend, params)
             self.poll_interval_s = 0.1
+            self._hosts = isinstance(self._store, TCPStore) and listens_on(self._store.port)
+            with self._while_the_store_lives():
+                self._shared = StoreJob(self._store, params.run_id, self.node_id, self._hosts, self._ledger.ledger)
+                self._ledger.ledger = self._shared.ledger()
+        # When each was charged. Of those before this agent (ledger_file, the store) that is not known: as if it were now.
+        self._charged_at = [time.monotonic()] * self._ledger.ledger.charged
 
     def get_backend(self) -> str:
         return BACKEND
@@ -102,31 +136,65 @@ class EmbeddedRendezvous(RendezvousHandler):
 
     def _next_alone(self) -> RendezvousInfo:
         self.round += 1
+        self._saves_alone = 0
+        self._stalled_alone = False
         address = self._local_addr or "localhost"
         self._server = _serve(address)
         store = PrefixStore("elastic_ext", self._server)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self._server.port))
 
     def _next_among(self, inner: RendezvousHandler) -> RendezvousInfo:
-        if self._news is not None:
-            self._news.close()
-            self._news = None
-        with _no_shared_store():
-            joined = inner.next_rendezvous()
+        self._come_in() if self.round == 0 else self._go_on()
+        try:
+            with _no_shared_store():
+                joined = inner.next_rendezvous()
+        except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter is for a node beyond max_nodes
+            with self._while_the_store_lives():
+                if self._shared is not None and (verdict := self._shared.stopped()) is not None:
+                    self._learn(self._shared.ledger(), verdict)
+                    raise JobStopped(verdict) from None
+            raise
         if joined.rank == 0:
             assert self._store is not None
             address = self._local_addr or address_towards(self._endpoint_host)
             self._server = _serve(address)
             number = self._store.add(f"{ROUND_KEY}.{self._run_id}", 1)
-            joined.store.set(ROUND_KEY, json.dumps({"addr": address, "port": self._server.port, "round": number}))
+            launch = self._store.compare_set(f"{LAUNCH_KEY}.{self._run_id}", "", self.launch).decode()
+            published = {"addr": address, "port": self._server.port, "round": number, "launch": launch}
+            joined.store.set(ROUND_KEY, json.dumps(published))
         else:
             self._server = None
         published = json.loads(joined.store.get(ROUND_KEY))
-        self.round = published["round"]
+        self.round, self.launch = published["round"], published["launch"]
+        self._part = Part(self.round, joined.rank, joined.world_size)
         self._listen(published["addr"], published["port"])
         return RendezvousInfo(
             joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published["addr"], published["port"])
         )
+
+    def _come_in(self) -> None:
+        """Before the first round. Raises NodeRefused: this host may not come back yet."""
+        with self._while_the_store_lives():
+            if self._shared is not None and (why := self._shared.refused(self.host)):
+                self._stays_open = True
+                raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
+
+    def _go_on(self) -> None:
+        """From the round that is over. If that was for a failure on other nodes, hear what it means. Raises JobStopped."""
+        if self._news is None:
+            return
+        if self._news.of_failure and self._concluded < self.round:
+            with self._while_the_store_lives():
+                told = self._shared.hear(self._part, self._others_s) if self._shared is not None else None
+                if told is None:
+                    logger.warning("no verdict on round %s came from the node that has failed: all start again", self.round)
+                else:
+                    self._learn(*told)
+                    if told[1].ends_job:
+                        raise JobStopped(told[1])
+                    threading.Event().wait(told[1].decision.delay_s)  # as the nodes that failed do; a round needs all
+        self._news.close()
+        self._news = None
 
     def _listen(self, address: str, port: int) -> None:
         try:
@@ -139,30 +207,107 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._max_restarts = max_restarts
 
     def conclude(self, report: job.Report) -> job.Verdict:
-        """The workers of this node have failed and been stopped; what to do. Each node judges for itself, by what it has seen."""
-        rules = judging.rules(self.settings, self._max_restarts, nodes=1)
+        """The workers of this node have failed and been stopped; return what to do.
+
+        One verdict for the whole job. Where there is no store for it, this node judges for itself.
+        """
+        told = None
+        with self._while_the_store_lives():
+            if self._shared is not None:
+                told = self._shared.conclude(self._part, report, self._judge, self.settings.settle)
+        if told is None:
+            self._part = Part(self.round, 0, 1)
+            told = self._judge({self.node_id: report}, self._ledger.ledger, "")
+        self._learn(*told)
+        return told[1]
+
+    def _judge(self, reports: Mapping[str, job.Report], ledger: job.Ledger, store_host: str) -> tuple[job.Ledger, job.Verdict]:
+        nodes = self._part.nodes
+        left = self._news.left_by if self._news is not None else None
+        lost = (left,) if left is not None else ()
+        rules = judging.rules(self.settings, self._max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost)
         if self.settings.budget_window:
             begin = time.monotonic() - self.settings.budget_window
             self._charged_at = [at for at in self._charged_at if at > begin]
             rules = replace(rules, charges=len(self._charged_at))
-        ledger, verdict = job.judge({self.node_id: report}, self._ledger.ledger, rules, self.round)
+        after, verdict = job.judge(reports, ledger, rules, self.round)
+        if verdict.decision.verdict is Asked.REPLACE_NODE and verdict.node == store_host:
+            # The store would go with it, and no node could start again.
+            after, verdict = job.judge(reports, ledger, replace(rules, min_nodes=nodes), self.round)
+        return after, verdict
+
+    def _learn(self, ledger: job.Ledger, verdict: job.Verdict) -> None:
+        """Keep what has been decided, whoever has."""
+        self._concluded = self.round
+        self._stopped = verdict.ends_job
         self._ledger.write(ledger)
         if ledger.charged == verdict.decision.charged:  # all before have been given back
             self._charged_at.clear()
         if verdict.decision.charged:
             self._charged_at.append(time.monotonic())
-        return verdict
+        if verdict.decision.verdict is Asked.REPLACE_NODE:
+            self._stays_open = verdict.node == self.node_id
+            self._refusals.append((time.monotonic() + self.settings.refuse_node, verdict.host, verdict.decision.reason))
+
+    @contextmanager
+    def _while_the_store_lives(self) -> Iterator[None]:
+        """What is inside is left out once the store of the rendezvous is lost."""
+        try:
+            yield
+        except StoreLost as error:
+            if not self._store_lost:
+                logger.warning("the rendezvous store is lost, from now on each node judges failures for itself: %s", error)
+            self._store_lost = True
 
     def finished(self) -> None:
         """The job has ended well on all nodes."""
         self._ledger.forget()
 
+    def await_all_done(self) -> bool:
+        """This node's workers have finished. Return True when those of all nodes have; False if the round is over otherwise.
+
+        Torch's barrier would keep this node from all news, and its keep-alives from the rendezvous. As there, the end of the
+        others is waited for so long, and no longer than the round's store lives.
+        """
+        if self._news is None:
+            return True
+        reason = self._news.await_all_done(self._part.nodes, ALL_DONE_S)
+        if reason is None:
+            logger.info("what the workers of the other nodes came to is not known here; those of this node have finished")
+        return reason in (None, ALL_DONE)
+
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""
         if self._news is not None and self._news.reason is not None:
             return self._news.reason
+        if self._stalled_alone:
+            return STALLED
         waiting = self.num_nodes_waiting()
         return f"{waiting} nodes wait to join" if waiting else None
+
+    def stalled(self, stalled: bool) -> None:
+        """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
+        if self._news is not None:
+            self._news.stalled(stalled, self._part.nodes)
+        elif stalled:
+            self._stalled_alone = True
+            self.on_news()
+
+    def request_save(self, reason: str) -> None:
+        """Ask all nodes of this round for a save on demand; returns at once."""
+        if self._news is not None:
+            self._news.request_save()
+        else:
+            self._saves_alone += 1
+            self.on_news()
+
+    @property
+    def save_wanted(self) -> int:
+        """Number of the last save on demand that was asked for in this round; 0: none."""
+        return self._news.saves if self._news is not None else self._saves_alone
+
+    def saved(self, number: int, step: int) -> None:
+        """That save is complete."""
 
     def stop_by(self) -> float | None:
         """Monotonic time by which the workers must be gone; None: they get the usual grace."""
@@ -173,18 +318,28 @@ class EmbeddedRendezvous(RendezvousHandler):
         if self._news is not None:
             self._news.tell(reason)
 
+    def leaving(self, reason: str) -> None:
+        """This node was told to leave, its workers are still there: what theirs do to those of others is no failure."""
+        logger.info("leaving the round: %s", reason)
+        if self._news is not None:
+            self._news.tell(LEAVES + self.host, LEAVE_TIMEOUT_S)
+
     def last_will(self) -> None:
         """Nothing in torch's rendezvous could be ended by somebody else."""
 
     def leave(self) -> None:
-        """Torch's rendezvous notices it by missed keep-alives."""
-        if self._news is not None:
-            self._news.end()
-            self._news = None
+        """Leave the job to the others; the end of an agent that was told to stop, or to leave."""
+        self._say_goodbye()
+        with self._while_the_store_lives():
+            if self._shared is not None and (inner := self._inner) is not None:
+                self._shared.calls.run(lambda: torch_seam.step_out(inner, LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
+                self._shared.leave()
+        self._end_calls()
 
     def num_nodes_waiting(self) -> int:
         if self._inner is None:
             return 0
+        self._forgive()
         try:
             waiting = self._inner.num_nodes_waiting()
         except RendezvousConnectionError as error:
@@ -196,6 +351,14 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._unreachable = False
         return waiting
 
+    def _forgive(self) -> None:
+        while self._refusals and self._refusals[0][0] <= time.monotonic():
+            _, host, reason = self._refusals.pop(0)
+            with self._while_the_store_lives():
+                if self._shared is not None:
+                    self._shared.forgive(host, reason)
+                    logger.info("host %s may come back", host)
+
     def is_closed(self) -> bool:
         return self._inner is not None and self._inner.is_closed()
 
@@ -204,15 +367,38 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def shutdown(self) -> bool:
-        self.leave()
-        self._server = None
+        """Close the job for all nodes and leave it; a node that the others go on without leaves only."""
         if self._inner is None:
             return True
+        if self._stays_open:
+            self.leave()
+            return True
+        self._say_goodbye()
+        closed = self._close(self._inner)
+        with self._while_the_store_lives():
+            if self._shared is not None:
+                self._shared.leave()
+                if self._stopped and (self._hosts or self._server is not None):
+                    self._shared.await_others(self._others_s)  # they have yet to read why
+        self._end_calls()
+        self._server = None
+        return closed
+
+    def _close(self, inner: RendezvousHandler) -> bool:
         try:
-            return self._inner.shutdown()
+            return inner.shutdown()
         except RendezvousConnectionError as error:
             logger.warning("the rendezvous could not be closed, its store is gone: %s", error)
             return False
+
+    def _end_calls(self) -> None:
+        if self._shared is not None:
+            self._shared.calls.end(LEAVE_TIMEOUT_S)
+
+    def _say_goodbye(self) -> None:
+        if self._news is not None:
+            self._news.end()
+            self._news = None
 
 
 def _serve(address: str) -> TCPStore:

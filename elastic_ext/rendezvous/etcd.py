@@ -111,7 +111,7 @@ class EtcdRendezvous(RendezvousHandler):
         directory = self.settings.checkpoint_dir
         if self.settings.grow_at == "now" or directory is None:
             return True
-        newest = discovery.newest_complete(directory).resume
+        newest = discovery.newest_complete(directory, discovery.Wanted(pattern=self.settings.checkpoint_pattern)).resume
         path = newest.path if newest is not None else None
         if self._boundary is None or self._boundary[0] != self._participant.header.round:
             self._boundary = (self._participant.header.round, path)
@@ -168,7 +168,8 @@ class EtcdRendezvous(RendezvousHandler):
                     raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout)")
+                    why = f": {participant.full}" if participant.full is not None else ""
+                    raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
                 # The join timeout is a deadline; the minute only bounds how long a main thread sleeps without signals.
                 self._changed.wait(min(left, 60.0))
 
@@ -187,7 +188,7 @@ class EtcdRendezvous(RendezvousHandler):
         Where etcd does not answer for as long as a rendezvous may take, this node judges for itself.
         """
         participant = self._participant
-        participant.report(self.round, job.encode_report(report))
+        participant.report(self.round, job.encode_report(report), report.follows or report.hangs)
         deadline = time.monotonic() + self._join_timeout_s
         with self._changed:
             while True:
@@ -237,7 +238,9 @@ class EtcdRendezvous(RendezvousHandler):
         header = self._participant.header
         if header.state is not State.CLOSED or not header.verdict:
             return None
-        return job.decode_verdict(header.verdict)
+        # A job can also be closed between a verdict that lets it go on and the next round.
+        verdict = job.decode_verdict(header.verdict)
+        return verdict if verdict.ends_job else None
 
     def workers(self) -> list[Worker]:
         """The ranks of this node's workers: they are in the assignment, no store is asked."""
@@ -253,8 +256,9 @@ class EtcdRendezvous(RendezvousHandler):
         header = self._participant.header
         if self._fence.closed:
             return "this node is cut off from etcd, and the others may go on without it"
-        if self._participant.failure is not None:
-            return None  # training goes on; the next rendezvous tells
+        if (failure := self._participant.failure) is not None:
+            # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
+            return f"this node can take no further part in the job: {failure}"
         if header.round != self.round or header.state is State.BROKEN:
             return header.reason
         return header.reason if header.state is State.CLOSED else None
@@ -267,6 +271,32 @@ class EtcdRendezvous(RendezvousHandler):
         """Tell all nodes that this round is over; returns at once."""
         self._participant.end_round(self.round, State.BROKEN, reason)
 
+    @property
+    def launch(self) -> str:
+        return f"{self._participant.job_lease:x}"
+
+    def stalled(self, stalled: bool) -> None:
+        """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
+        self._participant.stalled(self.round, stalled)
+
+    def request_save(self, reason: str) -> None:
+        """Ask all nodes of this round for a save on demand; returns at once."""
+        self._participant.request_save(self.round, reason)
+
+    @property
+    def save_wanted(self) -> int:
+        """Number of the last save on demand that was asked for in this round; 0: none."""
+        header = self._participant.header
+        return header.save if header.round == self.round else 0
+
+    def saved(self, number: int, step: int) -> None:
+        """That save is complete."""
+        self._participant.saved(number, step)
+
+    def leaving(self, reason: str) -> None:
+        """This node was told to leave, its workers are still there: the others need not wait for them to end."""
+        self.break_round(f"{self.host} leaves: {reason}")
+
     def await_all_done(self) -> bool:
         """This node's workers have finished. Return True when those of all nodes have; False if the round is over otherwise.
 
@@ -275,6 +305,8 @@ class EtcdRendezvous(RendezvousHandler):
         self._participant.done()
         with self._changed:
             while self._participant.header.state is not State.DONE:
+                if self._participant.failure is not None:  # it could neither tell nor learn any more: no wait would end
+                    raise self._as_torch(self._participant.failure)
                 if self.round_over() is not None:
                     return False
                 self._changed.wait(60.0)

@@ -77,7 +77,9 @@ class JobRecords:
         read = self._client.txn([], [Get(self._job), Get(self._round), Get(self._refused)])
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
-            raise Refused(f"this host was told to leave the job and may not come back yet: {refused.value.decode()}")
+            raise Refused(
+                f"this host was told to leave the job and may not come back yet: {refused.value.decode(errors='replace')}"
+            )
         if job is None:
             lease_id = self._client.lease_grant(self._ttl_s * JOB_LEASE_FACTOR).lease_id
             put = Put(self._job, json.dumps(self._mine), lease_id=lease_id)

@@ -214,7 +214,7 @@ class Leader:
             len(participant.client.get_prefix(charges, keys_only=True).kvs),
         )
         assert participant.judge is not None, "only agents report, and they judge"
-        judged = participant.judge(reports, ledger.value.decode() if ledger is not None else "")
+        judged = participant.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
         if ledger is not None:  # it outlives the job, for a scheduler that starts it again
             lease_id = ledger.lease_id
             participant.client.lease_keep_alive([lease_id])

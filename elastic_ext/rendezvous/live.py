@@ -9,6 +9,7 @@ from elastic_ext.errors import UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError
 from elastic_ext.job import Ledger, LedgerError, Verdict, decode_ledger
 from elastic_ext.policy import NO_LIMIT, Action
+from elastic_ext.printable import printable
 from elastic_ext.rendezvous.participant import ROOT
 from elastic_ext.rendezvous.rounds import Assignment, Header, Node, RecordError, State, decode
 
@@ -29,7 +30,7 @@ def read(client: EtcdClient, run_id: str) -> LiveJob:
     """Raises UsageError: there is no such job, or it is of another version."""
     prefix = f"{ROOT}/{run_id}/"
     try:
-        found = {kv.key.decode()[len(prefix) :]: kv.value for kv in client.get_prefix(prefix).kvs}
+        found = {kv.key.decode(errors="replace")[len(prefix) :]: kv.value for kv in client.get_prefix(prefix).kvs}
         if not found:
             raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
         below = {
@@ -41,14 +42,19 @@ def read(client: EtcdClient, run_id: str) -> LiveJob:
             decode(Header, found["round"], "round") if "round" in found else Header(),
             {id_: decode(Node, value, id_) for id_, value in below["nodes/"].items()},
             {id_: decode(Assignment, value, id_) for id_, value in below["assign/"].items()},
-            decode_ledger(found["ledger"].decode()) if "ledger" in found else Ledger(),
-            {host: value.decode() for host, value in below["refused/"].items()},
+            decode_ledger(found["ledger"].decode(errors="replace")) if "ledger" in found else Ledger(),
+            {host: value.decode(errors="replace") for host, value in below["refused/"].items()},
         )
     except (EtcdError, RecordError, LedgerError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 
 
 def lines(job: LiveJob) -> Iterator[str]:
+    """For a terminal: whoever may write to etcd must not be able to do more there than to be read."""
+    return map(printable, _lines(job))
+
+
+def _lines(job: LiveJob) -> Iterator[str]:
     header = job.header
     yield f"job {job.run_id}: {header.state.value}" + (f", round {header.round}" if header.round else "")
     if header.reason:
@@ -81,3 +87,4 @@ def _told(verdict: Verdict) -> Iterator[str]:
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
     limit = "no limit" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
     yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts}, {limit}"
+    yield from (f"    {line}" for line in verdict.stacks.splitlines())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import queue
 import threading
 import time
@@ -23,6 +25,8 @@ class Loop:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
         self._due: dict[Runner, float] = {}
+        self._order: list[tuple[float, int, Runner]] = []  # a heap; what `_due` says otherwise of is void
+        self._numbers = itertools.count()  # runners have no order of their own
         self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
         self._thread.start()
 
@@ -33,8 +37,9 @@ class Loop:
         """Call its `on_time` at this monotonic time; only from the loop's thread."""
         if at is None:
             self._due.pop(runner, None)
-        else:
+        elif self._due.get(runner) != at:
             self._due[runner] = at
+            heapq.heappush(self._order, (at, next(self._numbers), runner))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -42,11 +47,7 @@ class Loop:
 
     def _run(self) -> None:
         while True:
-            now = time.monotonic()
-            for runner in [due for due, at in self._due.items() if at <= now]:
-                self._due.pop(runner, None)
-                runner.run(runner.on_time)
-            at = min(self._due.values(), default=None)
+            at = self._run_due(time.monotonic())
             try:
                 item = self._queue.get(timeout=None if at is None else max(0.0, at - time.monotonic()))
             except queue.Empty:
@@ -55,3 +56,19 @@ class Loop:
                 return
             runner, work = item
             runner.run(work)
+
+    def _run_due(self, now: float) -> float | None:
+        """Wake those whose time has come; return when the next one's does."""
+        due: list[Runner] = []
+        while self._order:
+            at, _, runner = self._order[0]
+            holds = self._due.get(runner) == at
+            if holds and at > now:
+                break
+            heapq.heappop(self._order)
+            if holds:
+                del self._due[runner]
+                due.append(runner)
+        for runner in due:
+            runner.run(runner.on_time)
+        return self._order[0][0] if self._order else None  # void perhaps: then it is only looked at too early

@@ -35,6 +35,7 @@ from elastic_ext.etcd import (
     LeaseLost,
     LeaseSession,
     Put,
+    QuotaExceeded,
     Unavailable,
     Watch,
     absent,
@@ -54,7 +55,12 @@ logger = logging.getLogger(__name__)
 ROOT = "/elastic_ext"
 FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
 FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
-RETRY_S = 0.5  # after a call that no endpoint answered; its own deadline has passed by then
+RETRY_S = 0.5  # after a call that no endpoint answered (its own deadline has passed by then), or that a full etcd refused
+
+
+def wanted(header: Header, reason: str) -> Header:
+    """The header with one more save on demand."""
+    return dataclasses.replace(header, save=header.save + 1, reason=f"a save was asked for: {reason}")
 
 
 class Participant:
@@ -67,6 +73,7 @@ class Participant:
         header: of the job's rounds, as last seen.
         joined: the round that this node has taken its part in since it was last ready, and that part; None while it waits.
         failure: why this node can take no further part; None while it can.
+        full: what etcd says that takes no writes now, and has made something of this node wait; None while it takes them.
     """
 
     def __init__(
@@ -90,12 +97,15 @@ class Participant:
         self.may_grow: Callable[[], bool] = lambda: True
         self.judge: Judge | None = None
         self.failure: Exception | None = None
+        self.full: QuotaExceeded | None = None
         self.created = 0  # create revision of this node's key
         self.header_revision = 0
         self.job_lease = 0
         self.ttl_s = lease_ttl_s
         self._loop = loop
         self._on_change = on_change
+        self._retried: set[Callable[[], None]] = set()  # work whose next try waits for its time
+        self._refused: set[Callable[[], None]] = set()  # work that etcd was too full for at its last try
         self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
@@ -116,13 +126,25 @@ class Participant:
         """The workers of this node have finished the round well."""
         self.post(self._done)
 
-    def report(self, round_: int, text: str) -> None:
-        """The workers of this node have been stopped; text (see `job`) tells what had failed in this round."""
-        self.post(lambda: self._report(round_, text))
+    def report(self, round_: int, text: str, follows: bool = False) -> None:
+        """The workers of this node have been stopped; text (see `job`) tells what had failed in this round. follows: see Node."""
+        self.post(lambda: self._report(round_, text, follows))
+
+    def stalled(self, round_: int, stalled: bool) -> None:
+        """Whether all workers of this node stall in this round. When those of all nodes do, the round ends."""
+        self.post(lambda: self._stalled(round_ if stalled else 0))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
         self.post(lambda: self._end_round(round_, state, reason))
+
+    def request_save(self, round_: int, reason: str) -> None:
+        """Have all nodes of round `round_` save a checkpoint at one step boundary."""
+        self.post(lambda: self._change_header(round_, lambda header: wanted(header, reason)))
+
+    def saved(self, number: int, step: int) -> None:
+        """The save on demand with this number is complete."""
+        self.post(lambda: self._saved(number, step))
 
     def leave(self, timeout_s: float) -> None:
         """Take this node out: its lease is revoked, so that the others know at once. Returns when that is done, or too late."""
@@ -153,16 +175,24 @@ class Participant:
         self._loop.post(self, work)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run one piece of work; what etcd cannot do now is done again, what can never be done ends this node's part."""
+        """Run one piece of work; what etcd cannot do now is done again, what can never be done ends this node's part.
+
+        A full etcd is the first for a node that is in the job (somebody will make room, and until then it must not be missing
+        where it leads), and the second for one that comes.
+        """
         if self.failure is not None:
             return
         try:
             work()
+            self._note_done(work)
         except LeaseLost:
             self.post(self._register_again)
         except (EtcdError, rounds.RecordError, LedgerError, Refused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
+                self._retry(work)
+            elif isinstance(error, QuotaExceeded) and self.created:
+                self._note_full(error, work)
                 self._retry(work)
             else:
                 self._fail(error)
@@ -170,10 +200,30 @@ class Participant:
             logger.exception("the rendezvous of node %s failed", self.id)
             self._fail(error)
 
+    def _note_full(self, error: QuotaExceeded, work: Callable[[], None]) -> None:
+        """One line when the trouble begins, one when it ends."""
+        if self.full is None:
+            logger.warning("%s; what runs goes on, but no new round can be formed until then", error)
+        self.full = error
+        self._refused.add(work)
+
+    def _note_done(self, work: Callable[[], None]) -> None:
+        self._refused.discard(work)
+        if self.full is not None and not self._refused:
+            logger.info("etcd takes writes again")
+            self.full = None
+
     def _retry(self, work: Callable[[], None]) -> None:
-        timer = threading.Timer(RETRY_S, self._loop.post, (self, work))
+        if work in self._retried:
+            return  # the leader's look: each event asks for it
+        self._retried.add(work)
+        timer = threading.Timer(RETRY_S, self.post, (lambda: self._again(work),))
         timer.daemon = True
         timer.start()
+
+    def _again(self, work: Callable[[], None]) -> None:
+        self._retried.discard(work)
+        self.run(work)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
@@ -395,14 +445,28 @@ class Participant:
             self._node = dataclasses.replace(self._node, done=self.header.round)
             self._write_node()
 
-    def _report(self, round_: int, text: str) -> None:
+    def _report(self, round_: int, text: str, follows: bool) -> None:
         if self._node is not None:
-            self._node = dataclasses.replace(self._node, reported=round_, report=text)
+            self._node = dataclasses.replace(self._node, reported=round_, report=text, follows=follows)
+            self._write_node()
+
+    def _stalled(self, round_: int) -> None:
+        if self._node is not None and self._node.stalled != round_:
+            self._node = dataclasses.replace(self._node, stalled=round_)
+            self._write_node()
+
+    def _saved(self, number: int, step: int) -> None:
+        if self._node is not None:
+            self._node = dataclasses.replace(self._node, saved=number, saved_step=step)
             self._write_node()
 
     def _end_round(self, round_: int, state: State, reason: str) -> None:
-        while self.header.state is not State.CLOSED and (state is State.CLOSED or self._runs(round_)):
-            header = dataclasses.replace(self.header, state=state, reason=reason)
+        self._change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason), state is State.CLOSED)
+
+    def _change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
+        """Write what `change` makes of the header, if that round runs (or the job is not closed)."""
+        while self.header.state is not State.CLOSED and (in_any_round or self._runs(round_)):
+            header = change(self.header)
             key = self.prefix + "round"
             put = Put(key, rounds.encode(header), lease_id=self.job_lease)
             written = self.client.txn([unchanged(key, self.header_revision)], [put])

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
 from elastic_ext.errors import ElasticExtError
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
+STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
 SCHEMA = 1  # of the records below; a record of a newer one is refused
 
 
@@ -47,6 +48,9 @@ class Node:
         port: a store server of this node that listens already and has never been used.
         reported: the last round whose end it has told of; its workers of that round have been stopped.
         report: what failed here in that round (a record of `job`); "": nothing.
+        follows: the report is of workers that others took along: its cause is elsewhere.
+        saved: number of the last save on demand of its round that is complete; saved_step: its step.
+        stalled: the round in which all its workers stall now; 0: they do not.
     """
 
     after: int
@@ -58,6 +62,10 @@ class Node:
     topology: str = ""
     reported: int = 0
     report: str = ""
+    follows: bool = False
+    saved: int = 0
+    saved_step: int = 0
+    stalled: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Header:
         seal: names the very act of sealing. A leader may be lost, or its view may change, after it wrote the parts of a round and
             before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
         verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
+        save: number of the save on demand that is wanted in this round; 0: none has been.
     """
 
     round: int = 0
@@ -83,6 +92,7 @@ class Header:
     reason: str = ""
     seal: str = ""
     verdict: str = ""
+    save: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,8 @@ class Limits:
 
     Attributes:
         last_call_s: how long the first round waits for more nodes after the last one came, once there are enough.
-        settle_s: how long after the first report of a failure the nodes that have not told yet are waited for.
+        settle_s: how long after the first report of a failure the nodes that have not told yet are waited for, once one of the
+            reports names a cause.
     """
 
     min_nodes: int
@@ -206,6 +217,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
+    if all(view.nodes[id_].stalled == number or view.nodes[id_].done >= number for id_ in view.members):
+        return End(State.BROKEN, STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]
     if not joining or done:
@@ -219,6 +232,10 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     failed = reports(view)
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _told(view.nodes[id_], view.header.round)]
+        if silent and all(view.nodes[id_].follows for id_ in failed):
+            # Not for the settle time only: the next round waits for these nodes all the same. A node may take the whole of its
+            # workers' grace before it tells the cause; one whose host has died is lost when its lease ends.
+            return Wait(f"what failed so far followed from something else, and {_named(silent)} has not told yet")
         settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
         if silent and now < settled:
             return Wait(f"{_named(silent)} may have failed too", settled)
@@ -273,9 +290,13 @@ def _named(ids: Sequence[str]) -> str:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
+# Made once: a leader of thousands of nodes does little else than read and write records.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_NAMES = {kind: frozenset(field.name for field in fields(kind)) for kind in (Node, Header, Assignment)}
+
 
 def encode(record: Node | Header | Assignment) -> bytes:
-    return json.dumps({"schema": SCHEMA, **asdict(record)}, separators=(",", ":")).encode()
+    return _ENCODER.encode({"schema": SCHEMA, **vars(record)}).encode()
 
 
 def decode(kind: type[Record], value: bytes, key: str) -> Record:
@@ -298,6 +319,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     try:
         if kind is Header:
             data["state"] = State(data["state"])
-        return kind(**{field.name: data[field.name] for field in fields(kind) if field.name in data})
+        names = _NAMES[kind]
+        return kind(**{name: value for name, value in data.items() if name in names})
     except (TypeError, ValueError, KeyError) as error:
         raise RecordError(f"{key} holds no {kind.__name__.lower()} of elastic_ext: {error}") from error

@@ -7,11 +7,10 @@ such file, no right to read it, no answer in time. It is never "fine".
 from elastic_ext.failures.sources.gpu import RecoveryAction, recovery_actions
 from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
 from elastic_ext.failures.sources.memory import oom_counts, oom_kills_since
-from elastic_ext.failures.sources.platforms import Platform, detect
+from elastic_ext.failures.sources.platforms import detect
 
 __all__ = [
     "KernelLog",
-    "Platform",
     "RecoveryAction",
     "Xid",
     "detect",

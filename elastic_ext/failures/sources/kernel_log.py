@@ -46,12 +46,21 @@ class KernelLog:
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._descriptor, 0, os.SEEK_END)  # after the last record
         except OSError:
-            self.close()
+            return
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has been said by now."""
+        self._xids = []
+        if self._descriptor is not None:
+            try:
+                os.lseek(self._descriptor, 0, os.SEEK_END)  # after the last record
+            except OSError:
+                self.close()
 
     def xids(self) -> list[Xid] | None:
-        """All since the start; None if the log cannot be read. What comes faster than it is read within READ_S waits."""
+        """All since begin(); None if the log cannot be read. What comes faster than it is read within READ_S waits."""
         if self._descriptor is None:
             return None
         deadline = time.monotonic() + READ_S

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from elastic_ext.failures.sources.platforms import Platform
+from elastic_ext.failures.evidence import Platform
 
 HOST = "KUBERNETES_SERVICE_HOST"
 PORT = "KUBERNETES_SERVICE_PORT"
@@ -41,7 +41,7 @@ def platform_of(pod: Mapping[str, Any] | None) -> Platform:
         "Deleted" if metadata.get("deletionTimestamp") else None,
     )
     # A sidecar that has done its work says so too.
-    reason = next((reason for reason in reasons if isinstance(reason, str) and reason not in ("", "Completed")), None)
+    reason = next((reason for reason in reasons if isinstance(reason, str) and reason not in ("", "Completed")), "")
     return Platform("kubernetes", reason, disrupted)
 
 

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from elastic_ext.failures.evidence import Platform
+from elastic_ext.failures.sources import kubernetes, slurm
 
 
-@dataclass(frozen=True)
-class Platform:
-    """What the platform says.
-
-    Attributes:
-        name: "kubernetes" or "slurm".
-        reason: in the platform's own words ("OOMKilled", "PreemptionByScheduler", "PREEMPTED", "DUE TO TIME LIMIT"); None: it
-            has not said any.
-        disruption_target: Kubernetes is about to end the pod; None: not known.
-    """
-
-    name: str
-    reason: str | None = None
-    disruption_target: bool | None = None
-
-
-def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform | None:
-    """Ask the platform that this process runs on; None where there is none that we know. Takes up to 2 s where it hangs.
+def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform:
+    """Ask the platform that this process runs on; one without a name where there is none that we know. Takes up to 2 s where
+    it hangs.
 
     Slurm first: under Slinky its nodes are pods, and the job's end is Slurm's to tell.
 
@@ -31,8 +18,6 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
         pod_file: JSON of the pod or of its status, kept up to date by somebody else.
         pod_api: ask the API server, if there is no such file.
     """
-    from elastic_ext.failures.sources import kubernetes, slurm  # they import Platform
-
     if slurm.job_id(environ):
         return slurm.ask(environ)
     if kubernetes.HOST in environ or pod_file:
@@ -40,4 +25,4 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
         if pod is None and pod_api:
             pod = kubernetes.get_pod(environ)
         return kubernetes.platform_of(pod)
-    return None
+    return Platform()

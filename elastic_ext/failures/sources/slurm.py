@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.sources import commands
-from elastic_ext.failures.sources.platforms import Platform
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # as Slurm itself says it in the job's output
@@ -52,13 +52,13 @@ def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234", "1234_7", but no option
         text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
     reason = parse_show_job(text or "")
-    if reason is None and job.end_time is not None and time.time() >= job.end_time - SHORTLY_S:
+    if not reason and job.end_time is not None and time.time() >= job.end_time - SHORTLY_S:
         reason = TIME_LIMIT
     return Platform("slurm", reason)
 
 
-def parse_show_job(text: str) -> str | None:
-    """Why the job ends, from `scontrol show job`; None if that does not tell.
+def parse_show_job(text: str) -> str:
+    """Why the job ends, from `scontrol show job`; "" if that does not tell.
 
     Several jobs may be shown (an array, a heterogeneous job, the run before a requeue): the first that tells decides.
     """
@@ -68,4 +68,4 @@ def parse_show_job(text: str) -> str | None:
         for state in re.split(r"[,+]", value) if name == "JobState" else ():
             if state in _ENDS:
                 return _ENDS[state]
-    return next((_REASONS[value] for name, value in fields if name == "Reason" and value in _REASONS), None)
+    return next((_REASONS[value] for name, value in fields if name == "Reason" and value in _REASONS), "")

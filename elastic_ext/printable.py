@@ -1,0 +1,16 @@
+"""What others wrote, fit for a terminal or a log: no escape sequences, no forged lines. Standard library only."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Return `text` as one line in which whatever is not printable (controls, lone surrogates, marks that turn the direction of
+    writing) stands as Python would write it in a literal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escaped(character) for character in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")

@@ -1,0 +1,140 @@
+"""A job's verdicts and its ledger in the store of torch's c10d rendezvous: `ext_c10d` over several nodes has no etcd.
+
+Each node of a round that has failed puts its report there. Whoever is the first to claim it judges all of them together, once all
+nodes of the round have told or the settle window is over. The ledger is what is decided: it is swapped against the one that was
+judged upon, and its last verdict is the verdict, so that of two judges (one was taken for lost and was not) only one is heard.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from elastic_ext import job
+from elastic_ext.failures import kinds
+from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous.store_calls import NOTHING, StoreCalls
+
+logger = logging.getLogger(__name__)
+
+HUNG_S = 10.0  # where a job hung all nodes tell where their workers were: until then it is not known who is behind
+JUDGING_S = HUNG_S + 5.0  # that a judge may take after the settle window before another one takes its place
+
+# The reports, the ledger before, and the id of the node that hosts the store ("": none does).
+Judge = Callable[[Mapping[str, job.Report], job.Ledger, str], tuple[job.Ledger, job.Verdict]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's place in a round of so many nodes."""
+
+    round: int
+    rank: int
+    nodes: int
+
+
+class StoreJob:
+    """One agent's view of it. Raises StoreLost from each method.
+
+    Keys: N/report/R and N/verdict/R of the node of rank R in round N, N/judge, ledger, ledger.before (of an earlier agent's
+    ledger_file), stopped (the verdict that ended the job), refused/HOST, host, agents, gone/NUMBER, orders.
+    """
+
+    def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: job.Ledger) -> None:
+        """hosts: the store lives in this process. ledger: what this node knows of earlier failures."""
+        self.calls = StoreCalls(store, f"elastic_ext/{run_id}/")
+        self._node_id = node_id
+        self._number = self.calls.add("agents", 1)
+        if hosts:
+            self.calls.put("host", node_id)
+        if ledger != job.Ledger():
+            self.calls.swap("ledger.before", "", job.encode_ledger(ledger))
+
+    def conclude(self, part: Part, report: job.Report, judge: Judge, settle_s: float) -> tuple[job.Ledger, job.Verdict]:
+        """The workers of this node have failed. Return the one verdict of the job, and the ledger after it."""
+        self._tell(part, job.encode_report(report))
+        judging_node = ""
+        while True:
+            before, judging_node = judging_node, self.calls.swap(f"{part.round}/judge", judging_node, self._node_id)
+            if judging_node == self._node_id:
+                return self._judge(part, report, judge, settle_s)
+            if before:
+                logger.warning("the verdict on round %s did not come in time; now node %s judges", part.round, judging_node)
+            if (told := self._await(part, settle_s + JUDGING_S)) is not None:
+                return told
+
+    def hear(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.Verdict] | None:
+        """Nothing has failed here, but on another node. Return what `conclude` does there; None: nothing in time."""
+        self._tell(part, "")
+        return self._await(part, timeout_s)
+
+    def ledger(self) -> job.Ledger:
+        return judging.ledger_of(self.calls.read("ledger") or self.calls.read("ledger.before"))
+
+    def stopped(self) -> job.Verdict | None:
+        """The verdict that has ended the job for all nodes."""
+        text = self.calls.read("stopped")
+        return job.decode_verdict(text) if text else None
+
+    def refused(self, host: str) -> str:
+        """Why this host may not come back yet; "": it may."""
+        return self.calls.read(f"refused/{host}")
+
+    def forgive(self, host: str, reason: str) -> None:
+        """The time of this refusal is over. A store has no clock: the nodes that were there when it began keep the time."""
+        self.calls.swap(f"refused/{host}", reason, "")
+
+    def leave(self) -> None:
+        self.calls.put(f"gone/{self._number}", "")
+
+    def await_others(self, timeout_s: float) -> None:
+        """Until all other agents have left: what they read lives in this process."""
+        agents = self.calls.add("agents", 0)
+        self.calls.wait_all([f"gone/{number}" for number in range(1, agents + 1) if number != self._number], timeout_s)
+
+    def _tell(self, part: Part, report: str) -> None:
+        """report: "" for nothing has failed. One that comes after the judgement is not heard."""
+        told = json.dumps([self._node_id, self.calls.add("orders", 1), report])
+        self.calls.swap(f"{part.round}/report/{part.rank}", "", told)
+
+    def _await(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.Verdict] | None:
+        mine = f"{part.round}/verdict/{part.rank}"
+        self.calls.wait_all([mine], timeout_s)
+        text = self.calls.read(mine)
+        return (self.ledger(), job.decode_verdict(text)) if text != NOTHING else None
+
+    def _judge(self, part: Part, report: job.Report, judge: Judge, settle_s: float) -> tuple[job.Ledger, job.Verdict]:
+        reports = self._reports(part, max(settle_s, HUNG_S) if report.hangs else settle_s) or {self._node_id: report}
+        host = self.calls.read("host")
+        while True:
+            before = self.calls.read("ledger")
+            ledger = judging.ledger_of(before)
+            if ledger.verdicts and ledger.verdicts[-1].round == part.round:  # of a judge that was taken for lost
+                verdict = ledger.verdicts[-1]
+                break
+            ledger, verdict = judge(reports, self.ledger(), host)
+            after = job.encode_ledger(ledger)
+            if self.calls.swap("ledger", before, after) == after:
+                break
+        self._publish(part, verdict)
+        return ledger, verdict
+
+    def _reports(self, part: Part, settle_s: float) -> dict[str, job.Report]:
+        keys = [f"{part.round}/report/{rank}" for rank in range(part.nodes)]
+        self.calls.wait_all(keys, settle_s)
+        told = [json.loads(text) for text in map(self.calls.read, keys) if text != NOTHING]
+        return {node: judging.report_of(text, order) for node, order, text in told if text}
+
+    def _publish(self, part: Part, verdict: job.Verdict) -> None:
+        """What others may read once they know of the verdict comes before it."""
+        text = job.encode_verdict(verdict)
+        if verdict.decision.verdict is kinds.Verdict.REPLACE_NODE:
+            self.calls.put(f"refused/{verdict.host}", verdict.decision.reason)
+        if verdict.ends_job:
+            self.calls.put("stopped", text)
+        for rank in range(part.nodes):
+            self.calls.put(f"{part.round}/verdict/{rank}", text)

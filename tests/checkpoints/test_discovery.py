@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ext.checkpoints import discovery, formats
-from elastic_ext.checkpoints.discovery import Choice, choose, families, newest_complete, pattern_of, step_of
-from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, UNKNOWN, Entry, Verdict
+from elastic_ext.checkpoints import detect, formats, storage
+from elastic_ext.checkpoints.discovery import Choice, candidates, choose, families, newest_complete
+from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, UNKNOWN, Verdict
+from elastic_ext.checkpoints.names import pattern_of, step_of
+from elastic_ext.checkpoints.storage import Entry, open_storage
 from elastic_ext.errors import UsageError
 
 
@@ -37,7 +40,7 @@ def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[st
             looked.append(item.name)
         return Verdict(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
 
-    return choose(entries, inspect)
+    return choose(candidates(entries), inspect)
 
 
 def chosen(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
@@ -119,7 +122,7 @@ def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
     """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
     entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
     written = {"step_3": 7.0, "epoch_9.pt": 5.0}
-    resume = choose(entries, lambda item: Verdict(True, DCP, "", written[item.name])).resume
+    resume = choose(candidates(entries), lambda item: Verdict(True, DCP, "", written[item.name])).resume
     assert resume is not None
     assert resume.step == 3
 
@@ -134,7 +137,7 @@ def test_names_that_are_never_looked_at() -> None:
 
 def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -> None:
     entries = [entry("logs", is_dir=True), entry("checkpoint-500", is_dir=True)]
-    choice = choose(entries, lambda item: Verdict(False, UNKNOWN, "not one"))
+    choice = choose(candidates(entries), lambda item: Verdict(False, UNKNOWN, "not one"))
     assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
 
 
@@ -314,12 +317,13 @@ def test_an_unfinished_distributed_checkpoint_is_passed_over(tmp_path: Path, dam
 
 
 def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
-    for name in ("logs", "checkpoint-500", "step_3"):
+    for name in ("logs", "checkpoint-500", "run-600", "step_3"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-500" / "model.safetensors").write_bytes(b"x")
     (tmp_path / "step_3" / ".metadata.tmp").write_bytes(b"x")
     assert reasons(tmp_path) == {
-        "checkpoint-500": f"no .metadata and no .distcp file: not a {DCP} directory",
+        "checkpoint-500": "no trainer_state.json, the save did not finish",
+        "run-600": "no manifest.json, .metadata or trainer_state.json: not a checkpoint of a known format",
         "step_3": "no .metadata, the save did not finish",
     }
 
@@ -520,18 +524,18 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
 
 def test_what_a_storage_says_of_time() -> None:
     stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
-    assert [discovery._mtime(info) for info in stamps] == [1714521600.0] * 3
-    assert discovery._mtime({"mtime": None, "updated": "yesterday"}) is None
+    assert [storage._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:
     """Retention removes old ones at any time: listed, then gone."""
     save_file(tmp_path / "step_1.pt")
     save_dcp(tmp_path / "step_2")
-    directory = discovery._LocalDir(str(tmp_path))
+    directory = open_storage(str(tmp_path))
     listed = list(directory.entries())
     shutil.rmtree(tmp_path / "step_2")
     (tmp_path / "step_1.pt").unlink()
-    choice = choose(listed, directory.inspect)
+    choice = choose(candidates(listed), partial(detect.check, directory))
     assert choice.resume is None
     assert {passed.reason for passed in choice.passed_over} == {"it vanished after it was listed"}

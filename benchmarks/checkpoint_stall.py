@@ -1,0 +1,121 @@
+"""How long does a save hold up training? elastic_ext.Checkpointer against torch.save and torch.distributed.checkpoint.async_save.
+
+    python benchmarks/checkpoint_stall.py [--mb 500] [--saves 7] [--directory DIR]
+
+One process, tensors on the CPU, the three in turn, so that all meet the same moods of the disk. The stall is the time until the
+call returns. Each save is waited for before the next begins: what is measured is a save that finds nothing under way. The first
+save is shown apart: memory for the copy is taken then. The whole is the time until the checkpoint is committed; ours is synced to
+disk and has checksums by then, as is async_save's without checksums; torch.save's is in the page cache only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elastic_ext import Checkpointer
+
+TENSORS = 64
+NO_WORSE_THAN_ASYNC = 1.0
+
+
+@dataclass
+class Times:
+    """Seconds of each save: until the call returns, and until all is written."""
+
+    stall: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+
+    def add(self, save: Callable[[], Callable[[], object]]) -> None:
+        """save: starts one, returns what waits for its end."""
+        began = time.monotonic()
+        wait = save()
+        self.stall.append(time.monotonic() - began)
+        wait()
+        self.whole.append(time.monotonic() - began)
+
+
+def model_of(megabytes: int) -> torch.nn.Module:
+    each = megabytes * 1_000_000 // 4 // TENSORS
+    return torch.nn.ParameterList([torch.rand(each) for _ in range(TENSORS)])
+
+
+def measured(model: torch.nn.Module, directory: Path, saves: int) -> dict[str, Times]:
+    times = {name: Times() for name in ("torch.save", "dcp.async_save", "elastic_ext")}
+    with Checkpointer(directory / "ours", model=model, keep_last=1) as ours:
+
+        def plain() -> Callable[[], object]:
+            torch.save(model.state_dict(), directory / "plain.pt")
+            return lambda: None
+
+        def torch_async() -> Callable[[], object]:
+            found: Any = dcp.async_save({"model": model.state_dict()}, checkpoint_id=directory / "dcp")
+            future: Future[object] = getattr(found, "upload_completion", found)
+            return future.result
+
+        steps = count(1)
+
+        def own() -> Callable[[], object]:
+            ours.save(next(steps))
+            return ours.wait
+
+        for _ in range(saves):
+            for name, save in (("torch.save", plain), ("dcp.async_save", torch_async), ("elastic_ext", own)):
+                times[name].add(save)
+            shutil.rmtree(directory / "dcp")
+        if ours.last_error is not None:
+            raise SystemExit(f"our save failed: {ours.last_error}")
+    return times
+
+
+def draw(figure: Any, times: dict[str, Times]) -> None:
+    stall, whole = figure.subplots(1, 2)
+    for axes, kind in ((stall, "stall"), (whole, "whole")):
+        axes.boxplot([getattr(each, kind) for each in times.values()], tick_labels=list(times))
+        axes.set(title=f"{kind} of a save", ylabel="s", ylim=(0, None))
+        axes.tick_params(axis="x", labelrotation=15)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mb", type=int, default=500)
+    parser.add_argument("--saves", type=int, default=7)
+    parser.add_argument("--directory", help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        times = measured(model_of(args.mb), Path(folder), args.saves)
+    rows, record = [], {"benchmark": "checkpoint_stall", "mb": args.mb, "saves": args.saves, **measure.machine()}
+    for name, each in times.items():
+        later = measure.median(each.stall[1:]) or each.stall[0]
+        spread = f"{min(each.stall):.3f} to {max(each.stall):.3f}"
+        row = {"first_stall_s": each.stall[0], "stall_s": later, "whole_s": measure.median(each.whole)}
+        rows.append([name, *(measure.shown(value, 3) for value in row.values()), spread])
+        record[name] = {key: measure.rounded(value) for key, value in row.items()}
+    async_s, own_s = (record[name]["stall_s"] for name in ("dcp.async_save", "elastic_ext"))
+    record["ratio_async"] = measure.rounded(measure.ratio(async_s, own_s), 2)
+    record["ratio_plain"] = measure.rounded(measure.ratio(record["torch.save"]["stall_s"], own_s), 2)
+    record["aim_met"] = record["ratio_async"] >= NO_WORSE_THAN_ASYNC
+    text = f"{args.mb} MB on the CPU, medians of {args.saves} saves in turn; stall without the first save.\n\n"
+    text += measure.table(["save", "first stall, s", "stall, s", "whole, s", "all stalls, s"], rows)
+    text += f"\n\nStall of dcp.async_save over ours: {record['ratio_async']} (aim: {NO_WORSE_THAN_ASYNC} or more); "
+    text += f"of torch.save over ours: {record['ratio_plain']}."
+    measure.publish(args.results, record, text, lambda figure: draw(figure, times))
+
+
+if __name__ == "__main__":
+    main()

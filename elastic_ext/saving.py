@@ -1,0 +1,126 @@
+"""Saves on demand, the agent's side: is there time for one before this agent must be gone, and is it done?
+
+`plan` decides over plain values; `SaveOnDemand` shows a request to the workers of this node and tells the other agents so.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from elastic_ext.failures.sources import slurm
+from elastic_ext.workers.progress import Progress, ProgressBoard
+
+logger = logging.getLogger(__name__)
+
+STORE_S = timedelta(seconds=10)  # that the store of the round has to answer
+STEPS_TO_AGREE = 3  # a request is seen after one step at most, agreed for the next, and one is under way
+MARGIN = 1.5  # a save that took 10 s may take 15 s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """wait_s: how long to wait for the save; 0: none is asked for. reason: why, for people."""
+
+    wait_s: float
+    reason: str
+
+
+def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
+    """Whether to ask for a checkpoint before the workers are stopped.
+
+    Args:
+        grace_s: until this agent is killed.
+        stop_s: that stopping the workers may take of it.
+        workers: of this node.
+    """
+    if not workers or not all(worker.asks_for_saves for worker in workers):
+        return Plan(0.0, "the training script does not ask for saves on demand")
+    left_s = grace_s - stop_s
+    save_s = max((worker.save_s for worker in workers if worker.save_s is not None), default=None)
+    needs_s = STEPS_TO_AGREE * max(map(_step_s, workers)) + (save_s or 0.0) * MARGIN
+    if left_s <= 0 or needs_s > left_s:
+        return Plan(0.0, f"a save needs about {needs_s:.3g} s, and {max(left_s, 0.0):.3g} s are left")
+    known = f"the last save took {save_s:.3g} s" if save_s is not None else "no save has been measured yet"
+    return Plan(left_s, f"{known}, and {left_s:.3g} s are left")
+
+
+def _step_s(worker: Progress) -> float:
+    """Mean time of an optimizer step; 0 where it is not known."""
+    return (worker.last_step_ns - worker.first_step_ns) / 1e9 / (worker.steps - 1) if worker.steps > 1 else 0.0
+
+
+def grace_s(platform_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float) -> float:
+    """Seconds until this agent, which was told to leave, is killed.
+
+    Args:
+        platform_grace_s: the setting.
+        shutdown_timeout_s: torchrun's `--shutdown-timeout`: what users give for a clean end where nothing else is known.
+        environ: Slurm tells there when the job ends.
+        now: Unix time; this host's clock is compared with Slurm's, which runs the job here.
+    """
+    end = slurm.read_environment(environ).end_time
+    known = [platform_grace_s if platform_grace_s is not None else shutdown_timeout_s]
+    if end is not None and end > now:
+        known.append(end - now)
+    return min(known)
+
+
+class SaveOnDemand:
+    """One round's requests. Invariants: a request is in the words of all workers of a node before that node has said so; each
+    node says so of each number, those that it has never seen because a greater one came at once, too.
+    """
+
+    def __init__(self, board: ProgressBoard, workers: int, nodes: int, store_at: tuple[str, int]) -> None:
+        """workers: of this node. nodes: of the round. store_at: host and port of its store."""
+        self._board, self._workers, self._nodes, self._store_at = board, workers, nodes, store_at
+        self._shown = 0
+        self._to_say: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def show(self, number: int) -> None:
+        """A save with this number is wanted; the same may be said again and again. Returns at once."""
+        if number <= self._shown:
+            return
+        for slot in range(self._workers):
+            self._board.want_save(slot, number)
+        logger.info("a save on demand is wanted (number %s of this round)", number)
+        for each in range(self._shown + 1, number + 1):
+            self._to_say.put(each)
+        self._shown = number
+        if self._thread is None:  # a store that hangs must hold up nobody
+            self._thread = threading.Thread(target=self._say, name="elastic_ext-save", daemon=True)
+            self._thread.start()
+
+    def _say(self) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        store: Any = None
+        while (number := self._to_say.get()) is not None:
+            try:
+                if store is None:
+                    plain = TCPStore(*self._store_at, is_master=False, wait_for_workers=False, timeout=STORE_S)
+                    store = PrefixStore("elastic_ext", plain)
+                if store.add(f"save/{number}/acks", 1) == self._nodes:
+                    store.set(f"save/{number}/go", "1")
+            except (RuntimeError, ValueError) as error:
+                logger.warning("no save on demand, the store of the round does not answer: %s", error)
+                return
+
+    def over(self, number: int) -> str | None:
+        """What became of it: "kept" or "failed" as soon as one worker here says so; None: not yet known."""
+        words = [self._board.read(slot) for slot in range(self._workers)]
+        if any(word.save_kept >= number for word in words):
+            return "kept"
+        return "failed" if any(word.save_failed >= number for word in words) else None
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """A thread that came back from torch's C++ code while the process ends would abort it: wait for it."""
+        self._to_say.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)

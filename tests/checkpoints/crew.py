@@ -1,0 +1,63 @@
+"""A process that forks groups of ranks on request; tests/scripts/checkpoint_ranks.py is its other half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "tests" / "scripts" / "checkpoint_ranks.py"
+
+
+class Crew:
+    """Use as a context; `stderr` is the file with what the ranks log."""
+
+    def __init__(self, stderr: Path) -> None:
+        self.stderr = stderr
+        with open(stderr, "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            )
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.communicate()
+
+    def start(self, task: str, world: int, args: dict[str, Any], **request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"task": task, "world": world, "args": args, **request}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the crew is gone; see {self.stderr}: {self.stderr.read_text()[-3000:]}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def results(self) -> list[Any]:
+        """What each rank returned, None for one that died."""
+        while "results" not in (found := self.answer()):
+            pass
+        return list(found["results"])
+
+    def run(self, task: str, world: int, args: dict[str, Any], **request: Any) -> list[Any]:
+        self.start(task, world, args, **request)
+        return self.results()

@@ -1,0 +1,463 @@
+"""Each format as its own library writes it; then parts of it missing, cut short or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elastic_ext.checkpoints import catalog, detect, peek
+from elastic_ext.checkpoints.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Verdict
+from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.verify import stored_files
+from elastic_ext.errors import UsageError
+
+
+def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any) -> str:
+    """A checkpoint as our Checkpointer lays it out: shards, a file in a folder, the manifest."""
+    storage = root if isinstance(root, Storage) else open_storage(str(root))
+    name = directory_name(step, generation)
+    chance = random.Random(step)
+    for file in ("__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"):
+        storage.put(f"{name}/{file}", chance.randbytes(1000 + step % 100))
+    files = stored_files(storage, name, ["__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"])
+    storage.put(f"{name}/{MANIFEST}", encode(Manifest(step, generation, files, world_size=2, **fields)))
+    return name
+
+
+def verdict(directory: Path, name: str) -> Verdict:
+    storage = open_storage(str(directory))
+    entry = next(entry for entry in storage.entries() if entry.name == name)
+    return detect.check(storage, entry)
+
+
+# Our own.
+
+
+def test_our_own(tmp_path: Path) -> None:
+    name = save_own(tmp_path, 120, 3, epoch=7)
+    found = verdict(tmp_path, name)
+    assert (found.complete, found.format, found.step, found.epoch, found.size) == (True, OWN, 120, 7, 3060)
+    assert "3 files with their sizes" in found.reason
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "rank_00000/sampler.pt"])
+def test_our_own_without_a_part(tmp_path: Path, file: str) -> None:
+    name = save_own(tmp_path, 1)
+    path = tmp_path / name / file
+    path.write_bytes(path.read_bytes()[:-1])
+    assert verdict(tmp_path, name).reason == f"{file} has 1000 bytes of 1001"
+    path.unlink()
+    assert verdict(tmp_path, name).reason == f"{file} is missing"
+    path.mkdir()
+    assert not verdict(tmp_path, name).complete
+    shutil.rmtree(path.parent if "/" in file else path)
+    assert verdict(tmp_path, name).reason == f"{file} is missing"
+    (tmp_path / name / MANIFEST).unlink()
+    assert verdict(tmp_path, name) == Verdict(False, OWN, f"no {MANIFEST}, the save did not finish")
+
+
+def test_an_empty_directory_of_ours_is_ours(tmp_path: Path) -> None:
+    (tmp_path / directory_name(5, 1)).mkdir()
+    assert verdict(tmp_path, directory_name(5, 1)).format == OWN
+
+
+def test_a_later_group_is_newer_whatever_its_step(tmp_path: Path) -> None:
+    save_own(tmp_path, 900, 1)
+    newest = save_own(tmp_path, 50, 2)
+    save_own(tmp_path, 40, 2)
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert (resume.path, resume.step, resume.format) == (str(tmp_path / newest), 50, OWN)
+    assert "of 3 named step_#.g# of elastic_ext" in resume.reason
+
+
+def test_a_name_that_only_looks_like_ours(tmp_path: Path) -> None:
+    """Too few digits: the numbers of such a name are somebody else's."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "step_5.g7", no_dist=True)
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert resume.format == DCP
+
+
+def test_every_bit_of_a_manifest_matters(tmp_path: Path) -> None:
+    """It is the one file of ours whose checksum is not in another."""
+    name = save_own(tmp_path, 3, extra={"loss": 1.5})
+    data = (tmp_path / name / MANIFEST).read_bytes()
+    whole = decode(data)
+    for place in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            try:
+                assert decode(bytes(flipped)) == whole, (place, bit)  # white space
+            except ManifestError:
+                continue
+
+
+# torch.save and torch.distributed.checkpoint.
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "epoch"),
+    [
+        ({"model": {"w": torch.ones(2)}, "epoch": 3, "step": 70}, 70, 3),
+        ({"epoch": 3}, None, 3),
+        ({"model": {"step": 5}, "step": 8}, 8, None),  # the same word twice in the pickle, which keeps it once
+        ({"optimizer": {"state": {0: {"step": 5}}}}, None, None),
+        ({"step": torch.tensor(5), "epoch": True, "global_step": -1}, None, None),
+        ([1, 2], None, None),
+        (torch.ones(3), None, None),
+    ],
+)
+def test_the_step_in_a_file(tmp_path: Path, saved: Any, step: int | None, epoch: int | None) -> None:
+    torch.save(saved, tmp_path / "latest.pt")
+    found = verdict(tmp_path, "latest.pt")
+    assert (found.complete, found.format, found.step, found.epoch) == (True, TORCH_SAVE, step, epoch)
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert resume.step == step
+
+
+def test_the_step_of_the_content_comes_before_that_of_the_name(tmp_path: Path) -> None:
+    torch.save({"global_step": 1234}, tmp_path / "checkpoint_epoch_5.pt")
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert resume.step == 1234
+
+
+def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"step": 7}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = verdict(tmp_path, "a.pt")
+    assert (found.complete, found.step) == (True, 7)
+
+
+def test_a_directory_whose_metadata_tells_of_more(tmp_path: Path) -> None:
+    dcp.save({"model": torch.ones(64)}, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    shard = tmp_path / "step_1" / "__0_0.distcp"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 1)
+    assert verdict(tmp_path, "step_1").reason == f"__0_0.distcp has {size - 1} bytes of {size}"
+    (tmp_path / "step_1" / "__7_0.distcp").write_bytes(b"x")
+    shard.unlink()
+    assert verdict(tmp_path, "step_1").reason == f"__0_0.distcp has 0 bytes of {size}"
+
+
+def test_a_damaged_metadata_never_raises(tmp_path: Path) -> None:
+    dcp.save({"model": torch.ones(64), "step": 3}, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    metadata = tmp_path / "step_1" / ".metadata"
+    whole = metadata.read_bytes()
+    chance = random.Random(1)
+    formats = set()
+    for _ in range(1000):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 2, 20))):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        metadata.write_bytes(data[: chance.choice((len(data), chance.randrange(1, len(data))))])
+        formats.add(verdict(tmp_path, "step_1").complete)
+    assert formats == {True, False}
+
+
+# Peeking.
+
+
+class Ran:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_peeking_runs_nothing(tmp_path: Path) -> None:
+    import pickle
+
+    data = pickle.dumps({"a": 1, "b": Ran(tmp_path / "ran"), "c": [Ran(tmp_path / "ran")], "d": {"e": "f"}})
+    value = peek.peek(data)
+    assert (value["a"], value["d"]) == (1, {"e": "f"})
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(peek.PeekError):
+        peek.peek(data[:-3])
+
+
+def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    for _ in range(5000):
+        data = chance.randbytes(chance.randrange(200))
+        try:
+            peek.peek(b"\x80\x04" + data)
+        except peek.PeekError:
+            continue
+
+
+# Lightning.
+
+
+def test_a_file_of_lightning(tmp_path: Path) -> None:
+    """As Trainer.dump_checkpoint lays it out."""
+    saved = {"epoch": 1, "global_step": 42, "pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.ones(2)}, "loops": {}}
+    torch.save(saved, tmp_path / "last.ckpt")
+    found = verdict(tmp_path, "last.ckpt")
+    assert (found.complete, found.format, found.step, found.epoch) == (True, LIGHTNING, 42, 1)
+
+
+def test_a_directory_of_lightning(tmp_path: Path) -> None:
+    path = tmp_path / "epoch=0-step=9.ckpt"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    torch.save({"epoch": 0, "global_step": 9, "pytorch-lightning_version": "2.6.0"}, path / "meta.pt")
+    found = verdict(tmp_path, path.name)
+    assert (found.complete, found.format, found.step) == (True, LIGHTNING, 9)
+    os.truncate(path / "meta.pt", 100)
+    assert "meta.pt: its zip directory" in verdict(tmp_path, path.name).reason
+    (path / ".metadata").unlink()
+    assert verdict(tmp_path, path.name).reason == "no .metadata, the save did not finish"
+
+
+# Hugging Face.
+
+
+def save_trainer(path: Path, step: int = 500) -> Path:
+    """What transformers' Trainer leaves, part by part; its own run is in the tests of the integration."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True)
+    save_file({"w": torch.ones(100), "b": torch.zeros(3)}, path / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"state": torch.ones(4)}, path / name)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 1.5, "log_history": []}))
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_trainers_checkpoint(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        save_trainer(tmp_path / f"checkpoint-{step}", step)
+    found = verdict(tmp_path, "checkpoint-1000")
+    assert (found.complete, found.format, found.step, found.epoch) == (True, HUGGING_FACE, 1000, 1)
+    resume = newest_complete(str(tmp_path)).resume
+    assert resume is not None
+    assert (resume.path, resume.step) == (str(tmp_path / "checkpoint-1000"), 1000)
+
+
+PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_trainers_checkpoint_without_a_part(tmp_path: Path, part: str) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5") / part
+    size = path.stat().st_size
+    for length in {0, 1, size // 2, size - 1}:
+        os.truncate(path, length)
+        found = verdict(tmp_path, "checkpoint-5")
+        assert (found.complete, found.format) == (False, HUGGING_FACE)
+        assert part in found.reason, length
+    path.unlink()
+    assert not verdict(tmp_path, "checkpoint-5").complete
+
+
+def test_a_trainers_checkpoint_of_the_model_only(tmp_path: Path) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (path / name).unlink()
+    assert verdict(tmp_path, "checkpoint-5").complete
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}})
+    )
+    assert (
+        "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing"
+        in verdict(tmp_path, "checkpoint-5").reason
+    )
+    shutil.copy(path / "model-00001-of-00002.safetensors", path / "model-00002-of-00002.safetensors")
+    assert verdict(tmp_path, "checkpoint-5").complete
+    index.write_text("[]")
+    assert "model.safetensors.index.json is damaged" in verdict(tmp_path, "checkpoint-5").reason
+
+
+def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5")
+    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
+        (path / name).unlink()
+    for rank in range(2):
+        torch.save({}, path / f"rng_state_{rank}.pth")
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=path / folder, no_dist=True)
+    assert verdict(tmp_path, "checkpoint-5").complete
+    (path / "optimizer_0" / ".metadata").unlink()
+    assert verdict(tmp_path, "checkpoint-5").reason == "optimizer_0: no .metadata, the save did not finish"
+
+
+def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+    path = save_trainer(tmp_path / "checkpoint-5")
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (path / name).unlink()
+    (path / "global_step5").mkdir()
+    assert "global_step5 holds no .pt file" in verdict(tmp_path, "checkpoint-5").reason
+    part = path / "global_step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({}, part)
+    assert verdict(tmp_path, "checkpoint-5").complete
+    os.truncate(part, 50)
+    assert part.name in verdict(tmp_path, "checkpoint-5").reason
+
+
+# A pattern and a plug-in of the user's.
+
+
+def found_names(directory: Path, pattern: str) -> list[tuple[str, int | None]]:
+    """All that may be chosen, best first, each with the step that is told."""
+    found: list[tuple[str, int | None]] = []
+    while True:
+        resume = newest_complete(str(directory), Wanted(pattern=pattern, exclude=frozenset(name for name, _ in found))).resume
+        if resume is None:
+            return found
+        found.append((os.path.basename(resume.path), resume.step))
+
+
+def test_a_pattern_of_the_users(tmp_path: Path) -> None:
+    for name in ("w_9_v2.dat", "w_10_v2.dat", "w_5_v11.dat", "other.dat", "x_99.pt"):
+        (tmp_path / name).write_bytes(b"data")
+    assert found_names(tmp_path, "w_{step}_v*.dat") == [("w_10_v2.dat", 10), ("w_9_v2.dat", 9), ("w_5_v11.dat", 5)]
+    assert found_names(tmp_path, "*.weights") == []
+    assert [name for name, _ in found_names(tmp_path, "other.???")] == ["other.dat"]
+    (tmp_path / "e1_s900.dat").write_bytes(b"x")
+    (tmp_path / "e2_s5.dat").write_bytes(b"x")
+    assert found_names(tmp_path, "e{epoch}_s{step}.dat") == [("e2_s5.dat", 5), ("e1_s900.dat", 900)]
+
+
+def test_a_file_that_the_pattern_names_is_held_to_its_format(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "s_2.weights")
+    (tmp_path / "s_3.safetensors").write_bytes(b"x" * 20)
+    os.truncate(tmp_path / "s_2.weights", 300)
+    choice = newest_complete(str(tmp_path), Wanted(pattern="s_{step}.*"))
+    assert choice.resume is None
+    assert len(choice.passed_over) == 2
+    assert not choice.all_bad
+
+
+def test_our_own_are_found_whatever_the_pattern(tmp_path: Path) -> None:
+    name = save_own(tmp_path, 3)
+    assert found_names(tmp_path, "x_{step}.pt") == [(name, 3)]
+
+
+@pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
+def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
+    from elastic_ext.checkpoints.names import compiled
+
+    with pytest.raises(UsageError, match="checkpoint_pattern"):
+        compiled(pattern)
+
+
+class Numbered:
+    """Files of digits only; complete if not empty."""
+
+    def claims(self, entry: Entry) -> bool:
+        return entry.name.isdigit()
+
+    def check(self, storage: Storage, entry: Entry) -> Verdict:
+        data = storage.read(entry.name)
+        return Verdict(bool(data), "numbered", "read it", entry.mtime, step=int(entry.name))
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers an entry point as an installed package would."""
+
+    def register(value: str) -> None:
+        point = EntryPoint("mine", value, detect.GROUP)
+        monkeypatch.setattr(detect, "entry_points", lambda group: [point] if group == detect.GROUP else [])
+        detect.plugins.cache_clear()
+
+    yield register
+    detect.plugins.cache_clear()
+
+
+def test_a_format_of_the_users(tmp_path: Path, plugin: Any) -> None:
+    plugin(f"{__name__}:Numbered")
+    (tmp_path / "0007").write_bytes(b"x")
+    (tmp_path / "0008").write_bytes(b"")
+    choice = newest_complete(str(tmp_path))
+    assert choice.resume is not None
+    assert (choice.resume.path, choice.resume.step, choice.resume.format) == (str(tmp_path / "0007"), 7, "numbered")
+
+
+class Broken:
+    def claims(self, entry: Entry) -> bool:
+        raise KeyError("oops")
+
+    def check(self, storage: Storage, entry: Entry) -> Verdict:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("Broken", r"format Broken failed at 7: KeyError\('oops'\)"),
+        ("Nothing", "cannot be loaded"),
+        ("Path", "has no method claims"),
+    ],
+)
+def test_a_plug_in_that_fails_is_named(tmp_path: Path, plugin: Any, value: str, said: str) -> None:
+    (tmp_path / "7").write_bytes(b"x")
+    plugin(f"{__name__}:{value}")
+    with pytest.raises(UsageError, match=said):
+        newest_complete(str(tmp_path))
+
+
+# Whatever bytes.
+
+
+def test_random_bytes_are_never_a_crash_and_never_a_checkpoint(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    storage = open_storage(str(tmp_path))
+    names = ("manifest.json", ".metadata", "__0_0.distcp", "trainer_state.json", "model.safetensors", "meta.pt", "optimizer.pt",
+             "model.safetensors.index.json", "latest")  # fmt: skip
+    starts = (
+        b"",
+        b"{",
+        b"[",
+        b'{"schema": 1, "files": [',
+        b"\x80\x04",
+        b"PK\x03\x04",
+        b"PK\x05\x06" + bytes(18),
+        b"\xff\xfe",
+        b"1e999",
+    )
+
+    def write(name: str, data: bytes) -> None:  # not by the storage, which waits for the disk
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    for turn in range(300):
+        folder = chance.choice(("step_7", directory_name(7, 1), "checkpoint-7", "x.ckpt"))
+        for name in chance.sample(names, 4):
+            write(f"{folder}/{name}", chance.choice(starts) + chance.randbytes(chance.randrange(60)))
+        write("step_9.pt", chance.choice(starts) + chance.randbytes(chance.randrange(60)))
+        write(f"{catalog.QUARANTINE}/step_9.pt.json", chance.randbytes(chance.randrange(60)))
+        assert newest_complete(str(tmp_path)).resume is None, turn
+        assert catalog.quarantined(storage, "step_9.pt") is not None
+        shutil.rmtree(tmp_path / folder)
+
+
+def test_unknown_directories_are_said_to_be_unknown(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert verdict(tmp_path, "runs").format == UNKNOWN

@@ -1,0 +1,343 @@
+"""The copier of the local tier as a process of its own, over plain files: no training, no agent."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_hexdigest
+
+from elastic_ext.checkpoints import catalog, detect, tiers
+from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.replicate import TARGET, Bucket, Here, Replicator, next_target
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.tiers import Held, Offer, newest_of_all, plan_local_prune, rank_of, ranks_of
+from elastic_ext.checkpoints.verify import Mode, verify
+from elastic_ext.checkpoints.writer import joined
+from elastic_ext.errors import UsageError
+from tests.jobs import environment
+
+
+def save(locals_: list[Path], step: int, generation: int = 1, size: int = 1000, seed: int = 0) -> str:
+    """A checkpoint of one rank on each node, as `Checkpointer` leaves it; return its name."""
+    source = random.Random(f"{step} {generation} {seed}")
+    name = directory_name(step, generation)
+    own = [{f"__{rank}_0.distcp": source.randbytes(size), f"rank_{rank:05d}.pt": b"own"} for rank in range(len(locals_))]
+    common = {"shared.pt": b"shared", ".metadata": b"metadata"}
+    files = {file: data for each in (*own, common) for file, data in each.items()}
+    stored = tuple(StoredFile(file, len(data), xxh3_64_hexdigest(data)) for file, data in files.items())
+    manifest = Manifest(step, generation, stored, world_size=len(locals_), nodes=(1,) * len(locals_))
+    for local, mine in reversed(list(zip(locals_, own, strict=True))):
+        (local / name).mkdir(parents=True)
+        for file, data in {**mine, **common, MANIFEST: encode(manifest)}.items():
+            (local / name / file).write_bytes(data)
+    return name
+
+
+class Process:
+    """The copier, as the agent starts it."""
+
+    def __init__(self, local: Path, remote: Path | str, mb_s: float = 0.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", str(local), str(remote), f"--mb-s={mb_s}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        self.told: list[dict] = []
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def until(self, wanted) -> dict:
+        """The first thing told from now on that is wanted."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.told.append(json.loads(line))
+            if wanted(self.told[-1]):
+                return self.told[-1]
+        raise AssertionError(f"the copier ended with {self.process.wait()}: {self.told}")
+
+    def finish(self) -> int:
+        self.say("finish")
+        assert self.process.stdout is not None
+        self.told += [json.loads(line) for line in self.process.stdout]
+        return self.process.wait()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def complete(remote: Path | str, name: str) -> bool:
+    storage = open_storage(str(remote))
+    entry = storage.stat(name)
+    if entry is None or not detect.check(storage, entry).complete:
+        return False
+    assert not verify(storage, entry, Mode.FULL).faults, "complete, and damaged"
+    return True
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+# Decisions.
+
+
+def test_whose_file():
+    assert [rank_of(name) for name in ("__12_0.distcp", "rank_00003.pt", ".metadata", "shared.pt")] == [12, 3, None, None]
+    assert [list(ranks_of((2, 1, 3), node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_the_newest_that_all_nodes_have():
+    old, new, newest = (Offer(directory_name(step, 2), "d", step, (1, 1)) for step in (2, 4, 6))
+    later = Offer(directory_name(3, 3), "d", 3, (1, 1))
+    assert newest_of_all([[old, new, newest], [old, new]], (1, 1)) == new
+    assert newest_of_all([[old, new, later], [old, new, later]], (1, 1)) == later  # of a newer group
+    assert newest_of_all([[old, new], [old, new]], (1, 1), barred=[new.name]) == old
+    assert newest_of_all([[old, new], []], (1, 1)) is None
+    assert newest_of_all([[new], [new]], (2, 1)) is None
+    assert newest_of_all([[new], [Offer(new.name, "another", 4, (1, 1))]], (1, 1)) is None
+    assert newest_of_all([], ()) is None
+
+
+def test_pruning_keeps_the_last_copy():
+    names = [directory_name(step, 1) for step in (8, 6, 4, 2)]
+
+    def removed(newest_remote: int | None, torn: tuple[int, ...] = ()) -> list[int]:
+        held = [Held(name, step not in torn, False) for name, step in zip(names, (8, 6, 4, 2), strict=True)]
+        order = (1, newest_remote) if newest_remote is not None else None
+        return [int(name[5:13]) for name in plan_local_prune(held, order)]
+
+    assert removed(None) == []
+    assert removed(4) == [2]  # 4 itself is told to be there by `remote`
+    assert removed(8) == [6, 4, 2]
+    assert removed(9, torn=(8, 6, 4, 2)) == []  # nothing whole: in work
+    assert removed(None, torn=(8, 4)) == [4]
+    assert plan_local_prune([Held(names[0], True, True)], (1, 8)) == []
+
+
+def test_joined_ranges_cover_the_same_bytes():
+    source = random.Random(7)
+    for _ in range(200):
+        ranges = [(source.choice("xy"), begin := source.randrange(100), begin + source.randrange(1, 9)) for _ in range(9)]
+        wanted = {(file, byte) for file, begin, end in ranges for byte in range(begin, end)}
+        found = joined(ranges, near=0)
+        assert [(file, byte) for file, begin, end in found for byte in range(begin, end)] == sorted(wanted)
+        wide = joined(ranges, near=20)
+        assert wanted <= {(file, byte) for file, begin, end in wide for byte in range(begin, end)}
+        assert all(one[0] != two[0] or two[1] - one[2] > 20 for one, two in itertools.pairwise(wide))
+
+
+def test_what_the_leader_copies_next():
+    def here(step: int, generation: int = 1, leads: bool = True) -> Here:
+        return Here(directory_name(step, generation), Manifest(step, generation, ()), b"", leads)
+
+    two, four, later = here(2), here(4), here(3, 2)
+    assert next_target([], "", (), False) is None
+    assert next_target([two, four], "", (), False) == four
+    assert next_target([two, four], two.name, (), False) == two  # it is on its way: finish it
+    assert next_target([two, four], two.name, (), True) == two  # a large file, perhaps
+    assert next_target([two, later], two.name, (), False) == two
+    assert next_target([two, later], two.name, (), True) == later
+    assert next_target([two, four], two.name, {two.name}, False) == four
+    assert next_target([two, four], four.name, {four.name}, False) == two
+    assert next_target([here(2, leads=False), four], two.name, (), False) == four
+
+
+def test_bandwidth_over_any_window():
+    """Over each time t no more than rate x t bytes and one block: counted, by a clock of our own."""
+    source = random.Random(3)
+    bucket, now, sent = Bucket(1000.0), 0.0, []
+    for _ in range(500):
+        now += source.choice((0.0, 0.0, source.random()))
+        size = source.randrange(1, 400)
+        now += bucket.take(size, now)
+        sent.append((now, size))
+    for first in range(0, 500, 7):
+        for last in range(first, 500, 11):
+            window = sent[last][0] - sent[first][0]
+            assert sum(size for _, size in sent[first : last + 1]) <= 1000.0 * window + 400 + 1e-6
+    assert sent[-1][0] >= sum(size for _, size in sent[:-1]) / 1000.0 * 0.99  # and not much less, where there is enough to send
+    assert Bucket(0.0).take(10**12, 0.0) == 0.0
+
+
+def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
+    local = open_storage(str(tmp_path / "local"))
+    tiers.claim(local, open_storage("memory://one"))
+    tiers.claim(local, open_storage("memory://one/"))
+    with pytest.raises(UsageError, match="belong to memory://one"):
+        tiers.claim(local, open_storage("memory://two"))
+
+
+# The process.
+
+
+@pytest.mark.parametrize("directory", ["local", "s3"])
+def test_the_manifest_comes_last_by_the_node_of_rank_0(request, tmp_path, nodes, directory):
+    remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
+    name = save(nodes, 2)
+    with Process(nodes[0], remote) as first, Process(nodes[1], remote) as second:
+        first.until(lambda told: told["sent"])
+        assert second.until(lambda told: told["complete"])["complete"] == name
+        assert first.finish() == second.finish() == 0
+    assert complete(remote, name)
+    assert sum(told["sent"] for each in (first, second) for told in each.told) == 2 * (1000 + len("own")) + len("sharedmetadata")
+
+
+def test_without_the_other_node_it_is_never_complete(tmp_path, nodes):
+    name = save(nodes, 2)
+    with Process(nodes[0], tmp_path / "remote") as first:
+        first.until(lambda told: told["sent"])
+        told = first.until(lambda told: not told["sent"])  # a turn later
+        assert told["waiting"] == [name]
+        assert not (tmp_path / "remote" / name / MANIFEST).exists()
+        with Process(nodes[1], tmp_path / "remote") as second:
+            first.until(lambda told: told["complete"] == name)
+            second.until(lambda told: told["complete"] == name)
+    assert complete(tmp_path / "remote", name)
+
+
+@pytest.mark.parametrize("directory", ["local", "s3"])
+def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, directory):
+    remote = f"{request.getfixturevalue('s3')}/job" if directory == "s3" else tmp_path / "remote"
+    name = save(nodes[:1], 2, size=300_000)
+    storage = open_storage(str(remote))
+    with Process(nodes[0], remote, mb_s=0.05) as first:  # one file at once, then six seconds' wait
+        assert storage.wait_for(f"{name}/__0_0.distcp", deadline=monotonic_in(30)) is not None
+        first.process.kill()
+        first.process.wait()
+    assert not complete(remote, name)
+    with Process(nodes[0], remote) as second:
+        assert second.finish() == 0
+    assert complete(remote, name)
+    assert 0 < sum(told["sent"] for told in second.told) < 300_000  # not the large file again
+
+
+def monotonic_in(seconds: float) -> float:
+    import time
+
+    return time.monotonic() + seconds
+
+
+def test_it_ends_with_the_agent(tmp_path, nodes):
+    save(nodes[:1], 2, size=300_000)
+    with Process(nodes[0], tmp_path / "remote", mb_s=0.001) as copier:
+        assert copier.process.stdin is not None
+        copier.process.stdin.close()
+        copier.process.stdin = None
+        assert copier.process.wait(30) == 0
+
+
+def test_saves_that_come_faster_than_copies(tmp_path, nodes):
+    """Both nodes copy the same one though they see others; what is older than a complete one is left out and pruned."""
+    remote = tmp_path / "remote"
+    with ExitStack() as stack:
+        processes = [stack.enter_context(Process(node, remote)) for node in nodes]
+        names = []
+        for step in range(2, 40, 2):
+            names.append(save(nodes, step))
+            for each in processes:
+                each.say("look")
+        finished: list[int] = []
+        threads = [threading.Thread(target=lambda each=each: finished.append(each.finish())) for each in processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert finished == [0, 0]
+    assert complete(remote, names[-1])
+    for node in nodes:
+        assert [path.name for path in sorted(node.glob("step_*"))] == names[-1:]
+
+
+def test_a_damaged_part_is_never_complete_and_holds_up_nothing(tmp_path, nodes):
+    remote = tmp_path / "remote"
+    bad, good = save(nodes, 2), None
+    part = nodes[1] / bad / "__1_0.distcp"
+    part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
+    with Process(nodes[0], remote) as first, Process(nodes[1], remote) as second:
+        told = second.until(lambda told: told["failures"])
+        assert "damaged" in told["reason"]
+        good = save(nodes, 4)
+        for each in (first, second):
+            each.say("look")
+        first.until(lambda told: told["complete"] == good)
+        second.until(lambda told: told["complete"] == good)
+    assert complete(remote, good)
+    assert not complete(remote, bad)
+
+
+def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
+    """`turn` by `turn`, in this process: what a node still has at each."""
+    remote = open_storage(str(tmp_path / "remote"))
+    copiers = [Replicator(open_storage(str(node)), remote, Bucket(0.0)) for node in nodes]
+    save(nodes, 2)
+    save(nodes, 4)
+
+    def left(node: int) -> list[int]:
+        return sorted(int(path.name[5:13]) for path in nodes[node].glob("step_*"))
+
+    copiers[0].turn()
+    assert left(0) == left(1) == [2, 4]  # nothing is complete there
+    copiers[1].turn()
+    assert left(1) == [2, 4]
+    copiers[0].turn()
+    assert complete(tmp_path / "remote", directory_name(4, 1))
+    assert left(0) == [4]  # the newest stays, to be loaded from
+    copiers[1].turn()
+    assert left(1) == [4]
+    assert remote.read(TARGET).decode() == directory_name(4, 1)
+
+
+@contextmanager
+def moved_away(path: Path) -> Iterator[None]:
+    path.rename(path.with_suffix(".away"))
+    path.write_text("a file is where the directory was")
+    yield
+    path.unlink()
+    path.with_suffix(".away").rename(path)
+
+
+def test_a_remote_directory_that_does_not_answer_is_tried_again(tmp_path, nodes):
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    copier = Replicator(open_storage(str(nodes[0])), open_storage(str(remote)), Bucket(0.0))
+    name = save(nodes[:1], 2)
+    with moved_away(remote):
+        told = [copier.turn() for _ in range(3)]
+        assert [each.failures for each in told] == [1, 2, 3]
+        assert told[0].reason
+        assert told[0].waiting == (name,)
+    told = [copier.turn()]
+    assert (told[0].failures, told[0].complete, told[0].waiting) == (0, name, ())
+
+
+def test_removed_under_its_hands(tmp_path, nodes):
+    """A file of it goes before the manifest comes: it is seen, and sent again."""
+    remote = open_storage(str(tmp_path / "remote"))
+    copiers = [Replicator(open_storage(str(node)), remote, Bucket(0.0)) for node in nodes]
+    name = save(nodes, 2)
+    copiers[0].turn()
+    copiers[1].turn()
+    catalog.delete(remote, name)
+    for _ in range(2):
+        copiers[0].turn()
+    assert not os.path.exists(tmp_path / "remote" / name / MANIFEST)

@@ -1,0 +1,203 @@
+"""Which checkpoint a round resumes from: one answer for all nodes, what resume_from means later, what is put aside."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from elastic_ext.checkpoints import catalog, resolution
+from elastic_ext.checkpoints.resolution import Place, Resumption
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.errors import BadCheckpoints, UsageError
+from elastic_ext.settings import Settings
+from tests.jobs import AGENT, Job, run
+
+
+def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
+    """A checkpoint of torch.save, written `age_s` seconds ago."""
+    path = directory / f"step_{step}.pt"
+    torch.save({"step": step, "weights": torch.arange(1000)}, path)
+    if age_s:
+        then = time.time() - age_s
+        os.utime(path, (then, then))
+    return path
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(bytes(torch.arange(1000).numpy().tobytes()[800:900]))
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def chosen(directory: Path, run_id: str = "run", **more: str) -> Resumption:
+    return resolution.choose(Settings(checkpoint_dir=str(directory), **more), run_id)
+
+
+def test_the_newest_and_what_workers_are_told(tmp_path):
+    assert chosen(tmp_path) == Resumption(reason=f"no complete checkpoint in {tmp_path}")
+    assert chosen(tmp_path).variables == {"ELASTIC_EXT_RESUME_FROM": ""}
+    assert chosen(tmp_path).at == 0
+    save(tmp_path, 5)
+    path = save(tmp_path, 7)
+    found = chosen(tmp_path)
+    assert (found.path, found.step, found.at) == (str(path), 7, 7)
+    assert found.variables == {"ELASTIC_EXT_RESUME_FROM": str(path), "ELASTIC_EXT_RESUME_STEP": "7"}
+
+
+@pytest.mark.parametrize("told", ["5", "step_5.pt", "none"])
+def test_resume_from_is_where_a_run_begins_and_not_where_each_round_does(tmp_path, told):
+    save(tmp_path, 5, age_s=20)
+    save(tmp_path, 7, age_s=10)
+    begin = None if told == "none" else 5
+    for _ in range(2):
+        assert chosen(tmp_path, resume_from=told).step == begin
+    (marker,) = (tmp_path / ".elastic_ext" / "resume_from").iterdir()
+    os.utime(marker, (time.time() - 5,) * 2)  # filesystems tell times in steps
+    save(tmp_path, 6, age_s=1)  # the run's own
+    assert chosen(tmp_path, resume_from=told).step == 6
+    assert chosen(tmp_path, run_id="another/run", resume_from=told).step == begin
+    assert chosen(tmp_path, resume_from="7").step == 7  # the user has changed it
+
+
+def test_a_damaged_one_is_not_chosen(tmp_path):
+    save(tmp_path, 5)
+    flip(save(tmp_path, 7))
+    assert chosen(tmp_path, verify="off").step == 7
+    assert chosen(tmp_path).step == 5
+    assert chosen(tmp_path, verify="full").step == 5
+
+
+def test_all_bad(tmp_path):
+    """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
+    flip(save(tmp_path, 7))
+    catalog.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
+    with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
+        chosen(tmp_path)
+    assert chosen(tmp_path, resume_from="none").path == ""
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "step_7.pt").write_bytes(b"PK\x03\x04")
+    assert chosen(torn).path == ""
+
+
+def aside(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
+    return resolution.put_aside(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+
+
+def test_what_is_put_aside(tmp_path):
+    for step in (3, 5, 7):
+        save(tmp_path, step)
+    assert aside(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
+    assert aside(tmp_path, "", newest=True) == "step_7.pt"
+    assert chosen(tmp_path).step == 3
+    assert (tmp_path / "step_7.pt").exists()
+    assert aside(tmp_path, "") is None
+    assert aside(tmp_path, str(tmp_path / "gone.pt")) is None
+
+
+def test_one_written_later_under_the_same_name_is_another(tmp_path):
+    save(tmp_path, 5)
+    save(tmp_path, 7, age_s=10)
+    aside(tmp_path, str(tmp_path / "step_7.pt"))
+    assert chosen(tmp_path).step == 5
+    save(tmp_path, 7)
+    assert chosen(tmp_path).step == 7
+
+
+@pytest.fixture
+def stores():
+    """Two nodes' connections to the store of a round."""
+    first = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return first, TCPStore("localhost", first.port, is_master=False, timeout=timedelta(seconds=20))
+
+
+def test_all_nodes_get_the_same_answer(tmp_path, stores):
+    save(tmp_path, 7)
+    settings = Settings(checkpoint_dir=str(tmp_path))
+    said = resolution.agree(settings, "run", stores[0], Place(0, 2))
+    save(tmp_path, 9)
+    assert resolution.agree(settings, "run", stores[1], Place(1, 2)) == said
+    assert said.step == 7
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind"), [(lambda path: flip(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
+)
+def test_all_nodes_get_the_same_error(tmp_path, stores, prepare, kind):
+    prepare(tmp_path)
+    settings = Settings(checkpoint_dir=str(tmp_path), resume_from="" if kind is BadCheckpoints else "8", verify="full")
+    for node, store in enumerate(stores):
+        with pytest.raises(kind):
+            resolution.agree(settings, "run", store, Place(node, 2))
+
+
+def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
+    whole, late = save(tmp_path, 7).read_bytes(), tmp_path / "late"
+    late.mkdir()
+    writer = threading.Timer(0.2, lambda: (late / "step_7.pt").write_bytes(whole))
+    (late / "step_7.pt").write_bytes(whole[:100])
+    writer.start()
+    resolution.await_seen(str(late / "step_7.pt"), time.monotonic() + 30)
+    writer.join()
+    with pytest.raises(UsageError, match="storage that every node mounts"):
+        resolution.await_seen(str(tmp_path / "step_8.pt"), time.monotonic() + 0.1)
+
+
+SCRIPT = """
+import os, sys, time, torch
+env, how, attempt = os.environ, sys.argv[1], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+path = env.get("ELASTIC_EXT_RESUME_FROM")
+print("begin", attempt, env.get("ELASTIC_EXT_RESUME_STEP"), flush=True)
+if path and torch.load(path)["weights"].sum() != 499500:
+    raise RuntimeError("PytorchStreamReader failed reading file data/0: checksum mismatch")
+if how == "stuck" and env.get("ELASTIC_EXT_RESUME_STEP") == "7":
+    os.abort()
+if how == "nan" and attempt == 0:
+    torch.save({"step": 9, "weights": torch.arange(1000)}, os.path.join(env["DIR"], "step_9.pt"))
+    raise FloatingPointError("loss is nan at step 9")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "begins"),
+    [
+        ("load", ["0 7", "1 5"]),  # cannot be loaded: the one before it
+        ("nan", ["0 7", "1 7"]),  # past the last one, which was saved in between
+        ("stuck", ["0 7", "1 7", "2 5"]),  # the same crash twice after it was loaded
+    ],
+)
+def test_a_job_goes_back_to_one_that_works(tmp_path, how, begins):
+    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
+    script.write_text(SCRIPT)
+    directory.mkdir()
+    save(directory, 5, age_s=20)
+    (flip if how == "load" else str)(save(directory, 7, age_s=10))
+    conf = f"checkpoint_dir={directory},verify=off,backoff=0"
+    done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script, how], tmp_path, DIR=str(directory))
+    assert done.returncode == 0, done.err
+    assert re.findall(r"begin (.*)", done.out) == begins
+    assert "is put aside" in done.err
+
+
+def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
+    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
+    script.write_text(SCRIPT)
+    directory.mkdir()
+    flip(save(directory, 7))
+    where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
+    conf = f"checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
+    with Job([*AGENT, *where, f"--rdzv-conf={conf}", script, "load"], tmp_path) as job:
+        done = job.finish()
+    assert done.returncode == 65, done.err
+    assert "step_7.pt: damaged" in done.err
+    assert "no-checkpoint-left" in (tmp_path / "verdict").read_text()
+    assert "begin" not in done.out

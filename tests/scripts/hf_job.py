@@ -1,0 +1,63 @@
+"""A job as users of Hugging Face's Trainer write it, with a tiny random model, and our callback.
+
+hf_job.py DIR STEPS     $KILL=RANK:STEP: that rank is killed once, when its step STEP begins; $BEST: save what evaluates best
+"""
+
+import os
+import signal
+import sys
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import elastic_ext
+from elastic_ext.integrations.huggingface import SaveOnDemand
+
+LENGTH, WORDS = 8, 32
+
+
+class Texts(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        words = torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": words, "labels": words}
+
+
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+steps = 0
+
+
+def count(module, args, kwargs):
+    """For the test: how many steps this process has begun."""
+    global steps
+    steps += module.training
+    if steps == 3:
+        print(f"under way {rank}", flush=True)
+    if attempt == 0 and os.environ.get("KILL") == f"{rank}:{steps}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=LENGTH, vocab_size=WORDS))
+model.register_forward_pre_hook(count, with_kwargs=True)
+best = {"eval_strategy": "steps", "save_strategy": "best", "eval_steps": 2, "metric_for_best_model": "loss"}
+args = TrainingArguments(
+    output_dir=sys.argv[1],
+    max_steps=int(sys.argv[2]),
+    per_device_train_batch_size=2,
+    learning_rate=1e-3,
+    logging_steps=10,
+    report_to="none",
+    disable_tqdm=True,
+    use_cpu=True,
+    ddp_backend="gloo",
+    ddp_find_unused_parameters=False,
+    **(best if "BEST" in os.environ else {"save_strategy": "steps", "save_steps": 3}),
+)
+trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[SaveOnDemand()])
+trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
+end = trainer.state.global_step
+print(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}", flush=True)

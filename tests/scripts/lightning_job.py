@@ -1,0 +1,69 @@
+"""A job as users of Lightning write it, with a tiny random model, and our callback.
+
+lightning_job.py DIR STEPS [LIBRARY]    LIBRARY: lightning.pytorch or pytorch_lightning
+                                        $KILL=RANK:STEP: that rank is killed once, when its step STEP begins
+                                        $ASYNC: save in the background
+"""
+
+import importlib
+import os
+import signal
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_ext
+from elastic_ext.integrations.lightning import SaveOnDemand
+
+pl = importlib.import_module(sys.argv[3] if len(sys.argv) > 3 else "lightning.pytorch")
+
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+ACCUMULATE = 2
+
+
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.batches = 0
+
+    def training_step(self, batch, batch_idx):
+        self.count()
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def count(self):
+        """For the test: how many batches this process has begun."""
+        self.batches += 1
+        if self.batches == 3 * ACCUMULATE:
+            print(f"under way {rank}", flush=True)
+        if attempt == 0 and os.environ.get("KILL") == f"{rank}:{self.batches / ACCUMULATE:g}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+pl.seed_everything(0)
+data = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+model = Line()
+trainer = pl.Trainer(
+    accelerator="cpu",
+    devices=int(os.environ["WORLD_SIZE"]),
+    strategy="ddp",
+    max_steps=int(sys.argv[2]),
+    max_epochs=-1,
+    accumulate_grad_batches=ACCUMULATE,
+    callbacks=[pl.callbacks.ModelCheckpoint(dirpath=sys.argv[1], every_n_train_steps=3, save_top_k=-1), SaveOnDemand()],
+    plugins=[importlib.import_module(f"{pl.__name__}.plugins.io").AsyncCheckpointIO()] if "ASYNC" in os.environ else None,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=elastic_ext.resume_from())
+end = trainer.global_step
+print(
+    f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - model.batches / ACCUMULATE:g} to {end}",
+    flush=True,
+)

@@ -1,0 +1,39 @@
+"""Steps with one collective each, of uneven length on the ranks, until $STOP is there; saves when the agent asks.
+
+saving_job.py DIR [slow|deaf]     DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second longer;
+                                  deaf: it never asks whether to save
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import elastic_ext
+
+rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+how = sys.argv[2:]
+dist.init_process_group("gloo")
+print(f"started {rank} of {dist.get_world_size()} attempt {attempt}", flush=True)
+step = 0
+while True:
+    time.sleep(0.002 * (rank + 1) if step % 3 == rank % 3 else 0)  # the work of a step
+    over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
+    dist.all_reduce(over)
+    step += 1
+    if step == 3:
+        print(f"steps {rank} attempt {attempt}", flush=True)
+    if "deaf" not in how and elastic_ext.save_requested():
+        begin = time.monotonic()
+        if "slow" in how:
+            time.sleep(1)
+        with Path(sys.argv[1], f"saved.{attempt}.{rank}").open("a") as file:
+            file.write(f"{step}\n")
+        dist.barrier()
+        elastic_ext.report_saved(step, time.monotonic() - begin)
+    if over.item():
+        break
+dist.destroy_process_group()

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import pytest
 
 from elastic_ext.workers import bootstrap
 from elastic_ext.workers.bootstrap import SLOT_BYTES, STACKS_SIGNAL
+from elastic_ext.workers.parked import StandbyServer, WarmPopen
+from elastic_ext.workers.standby_server import PER_WORKER
 from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
 
 BOOTSTRAP = str(Path(bootstrap.__file__).resolve())
@@ -42,6 +45,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
+WORDS = SLOT_BYTES // 8
+
+
 class Worker:
     """What an agent gives to one worker: slot 1 of a progress file, a stacks file, an error file."""
 
@@ -52,7 +58,8 @@ class Worker:
         self.environ = {"ELASTIC_EXT_WORKER": json.dumps(wanted), "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
 
     def words(self, slot: int = 1) -> "list[int]":
-        return list(memoryview(self.progress.read_bytes()).cast("Q")[slot * 8 : slot * 8 + 8])
+        """Of a worker: those that it writes."""
+        return list(memoryview(self.progress.read_bytes()).cast("Q")[slot * WORDS : slot * WORDS + bootstrap.AGENT_WORDS])
 
     @property
     def error(self) -> "dict":
@@ -69,26 +76,54 @@ def environ(more: "dict[str, str] | None" = None) -> "dict[str, str]":
     return {**mine, **(more or {})}
 
 
+_standby = False
+
+
+@pytest.fixture(autouse=True, params=["cold", "standby"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How what the bootstrap runs is started. Standbys of these tests have imported nothing for the script."""
+    monkeypatch.setattr(sys.modules[__name__], "_standby", request.param == "standby")
+    return request.param
+
+
 @contextlib.contextmanager
 def start(
     argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)
 ) -> "Iterator[subprocess.Popen[str]]":
     """`python -u FLAGS... ARGV...`; it does not outlive the block."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-u", *flags, *argv]
-    with subprocess.Popen(
-        command, cwd=cwd, env=environ(env), stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="backslashreplace"
-    ) as process:
+    streams = {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True, "errors": "backslashreplace"}
+    with contextlib.ExitStack() as stack:
+        if _standby and flags == (BOOTSTRAP,):
+            process = stack.enter_context(released(argv, cwd, environ(env), streams))
+        else:
+            command = [sys.executable, "-u", *flags, *argv]
+            process = stack.enter_context(subprocess.Popen(command, cwd=cwd, env=environ(env), **streams))
+        stack.callback(process.kill)
+        yield process
+
+
+def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict[str, object]") -> "subprocess.Popen[str]":
+    """A standby, forked by a server of its own, that runs this now."""
+    shared = {name: value for name, value in env.items() if name not in PER_WORKER}
+    with tempfile.TemporaryDirectory() as folder:
+        server = StandbyServer([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
         try:
-            yield process
+            nothing = Path(folder, "modules")
+            nothing.write_text(json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd)}))
+            server.preload(str(nothing))
+            assert server.hear() is not None, server.last_words()
+            (parked,) = server.park(1)
         finally:
-            process.kill()
+            server.end()
+    return WarmPopen(parked, [sys.executable, "-u", BOOTSTRAP, *argv], argv, env, **streams)
 
 
 def run(argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)) -> "tuple[int, str, str]":
     """Exit status, stdout and stderr, without addresses and pids."""
     with start(argv, cwd, env, flags) as process:
         out, err = process.communicate(timeout=DEADLINE_S)
+    if _standby:
+        out = re.sub(r"^modules .*\n", "", out, flags=re.MULTILINE)  # the server's own are there
     return process.returncode, *(re.sub(r"0x[0-9a-f]+|(?<=process )\d+", "N", text) for text in (out, err))
 
 
@@ -113,6 +148,8 @@ def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Wo
 
 @pytest.mark.parametrize("way", ENDS)
 def test_a_script_ends_as_without_the_bootstrap(here: Path, worker: Worker, way: str) -> None:
+    if _standby and way.startswith("shadow/"):
+        pytest.skip("started cold: see test_standby.py")
     argv = [*way.split(","), "first"]
     native = run(argv, here, worker.environ, flags=())
     assert not worker.error_file.exists()
@@ -382,9 +419,10 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
         err = process.communicate(timeout=DEADLINE_S)[1]
     assert err.splitlines()[-1] == "torch.OutOfMemoryError: x"
     pid, steps, last_ns, first_ns, *rest = worker.words()
-    assert (pid, steps, rest) == (process.pid, 6 if train else 0, [1, 1, 0, 0])
+    assert (pid, steps, rest[:2]) == (process.pid, 6 if train else 0, [1, 1])
+    assert rest[2:10] == [*[0] * 6, 1, 1]  # nothing has been saved; exit code 1, all exit handlers done
     assert (before < first_ns < last_ns < time.monotonic_ns()) if train else (first_ns, last_ns) == (0, 0)
-    assert worker.words(0) == worker.words(2) == [2**64 - 1] * 8
+    assert worker.words(0) == worker.words(2) == [2**64 - 1] * bootstrap.AGENT_WORDS
     assert worker.error["elastic_ext"]["type"] == "torch.OutOfMemoryError"
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
@@ -409,7 +447,7 @@ def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     with start(["script.py"], tmp_path, worker.environ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
-        assert worker.words() == [process.pid, 0, 0, 0, 0, 1, 0, 0]
+        assert worker.words() == [process.pid, 0, 0, 0, 0, 1, *[0] * (bootstrap.AGENT_WORDS - 6)]
         process.send_signal(STACKS_SIGNAL)
         dump = b""
         while b"in run_as_main" not in dump:  # the outermost frames come last

@@ -23,6 +23,7 @@ if __name__ == "__main__" and not _SAFE_PATH:
     del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
 
 # ruff: noqa: E402
+import atexit
 import marshal
 import os
 import time
@@ -37,20 +38,45 @@ if TYPE_CHECKING:
     from typing import Any
 
 WORKER_ENV = "ELASTIC_EXT_WORKER"
-"""JSON object, any key may be missing: slot (int), progress, stacks, stderr (paths), quiet_traceback (bool), agent (str)."""
+"""JSON object, any key may be missing: slot (int), progress, stacks, stderr, news, modules (paths), quiet_traceback (bool), agent
+(str), store (list of host and port). What it has imported is written to `modules` at its first optimizer step, or at its end."""
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
 STACKS_SIGNAL = SIGRTMIN + 8
 """Appends the stacks of all threads to the stacks file. Death for a process without the handler: look at STACKS_ARMED first."""
 
-SLOT_BYTES = 64
-"""One worker's part of the progress file: eight native 64-bit words at the indices below, each written by one store."""
+SLOT_BYTES = 1536
+"""One worker's part of the progress file: native 64-bit words at the indices below, each written by one store."""
 PID = 0  # 0 until all the rest is in place
 STEPS = 1  # optimizer steps done
 LAST_STEP_NS = 2  # time.monotonic_ns() of the last step, 0: none yet
 FIRST_STEP_NS = 3
 OPTIM_HOOKED = 4  # 1: torch.optim is there and steps are counted
 STACKS_ARMED = 5  # 1: STACKS_SIGNAL has its handler
+# Written by elastic_ext.training, where the script uses it.
+ASKS_FOR_SAVES = 6  # 1: it asks at its step boundaries whether to save
+SAVES = 7  # checkpoints that it has seen committed
+SAVE_NS = 8  # how long the last of them took, from the request to the commit
+SAVED_STEP = 9  # of the last of them, plus 1
+SAVE_KEPT = 10  # number of the last save on demand that was committed
+SAVE_FAILED = 11  # number of the last save on demand that was not
+# Written at the end of a worker that fails of an exception or of sys.exit.
+ENDS_WITH = 12  # its exit code, which is not 0: the script is over, its error file is there
+EXIT_HANDLERS_DONE = 13  # 1: all threads and exit handlers are through; what is left is the interpreter's to tear down
+# A sign of life is a step, a progress report or a change of phase.
+PHASE = 14  # index into PHASES
+PHASE_SINCE_NS = 15
+PROGRESS = 16  # progress reports
+SIGN_NS = 17  # time.monotonic_ns() of the last sign; 0: none yet
+FAILED_SAVES = 18  # saves that have failed one after the other
+GAPS = 19
+"""From here on, for each phase: how many gaps between two signs of life ended in it, by length. A gap of n ms counts in the
+bucket n.bit_length(), so bucket b is of gaps shorter than 2 ** b ms and not shorter than half of that."""
+GAP_BUCKETS = 24  # the last one is of gaps of 70 minutes and more
+PHASES = ("", "step", "data", "compile", "checkpoint", "eval", "exit")  # exit: the script is over, its process is not
+# Written by the agent.
+AGENT_WORDS = GAPS + len(PHASES) * GAP_BUCKETS
+SAVE_WANTED = AGENT_WORDS  # number of the save on demand that is wanted
 
 # Bounds of the error file: the agent and others read the whole of it.
 MESSAGE_CHARACTERS = 16 * 1024
@@ -72,6 +98,7 @@ def run_as_main(argv: "list[str]", settings: "dict[str, Any]") -> None:
     _connect_stderr(settings)
     pid = os.getpid()
     words = _arm(settings)
+    _telling.begin(words, settings)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy puts the module's file in place of "-m"
     namespace = _fresh_main()
     run: Callable[..., Any] | None = None
@@ -81,11 +108,95 @@ def run_as_main(argv: "list[str]", settings: "dict[str, Any]") -> None:
     except BaseException as error:
         # A child forked by the script comes along here too; only the process that the agent started speaks to the agent.
         recorded = pid == os.getpid() and _record(error, words)
+        _telling.ends_of(error)
         if not isinstance(error, SystemExit):
             _show_without_our_frames(recorded and settings.get("quiet_traceback") is True, namespace if run is exec else {})
         raise
+    finally:
+        _telling.modules()
+        if words is not None and pid == os.getpid():
+            note_sign(words, time.monotonic_ns())
+            words[PHASE] = PHASES.index("exit")
     if run is exec:
         _forget_file(namespace)
+
+
+class _Telling:
+    """What this worker tells its agent on the way, besides the steps. Children that the script forks tell nothing."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._words: memoryview | None = None
+        self._news: str | None = None
+        self._modules: str | None = None
+        self._environ: dict[str, str] = {}
+
+    def begin(self, words: "memoryview | None", settings: "dict[str, Any]") -> None:
+        self._pid, self._words = os.getpid(), words
+        self._news, self._modules = settings.get("news"), settings.get("modules")
+        self._environ = dict(os.environ)
+
+    def ends_of(self, error: BaseException) -> None:
+        """The worker is about to end of this. Ctrl-C ends it by a signal, which is soon enough."""
+        if self._words is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
+            return
+        code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
+        self._words[ENDS_WITH] = code
+        if code:
+            self._wake()
+
+    def exit_handlers_are_done(self) -> None:
+        if self._words is not None and self._pid == os.getpid() and self._words[ENDS_WITH]:
+            self._words[EXIT_HANDLERS_DONE] = 1
+            self._wake()
+
+    def modules(self) -> None:
+        """Write what has been imported so far, in the order in which it began, and which variables the script has set. Once."""
+        path, self._modules = self._modules, None
+        if path is None or self._pid != os.getpid():
+            return
+        try:
+            import json
+
+            found = [(name, _origin(module)) for name, module in list(sys.modules.items())]
+            changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
+            _replace(path, json.dumps({"modules": found, "changed": changed}))
+            self._wake()
+        except Exception as error:  # noqa: BLE001 - it costs the agent some knowledge; the script must not notice
+            _warn(f"the agent does not learn what this worker has imported: {_text(error)}")
+
+    def _wake(self) -> None:
+        """As workers.news.tell."""
+        if self._news is None:
+            return
+        try:
+            pipe = os.open(self._news, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(pipe, b"\0")
+            finally:
+                os.close(pipe)
+        except (OSError, TypeError, ValueError):
+            pass
+
+
+_telling = _Telling()
+
+
+def exit_handlers_are_done() -> None:
+    """To be the first that is registered with atexit: then it runs as the last."""
+    _telling.exit_handlers_are_done()
+
+
+def _exit_code(code: object) -> int:
+    """Of a process that ends of SystemExit(code)."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _origin(module: object) -> "str | None":
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    return origin if isinstance(origin, str) else None
 
 
 def _fresh_main() -> "dict[str, Any]":
@@ -204,7 +315,8 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
         try:
             if not silent:
                 previous(kind, error, trace)
-        except SystemExit:
+        except SystemExit as exit_:
+            _telling.ends_of(exit_)
             raise
         except BaseException as broken:  # noqa: BLE001 - said here as the interpreter says it, which would show this frame
             own = _without_our_frames(broken.__traceback__)
@@ -376,7 +488,7 @@ def _arm(settings: "dict[str, Any]") -> "memoryview | None":
 
 
 def _slot(settings: "dict[str, Any]") -> "memoryview | None":
-    """The words of this worker, all zero; None if no progress is wanted."""
+    """The words of this worker, its own ones zero; None if no progress is wanted."""
     if settings.get("progress") is None or settings.get("slot") is None:
         return None
     from mmap import mmap
@@ -387,7 +499,7 @@ def _slot(settings: "dict[str, Any]") -> "memoryview | None":
     with open(os.fspath(settings["progress"]), "r+b") as file:
         shared = mmap(file.fileno(), first + SLOT_BYTES)
     words = memoryview(shared)[first:].cast("Q")
-    for index in range(len(words)):
+    for index in range(AGENT_WORDS):
         words[index] = 0
     return words
 
@@ -433,8 +545,18 @@ class _StepCounter:
                 if _called_from(_STATE_INITIALIZER):
                     return
                 self._words[FIRST_STEP_NS] = now
+                _telling.modules()
+            note_sign(self._words, now)
             self._words[LAST_STEP_NS] = now
             self._words[STEPS] += 1
+
+
+def note_sign(words: memoryview, now_ns: int) -> None:
+    """Note a sign of life, and the gap that it ends."""
+    last_ns = words[SIGN_NS]
+    if last_ns:
+        words[GAPS + words[PHASE] * GAP_BUCKETS + min(((now_ns - last_ns) // 1_000_000).bit_length(), GAP_BUCKETS - 1)] += 1
+    words[SIGN_NS] = now_ns
 
 
 def _called_from(function: str) -> bool:
@@ -444,7 +566,7 @@ def _called_from(function: str) -> bool:
     return frame is not None
 
 
-def _settings() -> "dict[str, Any]":
+def worker_settings() -> "dict[str, Any]":
     """What WORKER_ENV holds; nothing, with a warning, if that is no JSON object."""
     text = os.environ.get(WORKER_ENV, "").strip()
     if not text:
@@ -465,4 +587,5 @@ def _settings() -> "dict[str, Any]":
 
 if __name__ == "__main__":
     del sys.orig_argv[-len(sys.argv)]  # this file
-    run_as_main(sys.argv[1:], _settings())
+    atexit.register(exit_handlers_are_done)
+    run_as_main(sys.argv[1:], worker_settings())

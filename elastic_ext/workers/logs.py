@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -31,6 +32,8 @@ class WorkerLogs(LogsSpecs):
         """inner: the user's own."""
         super().__init__()
         self._inner = inner
+        self._round_dir = ""
+        self.modules_file = ""  # where a worker of this round writes what it has imported
         self.run_dir = ""  # the agent's private directory, for the files of a job that wants no logs
         self.variables: dict[str, str] = {}
         self.tell: dict[int, dict[str, Any]] = {}
@@ -47,6 +50,9 @@ class WorkerLogs(LogsSpecs):
             env.update(self.variables)
         dest = self._inner.reify(envs)
         self.stderr.begin_round()
+        if self._round_dir:  # of the round before: a job that restarts for weeks must not fill the memory that this is in
+            shutil.rmtree(self._round_dir, ignore_errors=True)
+        self._round_dir = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}")
         for local_rank, env in envs.items():
             error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
@@ -61,6 +67,6 @@ class WorkerLogs(LogsSpecs):
         return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))
 
     def _private_dir(self, local_rank: int) -> str:
-        path = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}", str(local_rank))
+        path = os.path.join(self._round_dir, str(local_rank))
         os.makedirs(path, exist_ok=True)
         return path

@@ -54,6 +54,15 @@ class Exit:
         return self.asked_ns is not None and (raised_ns is None or raised_ns >= self.asked_ns)
 
 
+class HasLeaving(Protocol):
+    """Workers that end by themselves, with an error; see `progress.Leaving`."""
+
+    def fileno(self) -> int: ...
+    def clear(self) -> None: ...
+    def codes(self) -> dict[int, int]: ...
+    def through(self) -> dict[int, int]: ...
+
+
 class WorkerProcesses:
     """The processes of one round, by local rank.
 
@@ -67,6 +76,8 @@ class WorkerProcesses:
         self._pidfds: dict[int, int] = {}
         self._asked_ns: dict[int, int] = {}
         self._sent: dict[int, set[int]] = {}
+        self._ends_with: dict[int, int] = {}  # of those whose end was made shorter
+        self._asked_only_to_hurry: set[int] = set()
         self.stopped = False  # after stop() torch may reap, so nothing is sent to any of these pids again
         self.exits: dict[int, Exit] = {}
         try:
@@ -117,18 +128,29 @@ class WorkerProcesses:
                 select.select([], [], [], TRACER_LOOK_S)  # so that wait() does not spin
                 continue
             asked_ns = self._asked_ns.get(local_rank)
-            if exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
+            if exitcode == -signal.SIGKILL and local_rank in self._ends_with:
+                exitcode = self._ends_with[local_rank]
+                asked_ns = None if local_rank in self._asked_only_to_hurry else asked_ns
+            elif exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
                 asked_ns = None
             self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, asked_ns, time.monotonic_ns())
 
-    def stop(self, grace_s: float, on_stragglers: Callable[[list[int]], None], sig: signal.Signals = signal.SIGTERM) -> None:
+    def stop(
+        self,
+        grace_s: float,
+        on_stragglers: Callable[[list[int]], None],
+        sig: signal.Signals = signal.SIGTERM,
+        leaving: HasLeaving | None = None,
+    ) -> None:
         """End all workers: `sig` now, SIGKILL to whatever is left of them after `grace_s` seconds.
 
+        leaving: who is not sent `sig`, but SIGKILL as soon as there is nothing more that it could do.
         on_stragglers gets the local ranks that outlived the grace, before they are killed. Returns when all have ended, or,
         for a process that not even SIGKILL ends (it sleeps in the kernel), after another grace.
         """
-        self._signal(self.running, sig)
-        self._await_all(grace_s)
+        alone = leaving.codes() if leaving is not None else {}
+        self._signal([local_rank for local_rank in self.running if local_rank not in alone], sig)
+        self._await_all(grace_s, leaving)
         if stragglers := self.running:
             on_stragglers(stragglers)
         # To the groups of the dead ones too: what a worker started must not outlive it. Their leaders are zombies until torch
@@ -144,10 +166,18 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float) -> None:
+    def _await_all(self, timeout_s: float, leaving: HasLeaving | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         while self.running and (left := deadline - time.monotonic()) > 0:
-            self.wait(left)
+            if leaving is None:
+                self.wait(left)
+                continue
+            leaving.clear()  # before the look
+            through = {rank: code for rank, code in leaving.through().items() if rank in self.running}
+            self._ends_with.update(through)
+            self._asked_only_to_hurry |= through.keys() - self._asked_ns.keys()
+            self._signal([rank for rank in through if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
+            self.wait(left, leaving)
 
     def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
         for local_rank in list(local_ranks):

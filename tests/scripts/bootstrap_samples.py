@@ -6,7 +6,7 @@ import sys
 SHOW = """
 import sys
 print(sys.argv, sys.path, sys.orig_argv, sys.flags)
-print(sorted(set(sys.modules) - {"mmap", "faulthandler", "_json"}))
+print("modules", sorted(set(sys.modules) - {"mmap", "faulthandler", "_json", "atexit"}))
 print([(name, value) for name, value in globals().items() if name != "__builtins__"], type(__builtins__))
 print(__loader__, getattr(__loader__, "__dict__", None), sys._getframe().f_code.co_filename)
 import __main__

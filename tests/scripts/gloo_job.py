@@ -3,6 +3,7 @@
 gloo_job.py [FAULT:RANK ...]      faults happen in the first attempt only, after some collectives
 """
 
+import atexit
 import json
 import os
 import signal
@@ -30,6 +31,13 @@ def ignore_term() -> None:
         signal.pause()
 
 
+def end_late() -> None:
+    """Raise, part from the peers, and then take one's time to end, as some loggers do."""
+    atexit.register(signal.pause)
+    atexit.register(dist.destroy_process_group)
+    raise KeyError("missing")
+
+
 FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -38,6 +46,8 @@ FAULTS = {
     "runtime": lambda: (_ for _ in ()).throw(RuntimeError("flaky")),
     "ignore": ignore_term,
     "hang": signal.pause,
+    "late": end_late,
+    "receive": lambda: dist.recv(value, 0),
 }
 
 for argument in sys.argv[1:]:

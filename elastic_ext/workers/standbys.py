@@ -1,0 +1,421 @@
+"""The warm standbys of one agent: kept ready by a thread, given to the workers that start, replaced by others afterwards.
+
+Nobody ever waits for a standby. Where none is ready, or where a standby could be told from a process that has just been started,
+the worker is started the usual way, and the reason is said once and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ext.wakeup import Wakeup
+from elastic_ext.workers import memory, standby_rules, warden
+from elastic_ext.workers.parked import Parked, ServerState, StandbyServer, WarmPopen
+from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Learned
+from elastic_ext.workers.standby_server import MARK, PER_WORKER
+
+logger = logging.getLogger(__name__)
+
+REFILL_AFTER_S = 0.3  # what has just been started has the processors to itself for so long
+MOST_SERVERS = 8  # of one job: what cannot be made to work by then never will
+NOT_READY = "none was ready"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What standbys are to stand by for.
+
+    Attributes:
+        python: the interpreter and its options.
+        bootstrap: the file that a cold start runs with it.
+        program: [SCRIPT, ...] or ["-m", MODULE, ...].
+        workers: how many of this agent.
+        preload, exclude: modules that the user names.
+        environ: of the workers, but for what differs between them.
+        token: of the agent; the warden finds by it what the agent has started.
+    """
+
+    python: tuple[str, ...]
+    bootstrap: str
+    program: tuple[str, ...]
+    workers: int
+    preload: tuple[str, ...]
+    exclude: tuple[str, ...]
+    environ: Callable[[], dict[str, str]]
+    token: str
+
+    @property
+    def folder(self) -> str:
+        """What the interpreter puts first on sys.path."""
+        if self.program[0] == "-m":
+            return os.getcwd()
+        path = os.path.realpath(self.program[0])
+        return path if os.path.isdir(path) else os.path.dirname(path)
+
+
+class Standbys:
+    """Keeps a server and `workers` standbys from construction to close(), unless there is a reason not to."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        run_dir: str,
+        started: Callable[[str, str], None],
+        shown: Callable[[int, int], None],
+    ) -> None:
+        """run_dir: for small files. started: told of each worker, "warm" or "cold", and why. shown: standbys, and their bytes."""
+        self._wanted = wanted
+        self._run_dir = run_dir
+        self._started = started
+        self._shown = shown
+        self._said: set[str] = set()
+        self._lock = threading.Lock()  # guards what follows
+        self._parked: list[Parked] = []
+        self._surroundings: dict[str, object] = {}
+        self._off: str | None = None  # why there are none and will be none
+        self._unfit: str | None = None  # why those that there are do not fit
+        self._stale = False
+        self._refill_at = 0.0
+        self._learned: Learned | None = None
+        self._busy = False  # workers run
+        # Of the thread only:
+        self._server: StandbyServer | None = None
+        self._importing = self._lowered = False
+        self._servers = 0
+        self._excluded = set(wanted.exclude)
+        self._modules: list[str] = []
+        self._wakeup = Wakeup()
+        self._closing = False
+        self._keeper = threading.Thread(target=self._keep, name="elastic_ext_standbys", daemon=True)
+        self._keeper.start()
+
+    # What the supervisor calls.
+
+    def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
+        """Release a standby to run this command; None, with the reason logged, where it must be started the usual way."""
+        reason = self._why_cold(args, env)
+        while reason is None:
+            parked = self._take()
+            if parked is None:
+                reason = NOT_READY
+                break
+            program = list(args[len(self._wanted.python) + 1 :])
+            try:
+                process = WarmPopen(parked, args, program, env, stdout=stdout, stderr=stderr)
+            except OSError as error:
+                logger.warning("a standby (pid %s) was lost: %s", parked.pid, error)
+                continue
+            self._started("warm", "")
+            return process
+        self._say_cold(reason or NOT_READY)
+        return None
+
+    def round_started(self) -> None:
+        """All workers of a round have been started: what they have taken is to be replaced."""
+        with self._lock:
+            self._refill_at = time.monotonic() + REFILL_AFTER_S
+            self._busy = True
+        self._wakeup.set()
+
+    def learn(self, path: str) -> None:
+        """A worker may have written there what it has imported; the first that has is believed."""
+        if self._learned is not None or not os.path.exists(path):
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                told = json.load(file)
+            modules = tuple((str(name), origin) for name, origin in told["modules"])
+            learned = Learned(modules, frozenset(told["changed"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("what a worker has imported cannot be read: %s", error)
+            learned = Learned()
+        with self._lock:
+            self._learned = learned
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """End the server and all that wait."""
+        self._closing = True
+        self._wakeup.set()
+        self._keeper.join()
+        self._wakeup.__exit__()
+
+    # Decisions.
+
+    def _why_cold(self, args: Sequence[str], env: Mapping[str, str]) -> str | None:
+        command = [*self._wanted.python, self._wanted.bootstrap]
+        if list(args[: len(command)]) != command:
+            return f"the command is put behind {args[0]}"  # numactl, of torchrun's NUMA options
+        with self._lock:
+            if self._off or self._unfit:
+                return self._off or self._unfit
+            if not self._parked:
+                return NOT_READY
+            changed = standby_rules.differs(_surroundings(env), self._surroundings)
+            if changed is None:
+                return None
+            self._stale = True
+        self._wakeup.set()
+        return f"{changed} is not what it was when the standbys were started"
+
+    def _say_cold(self, reason: str) -> None:
+        self._started("cold", reason)
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        """Once."""
+        with self._lock:
+            said = reason in self._said
+            self._said.add(reason)
+        if not said:
+            usual = reason == NOT_READY
+            logger.log(logging.INFO if usual else logging.WARNING, "workers are started without a warm standby: %s", reason)
+
+    def _take(self) -> Parked | None:
+        with self._lock:
+            return self._parked.pop(0) if self._parked else None
+
+    # The thread.
+
+    def _keep(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, warden.DEAF_TO)  # the main thread waits for those
+        try:
+            while not self._closing:
+                self._step()
+        except Exception:
+            logger.exception("warm standbys are off: their keeper failed")
+            self._give_up("their keeper failed")
+        finally:
+            self._end_all()
+
+    def _step(self) -> None:
+        self._look_at_news()
+        if self._server is None and self._off is None:
+            self._start_server()
+        timeout_s = self._refill_due()
+        if timeout_s == 0:
+            self._refill()
+            timeout_s = None
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if self._server is not None:
+            poll.register(self._server, select.POLLIN)
+        with self._lock:
+            parked = {each.pidfd: each for each in self._parked}
+        # One that is taken meanwhile closes its descriptor: at worst this wakes for nothing.
+        for pidfd in parked:
+            poll.register(pidfd, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)}
+        self._wakeup.clear()
+        if self._server is not None and self._server.fileno() in ready:
+            self._hear(self._server)
+        with self._lock:
+            dead = [each for each in self._parked if not each.alive]
+            self._parked = [each for each in self._parked if each not in dead]
+            if dead:
+                self._refill_at = time.monotonic() + REFILL_AFTER_S
+        for each in dead:
+            logger.info("a standby (pid %s) was killed from outside", each.pid)
+            each.end()
+
+    def _look_at_news(self) -> None:
+        with self._lock:
+            stale, self._stale = self._stale, False
+            learned = self._learned
+            busy = self._busy
+        if stale:
+            self._end_all()
+        if self._importing and busy and not self._lowered and self._server is not None:
+            self._lowered = True
+            self._server.lower_priority(True)
+        if learned is not None and not self._modules and self._server is not None and not self._importing:
+            folders = [self._wanted.folder, os.getcwd()]
+            self._modules = standby_rules.worth_preloading(learned, folders, self._excluded) or list(DEFAULT_MODULES)
+            self._end_parked()
+            self._preload(self._server)
+
+    def _start_server(self) -> None:
+        reason = standby_rules.room(memory.available(), self._wanted.workers, server_runs=False)
+        if reason is None and self._servers >= MOST_SERVERS:
+            reason = f"{MOST_SERVERS} servers were started in vain"
+        if reason is not None:
+            self._give_up(reason)
+            return
+        self._servers += 1
+        environ = {name: value for name, value in self._wanted.environ().items() if name not in PER_WORKER}
+        with self._lock:
+            self._surroundings = _surroundings(environ)
+        output = os.path.join(self._run_dir, "standby.out")
+        try:
+            self._server = StandbyServer(self._wanted.python, {**environ, MARK: self._wanted.token}, output)
+        except OSError as error:
+            self._give_up(f"{self._wanted.python[0]} cannot be started: {error}")
+            return
+        self._preload(self._server)
+
+    def _preload(self, server: StandbyServer) -> None:
+        path = os.path.join(self._run_dir, "standby.modules")
+        modules = [name for name in (*DEFAULT_MODULES, *self._modules) if not standby_rules.covered(name, self._excluded)]
+        told = {
+            "modules": modules,
+            "wanted": [name for name in self._wanted.preload if not standby_rules.covered(name, self._excluded)],
+            "excluded": sorted(self._excluded),
+            "script_dir": self._wanted.folder,
+        }
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(told, file)
+        self._importing, self._lowered = True, False
+        try:
+            server.preload(path)
+        except OSError:
+            pass  # it is gone: hear() says so
+
+    def _hear(self, server: StandbyServer) -> None:
+        state = server.hear()
+        if state is None:
+            reason = server.last_words()
+            logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, reason)
+            self._end_all()
+            if "exit code -" not in reason:  # not killed from outside: it would end again
+                self._give_up(f"their server ended with {reason}")
+            return
+        self._importing = False
+        if self._lowered:
+            server.lower_priority(False)
+        for name, why in {**state.absent, **state.unsafe}.items():
+            level = logging.WARNING if name in state.unsafe and name in self._wanted.preload else logging.INFO
+            logger.log(level, "%s is not imported before workers start: %s", name, why)
+        early = self._read_too_early(state)
+        if state.unsafe or early:
+            unsafe = {**state.unsafe, **early}
+            if hopeless := unsafe.keys() & {"", "torch"}:  # of libraries, or of what all others import
+                name = min(hopeless)
+                self._give_up(f"{name or 'a library'}: {unsafe[name]}")
+                return
+            self._excluded |= unsafe.keys()
+            self._end_all()  # and the next one without them
+            return
+        if state.threads > 1:
+            self._give_up(f"their server has {state.threads} threads")
+            return
+        beside = standby_rules.hidden(_listed(self._wanted.folder), state.names)
+        with self._lock:
+            self._unfit = f"{beside} beside the script hides a module that is imported already" if beside else None
+            self._refill_at = 0.0
+        if self._unfit:
+            self._say(self._unfit)
+        logger.info("warm standbys are ready after %.2g s of imports", state.seconds)
+
+    def _read_too_early(self, state: ServerState) -> dict[str, str]:
+        with self._lock:
+            changed = self._learned.changed if self._learned is not None else frozenset()
+        changed |= standby_rules.variables_set(_source(self._wanted.program))
+        found = standby_rules.read_too_early(changed, state.read, state.changed)
+        return {module: f"the script sets {name}, which is read when it is imported" for module, name in found.items()}
+
+    def _refill_due(self) -> float | None:
+        """Seconds until standbys are to be forked; None: none are."""
+        with self._lock:
+            missing = self._wanted.workers - len(self._parked)
+            if self._server is None or self._importing or self._unfit or self._off or missing <= 0:
+                return None
+            return max(0.0, self._refill_at - time.monotonic())
+
+    def _refill(self) -> None:
+        assert self._server is not None
+        with self._lock:
+            missing = self._wanted.workers - len(self._parked)
+        reason = standby_rules.room(memory.available(), missing, server_runs=True)
+        if reason is not None:
+            self._give_up(reason)
+            return
+        forked = self._server.park(missing)
+        with self._lock:
+            self._parked += forked
+            parked = list(self._parked)
+            if len(forked) < missing:
+                self._refill_at = time.monotonic() + 10 * REFILL_AFTER_S
+        used = memory.proportional([self._server.pid, *(each.pid for each in parked)])
+        self._shown(len(parked), used)
+        logger.info("%s warm standbys wait; with their server they use %s MB", len(parked), used >> 20)
+
+    def _give_up(self, reason: str) -> None:
+        with self._lock:
+            self._off = reason
+        self._say(reason)
+        self._end_all()
+
+    def _end_parked(self) -> None:
+        with self._lock:
+            parked, self._parked = self._parked, []
+        for each in parked:
+            each.end()
+
+    def _end_all(self) -> None:
+        server, self._server = self._server, None
+        self._importing = False
+        if server is not None:
+            server.end()
+        self._end_parked()
+        self._shown(0, 0)
+
+
+def _surroundings(environ: Mapping[str, str]) -> dict[str, object]:
+    """What a process inherits and a standby has from the time when its server was started, by what it is called in a message."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        umask = next((line.split()[1] for line in lines if line.startswith("Umask:")), None)
+    return {
+        **{f"the variable {name}": value for name, value in environ.items() if name not in PER_WORKER},
+        "the current directory": os.getcwd(),
+        "the umask": umask,
+        "the processors that may be used": tuple(sorted(os.sched_getaffinity(0))),
+        "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        **{f"the limit {name}": resource.getrlimit(number) for name, number in _LIMITS.items()},
+    }
+
+
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+def _listed(folder: str) -> list[tuple[str, bool]]:
+    """Names in a folder, each with whether it is a package."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.name, entry.is_dir()) for entry in entries]
+    except OSError:
+        return []
+    return [(name, _is_package(os.path.join(folder, name)) if is_folder else False) for name, is_folder in found]
+
+
+def _is_package(folder: str) -> bool:
+    try:
+        return any(name.startswith("__init__.") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _source(program: Collection[str]) -> str:
+    """The text of the script; nothing where it is none."""
+    path = next(iter(program))
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return ""
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except (OSError, ValueError):
+        return ""

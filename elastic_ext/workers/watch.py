@@ -1,0 +1,145 @@
+"""The watch over one round's workers: it looks at their words and vitals when `hang` says that it is time to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastic_ext.workers import hang, pace, stacks, vitals
+from elastic_ext.workers.pace import Mark
+from elastic_ext.workers.progress import Progress, ProgressBoard
+from elastic_ext.workers.vitals import Vitals
+
+logger = logging.getLogger(__name__)
+
+
+class HangWatch:
+    """Reading words costs microseconds; /proc is read only when all workers have been quiet for half of their limit.
+
+    Attributes:
+        stalled: all workers of this node stall, as of the last look.
+        step_s: seconds of a step lately, by local rank; empty: not known yet. Replaced, never changed in place.
+    """
+
+    def __init__(self, board: ProgressBoard, ranks: Mapping[int, int], fixed_s: float | None) -> None:
+        """ranks: of the workers, by local rank. fixed_s: the setting hang_timeout."""
+        self.stalled = False
+        self._board, self._ranks, self._fixed_s = board, dict(ranks), fixed_s
+        self._began = time.monotonic()  # the count of who was looked at with a debugger, say, begins anew
+        self._next_look = self._began
+        self._sample: tuple[float, dict[int, Vitals]] | None = None  # of this stall: when, and what was read
+        self._before: tuple[float, dict[int, Vitals]] | None = None
+        self._worked: dict[int, float] = {}  # when each was last seen to work
+        self.step_s: dict[int, float] = {}
+        self._marks: dict[int, Mark] = {}
+        self._slow: frozenset[int] = frozenset()
+
+    def next_look_s(self) -> float:
+        return max(0.0, self._next_look - time.monotonic())
+
+    def look(self, pids: Mapping[int, int]) -> hang.Verdict | None:
+        """See how they are, if it is time to; None: it is not. pids: of the workers that run, by local rank."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        if now > self._next_look + hang.LATE_S:
+            self._begin_anew(now)
+        self._look_at_pace(pids)
+        workers = self._workers(pids, now)
+        if workers and hang.needs_vitals(workers, self._fixed_s):
+            self._take_vitals(pids, now)
+            workers = self._workers(pids, now)
+            if any(worker.debugged for worker in workers):
+                self._begin_anew(now)
+        elif self._sample is not None:
+            self._sample = self._before = None
+            self._worked.clear()
+        verdict = hang.judge(workers, self._fixed_s)
+        self.stalled = verdict.stalled
+        self._next_look = now + hang.next_look_s(workers, self._fixed_s)
+        return verdict
+
+    def _look_at_pace(self, pids: Mapping[int, int]) -> None:
+        words = {local_rank: self._board.read(local_rank) for local_rank in pids}
+        marks = {local_rank: Mark(word.steps, word.last_step_ns / 1e9) for local_rank, word in words.items() if word.steps}
+        times = pace.step_times(self._marks, marks)
+        if times is None:
+            if self._marks.keys() != marks.keys():
+                self._marks = marks
+            return
+        self.step_s, self._marks = times, marks
+        slow = pace.stragglers(times)
+        if slow.keys() != self._slow:
+            shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
+            logger.warning("elastic_ext: slower than the others: %s", shown or "nobody any more")
+            self._slow = frozenset(slow)
+
+    def _begin_anew(self, now: float) -> None:
+        self._began = now
+        self._worked.clear()
+
+    def _take_vitals(self, pids: Mapping[int, int], now: float) -> None:
+        self._before, self._sample = self._sample, (now, vitals.read(pids.values()))
+        for local_rank, pid in pids.items():
+            cpu_share, _, bytes_s = self._rates(pid)
+            if cpu_share is None or cpu_share >= hang.WORKING_SHARE or bytes_s >= hang.WORKING_BYTES_S:
+                self._worked[local_rank] = now
+
+    def _rates(self, pid: int) -> tuple[float | None, float | None, float]:
+        """Since the sample before: shares of a processor used and waited for, and bytes read and written in a second."""
+        if self._before is None or self._sample is None:
+            return None, None, 0.0
+        (before_at, before), (at, sample) = self._before, self._sample
+        if pid not in before or pid not in sample or at <= before_at:
+            return None, None, 0.0
+        old, new, took_s = before[pid], sample[pid], at - before_at
+        return (new.cpu_s - old.cpu_s) / took_s, (new.waited_s - old.waited_s) / took_s, (new.io_bytes - old.io_bytes) / took_s
+
+    def _workers(self, pids: Mapping[int, int], now: float) -> list[hang.Worker]:
+        return [self._worker(local_rank, pid, self._board.read(local_rank), now) for local_rank, pid in pids.items()]
+
+    def _worker(self, local_rank: int, pid: int, words: Progress, now: float) -> hang.Worker:
+        seen = self._sample[1].get(pid) if self._sample is not None else None
+        quiet_s = now - max(words.sign_ns / 1e9, self._began)
+        worker = hang.Worker(
+            self._ranks[local_rank],
+            words.steps,
+            quiet_s,
+            words.reports,
+            words.phase,
+            words.gaps,
+            state=seen.state if seen else "",
+            debugged=seen.debugged if seen else False,
+            known=words.pid != 0,
+        )
+        worked = self._worked.get(local_rank)
+        if seen is None or worked is None or self._before is None:
+            return worker
+        # Idle for half of the limit, and quiet for all of it: the first sample was taken at the half.
+        return replace(worker, working=now - worked < 0.4 * hang.limit_s(worker, True, self._fixed_s))
+
+    # Once the whole job hangs.
+
+    def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, hang.Stuck]:
+        """Where each worker is, by local rank; all are asked for their stacks, and those that can answer do."""
+        now, sample = time.monotonic(), vitals.read(pids.values())
+        found = {}
+        for local_rank, pid in pids.items():
+            words, seen = self._board.read(local_rank), sample.get(pid, Vitals(""))
+            cpu_share, waiting_share, _ = self._rates(pid)
+            state = hang.condition(seen.state, seen.wchan, cpu_share, waiting_share)
+            can_answer = words.stacks_armed and seen.state not in (hang.STOPPED, hang.ASLEEP_IN_KERNEL)
+            stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
+            found[local_rank] = hang.Stuck(
+                self._ranks[local_rank],
+                words.steps,
+                words.reports,
+                now - max(words.sign_ns / 1e9, self._began),
+                words.phase,
+                seen.state,
+                state if stack else f"{state}, and cannot show its stacks",
+                stack,
+            )
+        return found

@@ -1,0 +1,93 @@
+"""Steps with one all_reduce each, and what can go wrong with them, for the tests of the hang detector.
+
+hang_job.py [FAULT:RANK ...]      faults happen in the first attempt only, after STEPS steps; a job without one ends when the file
+                                  $STOP is there
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import elastic_ext
+
+STEPS = 5
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+faults = {fault for fault, _, who in (argument.partition(":") for argument in sys.argv[1:]) if attempt == 0 and int(who) == rank}
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.01)
+
+
+def step() -> bool:
+    """One step of all ranks; True when it was the last."""
+    over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
+    dist.all_reduce(over)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    return bool(over.item())
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def live_lock() -> None:
+    while True:
+        pass
+
+
+def wait_for_data() -> None:
+    with elastic_ext.phase("data"):
+        os.read(os.pipe()[0], 1)
+
+
+def evaluate() -> None:
+    """Longer than any limit of the tests; then on with the training."""
+    with elastic_ext.phase("eval"):
+        time.sleep(float(os.environ["EVAL_S"]))
+    print(f"evaluated {rank}", flush=True)
+
+
+def starve() -> None:
+    """Into a group that gets hardly any processor time; then there is a lot to do."""
+    with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+    live_lock()
+
+
+FAULTS = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "deadlock": deadlock,
+    "loop": live_lock,
+    "data": wait_for_data,
+    "absent": signal.pause,
+    "eval": evaluate,
+    "starve": starve,
+}
+
+if "never" in faults:
+    signal.pause()
+done = 0
+while True:
+    over = step()
+    done += 1
+    if done == STEPS:
+        report = {"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid()}
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+        for fault in faults:
+            FAULTS[fault]()
+    if over:
+        break
+    time.sleep(0.01)
+sys.stdout.write(f"finished {rank}\n")
+dist.destroy_process_group()

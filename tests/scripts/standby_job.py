@@ -1,0 +1,46 @@
+"""For the tests of warm standbys: each worker says whether torch was there before it, does what a kind of job does, and waits.
+
+standby_job.py KIND LAST      KIND: gloo, ddp or fsdp; LAST: the attempt that ends well by itself, -1 for none
+"""
+
+import os
+import sys
+
+warm = "torch" in sys.modules
+
+import json  # noqa: E402
+import signal  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+kind, last = sys.argv[1], int(sys.argv[2])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+total = torch.full((1,), float(rank))
+dist.all_reduce(total)
+assert total.item() == world * (world - 1) / 2
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+elif kind == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+losses = []
+for _ in range(2):
+    loss = model(torch.ones(4, 8) * (rank + 1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+report = {"attempt": attempt, "rank": rank, "warm": warm, "pid": os.getpid(), "losses": len(losses)}
+sys.stdout.write("up " + json.dumps(report) + "\n")
+sys.stdout.flush()
+dist.barrier()
+if attempt != last:
+    signal.pause()
+dist.destroy_process_group()

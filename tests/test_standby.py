@@ -1,0 +1,427 @@
+"""Warm standbys in real jobs: what comes back warm, what is started cold and why, and that nothing is left."""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.workers import memory, standby_rules
+from elastic_ext.workers.parked import StandbyServer
+from elastic_ext.workers.standby_rules import Learned
+from tests import jobs
+from tests.jobs import AGENT, Gate, Job, run, wait_gone
+from tests.test_sources import memory_group
+
+SCRIPTS = Path(__file__).with_name("scripts")
+JOB = SCRIPTS / "standby_job.py"
+VERBOSE = {"LOGLEVEL": "INFO", "ELASTIC_EXT_BACKOFF": "0"}
+FREE = '[[rule]]\nname = "free"\nsignal = "SIGKILL"\nkind = "preemption"\ndecision = "restart_free"\n'
+RESTARTS = int(os.environ.get("ELASTIC_EXT_TEST_RESTARTS", "15"))  # 200 for the long form
+
+
+@pytest.fixture(autouse=True)
+def standbys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_STANDBY", "on")
+
+
+def reports(text: str) -> "list[dict]":
+    return [json.loads(line) for line in re.findall(r"^up (\{.*\})$", text, re.MULTILINE)]
+
+
+def of_attempt(text: str, attempt: int) -> "list[dict]":
+    return [each for each in reports(text) if each["attempt"] == attempt]
+
+
+def up(attempt: int) -> str:
+    return rf'(?m)^up \{{"attempt": {attempt},'
+
+
+def ready(workers: int, times: int = 1) -> "tuple[str, int]":
+    """What the agent logs each time that so many standbys wait."""
+    return f"{workers} warm standbys wait", times
+
+
+def children(pid: int) -> "list[int]":
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+# ---- warm
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("gloo", 2), ("ddp", 2), ("fsdp", 2), ("gloo", 8)])
+def test_a_killed_worker_comes_back_by_a_standby(tmp_path, kind, workers):
+    command = [*AGENT, f"--nproc-per-node={workers}", "--max-restarts=2", str(JOB), kind, "1"]
+    with Job(command, tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), workers)
+        job.wait_for(*ready(workers))
+        job.wait_for("warm standbys are ready", 2)  # what the workers have imported is there too
+        job.wait_for(*ready(workers))
+        victim = of_attempt(job.out, 0)[-1]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    second = of_attempt(done.out, 1)
+    assert len(second) == workers
+    assert all(each["warm"] and each["losses"] == 2 for each in second), done.all
+
+
+def test_a_standby_is_not_told_from_a_new_process(tmp_path):
+    found = {}
+    for setting in ("on", "off"):
+        gate = Gate(tmp_path / "gate")
+        command = [*AGENT, "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / "standby_state.py"), "a", "--b"]
+        with Job(command, tmp_path, ELASTIC_EXT_STANDBY=setting, **VERBOSE) as job:
+            job.wait_for('(?m)^state .*"attempt": 0', 2)
+            if setting == "on":
+                job.wait_for(*ready(2))
+            gate.open()
+            done = job.finish()
+        assert done.returncode == 0, done.all
+        told = [json.loads(line) for line in re.findall(r"^state (\{.*\})$", done.out, re.MULTILINE)]
+        found[setting] = sorted((each for each in told if each["attempt"] == 1), key=lambda each: each["state"]["env"]["RANK"])
+    for warm, cold in zip(found["on"], found["off"], strict=True):
+        assert (warm["many"], cold["many"]) == (True, False)
+        warm["state"]["env"].pop("ELASTIC_EXT_STANDBY")
+        cold["state"]["env"].pop("ELASTIC_EXT_STANDBY")
+        assert warm["state"] == cold["state"]
+    for one, other in zip(found["on"][0]["chance"], found["on"][1]["chance"], strict=True):
+        assert one != other
+
+
+# ---- cold, and why
+
+HIDES = "beside the script hides a module that is imported already"
+CASES = {
+    "off": ({"ELASTIC_EXT_STANDBY": "off"}, [], "no warm standbys: they are turned off", "off"),
+    "no bootstrap": ({"ELASTIC_EXT_BOOTSTRAP": "off"}, [], "no warm standbys: they are turned off", "off"),
+    "not python": ({}, ["--no-python"], "no warm standbys: they are for Python programs only", "not a Python program"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_and_programs_without_standbys(tmp_path, case):
+    variables, options, said, _ = CASES[case]
+    program = ["true"] if options else [str(make(tmp_path, "pass"))]
+    done = run([*AGENT, "--nproc-per-node=2", *options, *program], tmp_path, **VERBOSE, **variables)
+    assert done.returncode == 0, done.all
+    assert done.err.count(said) == 1
+
+
+def make(folder: Path, body: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(body)
+    return script
+
+
+WAITS = """
+import sys
+warm = "ctypes" in sys.modules
+import fcntl, os
+{begin}
+print("warm", warm, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("gate") as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+    os._exit(9)
+"""
+
+
+def restarted(tmp_path: Path, until: str, begin: str = "", script: "Path | None" = None, **variables: str) -> "tuple[str, str]":
+    """A job whose only worker fails once the agent has said `until`: "True" if its second start was warm, and what was logged.
+
+    Its standbys do not import torch, which takes its time, unless the variables say so.
+    """
+    variables = {"ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", **variables}
+    gate = Gate(tmp_path / "gate")
+    script = script or make(tmp_path, WAITS.format(begin=begin))
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path, **{**VERBOSE, **variables}) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for(until)
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    (warm,) = re.findall(r"warm (\w+) 1", done.out)
+    return warm, done.err
+
+
+def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "shelve.py").write_text("")  # nobody imports it
+    (folder / "ctypes.py").write_text("")
+    warm, said = restarted(tmp_path, "warm standbys are ready", script=make(folder, WAITS.format(begin="")))
+    assert warm == "False"
+    assert said.count(f"workers are started without a warm standby: ctypes.py {HIDES}") == 1
+
+
+def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
+    warm, said = restarted(
+        tmp_path, "torch is not imported", begin='os.environ["TORCH_LOGS"] = "+dynamo"', ELASTIC_EXT_PRELOAD_EXCLUDE="wave"
+    )
+    assert warm == "False"
+    assert "torch: the script sets TORCH_LOGS, which is read when it is imported" in said
+
+
+def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
+    """The text of the script does not tell; the worker does, at its end."""
+    (tmp_path / "sets.py").write_text('import os\nos.environ["OMP_PLACES"] = "cores"')
+    gate = Gate(tmp_path / "gate")
+    body = WAITS.format(begin="import sets").replace("os._exit(9)", "sys.exit(9)")
+    body += '\nwith open("second") as second: fcntl.flock(second, fcntl.LOCK_SH)'
+    second = Gate(tmp_path / "second")
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(tmp_path, body))]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        job.wait_for("without a warm standby: a library: the script sets OMP_PLACES, which is read when it is imported")
+        second.open()
+        assert job.finish().returncode == 0
+
+
+UNSAFE = {
+    "starts a thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "reads LOCAL_RANK": "import os\nrank = int(os.environ.get('LOCAL_RANK', 0))",
+    "which workers would share": "import socket\nlistening = socket.socket()",
+    "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])",
+    "changes the current directory": "import os\nos.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("why", UNSAFE)
+def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_warm(tmp_path, why):
+    (tmp_path / "unsafe.py").write_text(UNSAFE[why])
+    (tmp_path / "safe.py").write_text("")
+    begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
+    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
+    assert warm == "True"
+    assert re.search(f"unsafe is not imported before workers start: .*{why}", said)
+
+
+def test_a_device_that_an_import_opens(tmp_path):
+    device = Path("/dev/nvidia_elastic_ext_test")
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except OSError as error:
+        pytest.skip(f"no device node can be made here: {error}")
+    try:
+        (tmp_path / "device.py").write_text(f"file = open({str(device)!r})")
+        warm, said = restarted(tmp_path, "1 warm standbys wait", ELASTIC_EXT_PRELOAD="device")
+    finally:
+        device.unlink()
+    assert warm == "True"
+    assert f"device is not imported before workers start: it opens {device} when it is imported" in said
+
+
+def test_what_is_excluded_is_not_imported(tmp_path):
+    begin = "print('json' in sys.modules, 'xml.dom.domreg' in sys.modules, 'wave' in sys.modules)"
+    variables = {"ELASTIC_EXT_PRELOAD": "xml.dom.minidom wave", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch xml.dom.domreg"}
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=begin))
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path, **{**VERBOSE, **variables}) as job:
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        done = job.finish()
+    assert "True False True" in done.out
+    assert "xml.dom.minidom is not imported before workers start: it imports xml.dom.domreg, which is" in done.err
+
+
+@pytest.fixture
+def small_group():
+    yield from memory_group(900 << 20)
+
+
+def test_without_memory_there_are_none(tmp_path, small_group):
+    enter = f'echo $$ > {small_group}/cgroup.procs && exec "$@"'
+    script = make(tmp_path, "import sys; print('torch' in sys.modules)")
+    done = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", str(script)], tmp_path, **VERBOSE)
+    assert done.returncode == 0, done.all
+    assert re.search(r"without a warm standby: \d+ MB of memory are left and standbys need \d+", done.err), done.err
+
+
+# ---- nothing is left
+
+
+def test_nothing_survives_a_killed_agent(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", str(JOB), "gloo", "-1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), 2)
+        job.wait_for(*ready(2))
+        pids = children(job.process.pid)
+        assert len(pids) >= 2 + 1 + 2 + 1  # workers, the server, standbys, the warden
+        job.process.kill()
+        assert wait_gone(pids) == []
+
+
+def test_nothing_survives_the_end_of_a_job(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(*ready(2))
+        job.wait_for(up(0), 2)
+        pids = children(job.process.pid)
+        os.kill(of_attempt(job.out, 0)[0]["pid"], signal.SIGKILL)
+        assert job.finish().returncode == 0
+        assert wait_gone(pids) == []
+
+
+def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), 2)
+        job.wait_for("warm standbys are ready", 2)
+        job.wait_for(*ready(2))
+        (server,) = [pid for pid in children(job.process.pid) if "standby_server" in command_of(pid) and children(pid) == []
+                     and os.getsid(pid) == pid and not waits(pid)]  # fmt: skip
+        seen = len(re.findall("2 warm standbys wait", job.err))
+        os.kill(server, signal.SIGKILL)
+        job.wait_for("2 warm standbys wait", seen + 1)
+        standby = next(pid for pid in children(job.process.pid) if waits(pid))
+        os.kill(standby, signal.SIGKILL)
+        job.wait_for("2 warm standbys wait", seen + 2)
+        os.kill(of_attempt(job.out, 0)[0]["pid"], signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert [each["warm"] for each in of_attempt(done.out, 1)] == [True, True]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def waits(pid: int) -> bool:
+    """Whether it is a standby: its server holds the control socket, a standby only the one it waits at."""
+    return "standby_server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
+
+
+def test_many_warm_restarts_leave_nothing_behind(tmp_path):
+    """200 with ELASTIC_EXT_TEST_RESTARTS=200."""
+    (tmp_path / "rules.toml").write_text(FREE)
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", str(RESTARTS)]
+    counts = []
+    with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
+        job.wait_for("(?s)standbys are ready.*standbys are ready.*2 warm standbys wait")  # from then on once a restart
+        links = [os.readlink(link) for link in Path(f"/proc/{job.process.pid}/fd").iterdir()]
+        (run_dir,) = [Path(link).parent for link in links if link.endswith("/news")]
+        waited = len(re.findall("2 warm standbys wait", job.err))
+        for attempt in range(RESTARTS):
+            job.wait_for(up(attempt), 2)
+            job.wait_for("2 warm standbys wait", waited + attempt)
+            counts.append(used(job.process.pid))
+            os.kill(of_attempt(job.out, attempt)[attempt % 2]["pid"], signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert all(each["warm"] for each in reports(done.out) if each["attempt"]), done.all
+    assert counts[1:] == [counts[1]] * (RESTARTS - 1)
+    assert not run_dir.exists()
+
+
+def used(agent: int) -> "dict[str, int]":
+    """Children, descriptors, threads and listening ports of the agent."""
+    links = [os.readlink(f"/proc/{agent}/fd/{fd}") for fd in os.listdir(f"/proc/{agent}/fd")]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line for table in tables for line in table if line.split()[3] == "0A" and line.split()[9] in inodes]
+    return {
+        "children": len(children(agent)),
+        "descriptors": len(links),
+        "threads": len(os.listdir(f"/proc/{agent}/task")),
+        "ports": len(listening),
+    }
+
+
+# ---- the parts
+
+
+def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
+    nothing = tmp_path / "modules"
+    nothing.write_text(json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": "."}))
+    server = StandbyServer([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server.preload(str(nothing))
+    assert server.hear() is not None
+    one, other = server.park(2)
+    server.end()
+    assert one.alive
+    one._waiting.shutdown(socket.SHUT_RDWR)
+    assert wait_gone([one.pid]) == []
+    one.end()
+    other.end()
+
+
+def test_a_server_that_cannot_run_says_why(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    server = StandbyServer([str(broken), "-u"], {}, str(tmp_path / "output"))
+    assert server.hear() is None
+    assert server.last_words() == "exit code 7: no luck"
+    server.end()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import os\nos.environ['A'] = '1'\nos.environ.setdefault('B', '2')\nos.putenv('C', '3')", {"A", "B", "2", "C", "3"}),
+        ("from os import environ\nenviron.update(A='1', **{'B': '2'})", {"A", "B", "2"}),
+        ("import os\ndel os.environ['A']\nx = os.environ['B']\ny = os.environ.get('C')\nprint('D')", {"A"}),
+        ("this is no Python", set()),
+    ],
+)
+def test_variables_that_a_script_sets(source, expected):
+    assert standby_rules.variables_set(source) == expected
+
+
+def test_who_has_read_a_variable_too_early():
+    read = {"torch": ["TORCH_LOGS", "HOME"], "hub": ["HF_HOME"]}
+    assert standby_rules.read_too_early({"HF_HOME", "X"}, read, ()) == {"hub": "HF_HOME"}
+    assert standby_rules.read_too_early({"TORCH_LOGS", "RANK"}, read, ["TORCH_LOGS"]) == {}
+    assert standby_rules.read_too_early({"OMP_NUM_THREADS"}, read, ()) == {"": "OMP_NUM_THREADS"}
+
+
+def test_what_is_worth_preloading():
+    modules = (
+        ("__main__", "/job/train.py"),
+        ("sys", None),
+        ("json", "/usr/lib/python3/json/__init__.py"),
+        ("model", "/job/model.py"),
+        ("numpy", "/job/.venv/lib/site-packages/numpy/__init__.py"),
+        ("numpy.random", "/job/.venv/lib/site-packages/numpy/random/__init__.py"),
+        ("time", "built-in"),
+    )
+    assert standby_rules.worth_preloading(Learned(modules), ["/job"], ()) == ["json", "numpy", "numpy.random"]
+    assert standby_rules.worth_preloading(Learned(modules), ["/job"], {"numpy"}) == ["json"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ([("json.py", False)], "json.py"),
+        ([("torch", True)], "torch"),
+        ([("torch", False), ("datasets", False), ("my_json.py", False), ("json.txt", False)], None),
+        ([("json.cpython-311-x86_64-linux-gnu.so", False), ("json.so", False)], "json.so"),
+    ],
+)
+def test_what_hides_a_module(beside, expected):
+    assert standby_rules.hidden(beside[-1:], {"json", "torch"}) == expected
+
+
+def test_room():
+    enough = standby_rules.RESERVE_BYTES + standby_rules.SERVER_BYTES + 2 * standby_rules.STANDBY_BYTES
+    assert standby_rules.room(enough, 2, server_runs=False) is None
+    assert standby_rules.room(enough - 1, 2, server_runs=False) is not None
+    assert standby_rules.room(enough - 1, 2, server_runs=True) is None
+
+
+def test_shared_pages_are_counted_once(tmp_path):
+    code = "import os, sys; x = b'x' * (64 << 20); pid = os.fork(); pid and print(os.getpid(), pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert 64 << 20 < memory.proportional(pids) < 110 << 20
+        process.communicate(b"")
+    assert memory.proportional(pids) == 0
+    assert memory.available() > 0

@@ -18,8 +18,10 @@ from typing import Any
 FAULTY_JOB = Path(__file__).with_name("workers") / "faulty_job.py"
 MAX_RESTARTS = 3
 
+OURS = ("--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0")
 AGENTS: Mapping[str, tuple[str, ...]] = {
-    "ours": ("--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"),
+    "warm": OURS,
+    "ours": OURS,
     "stock": ("--standalone",),
 }
 
@@ -48,13 +50,15 @@ class Ended:
     output: str
 
 
-def run_faulty(agent: str, fault: str, timeout_s: float, **variables: str) -> Ended:
-    """Run workers/faulty_job.py on two workers; agent: a key of AGENTS."""
+def run_faulty(
+    agent: str, fault: str, timeout_s: float, work: str = "none", workers: int = 2, standbys: bool = False, **variables: str
+) -> Ended:
+    """Run workers/faulty_job.py; agent: a key of AGENTS. standbys: the fault waits for them."""
     with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
         torchrun = (sys.executable, "-m", "torch.distributed.run", *AGENTS[agent])
-        options = ("--nproc-per-node=2", f"--max-restarts={MAX_RESTARTS}")
-        command = [*torchrun, *options, str(FAULTY_JOB), fault, str(stamps)]
+        options = (f"--nproc-per-node={workers}", f"--max-restarts={MAX_RESTARTS}")
+        command = [*torchrun, *options, str(FAULTY_JOB), fault, str(stamps), work, str(int(standbys))]
         with open(Path(directory, "output"), "w+", errors="replace") as output:
             returncode = run(command, directory, environment(**variables), output, timeout_s)
             output.seek(0)
@@ -70,7 +74,14 @@ def read_stamps(path: Path) -> tuple[Stamp, ...]:
 def environment(**variables: str) -> dict[str, str]:
     """This process's own, without what would change either agent; both as quiet as they can be, ours with its metrics on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    return {**env, "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "ELASTIC_EXT_METRICS_PORT": "0", **variables}
+    return {
+        **env,
+        "OMP_NUM_THREADS": "1",
+        "LOGLEVEL": "ERROR",
+        "ELASTIC_EXT_METRICS_PORT": "0",
+        "ELASTIC_EXT_STANDBY": "on",
+        **variables,
+    }
 
 
 def run(command: list[str], cwd: str, env: dict[str, str], output: Any, timeout_s: float) -> int | None:

@@ -1,6 +1,9 @@
-"""How long from a fault to the first all_reduce of the next attempt on all ranks? Two gloo workers; ours and stock torchrun.
+"""How long from a fault to the first all_reduce of the next attempt on all ranks? Gloo workers; ours, warm and cold, and stock.
 
-    python benchmarks/restart.py [--repeat 5] [--rows sigkill,exit,raise,sigsegv,ignore]
+    python benchmarks/restart.py [--repeat 5] [--rows sigkill,exit,raise,sigsegv,ignore,ddp,fsdp,eight]
+
+"warm" is our agent as it is, once its standbys wait; "cold" is the same with standby=off. The rows ddp and fsdp go on until two
+optimizer steps are done; the row eight has 8 workers, the others 2.
 
 Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up at all (see
 restart_reliability.py). Both agents run the same script with the same --max-restarts=3; they take turns, and take turns at being
@@ -12,8 +15,10 @@ The phases (workers/faulty_job.py stamps their borders; an event is over when th
     interpreter  -> first line of the script (ours: through the bootstrap)
     torch        -> torch and torch.distributed imported
     collective   -> first all_reduce done
+    steps        -> two steps of DDP or FSDP2 done
 
-The border between the first two is known to 10 ms only, the clock tick of /proc; for both agents alike.
+A warm standby's process is older than the fault, so for it the first two phases are one. The border between these two is known to
+10 ms only, the clock tick of /proc; for all agents alike.
 """
 
 from __future__ import annotations
@@ -28,22 +33,35 @@ from typing import Any
 import jobs
 import measure
 
-ROWS = {
-    "sigkill": ("kill", "SIGKILL"),
-    "exit": ("exit", "sys.exit(3)"),
-    "raise": ("raise", "raise RuntimeError"),
-    "sigsegv": ("segv", "SIGSEGV"),
-    "ignore": ("ignore", "SIGKILL, the other ignores SIGTERM"),
-}
-"""The fault of rank 1 in terms of workers/faulty_job.py, and the row's title."""
 
+@dataclass(frozen=True)
+class Row:
+    """The fault of rank 1, and what is done, in terms of workers/faulty_job.py."""
+
+    fault: str
+    title: str
+    work: str = "none"
+    workers: int = 2
+
+
+ROWS = {
+    "sigkill": Row("kill", "SIGKILL"),
+    "exit": Row("exit", "sys.exit(3)"),
+    "raise": Row("raise", "raise RuntimeError"),
+    "sigsegv": Row("segv", "SIGSEGV"),
+    "ignore": Row("ignore", "SIGKILL, the other ignores SIGTERM"),
+    "ddp": Row("kill", "SIGKILL, two steps of DDP", "ddp"),
+    "fsdp": Row("kill", "SIGKILL, two steps of FSDP2", "fsdp"),
+    "eight": Row("kill", "SIGKILL, 1 of 8 workers", workers=8),
+}
 IGNORE = "ignore"  # stock waits 30 s in this row: repeated less, and drawn on a scale of its own
-WORLD = 2
-EVENTS = ("process", "user_code", "torch", "all_reduce")
-PHASES = ("agent", "interpreter", "torch", "collective")
-COLOURS = ("#c8553d", "#e6b35a", "#5b8fb9", "#4c9f70")
+SIDES = {"warm": "warm", "ours": "cold", "stock": "stock"}
+"""Keys of jobs.AGENTS, and what they are called."""
+EVENTS = ("process", "user_code", "torch", "all_reduce", "steps")
+PHASES = ("agent", "interpreter", "torch", "collective", "steps")
+COLOURS = ("#c8553d", "#e6b35a", "#5b8fb9", "#4c9f70", "#8d6aa8")
 TIMEOUT_S = 120.0
-STOCK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+VARIABLES = {"ours": {"ELASTIC_EXT_STANDBY": "off"}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 
 
 @dataclass(frozen=True)
@@ -58,14 +76,16 @@ class Recovery:
         return sum(self.phases_s.values())
 
 
-def recovery(stamps: Iterable[jobs.Stamp]) -> Recovery | None:
+def recovery(stamps: Iterable[jobs.Stamp], workers: int = 2) -> Recovery | None:
     """The first attempt after the fault in which every rank finished an all_reduce; None if there was none."""
     stamps = list(stamps)
     fault_ns = next((stamp.ns for stamp in stamps if stamp.event == "fault"), None)
     for attempt in sorted({stamp.attempt for stamp in stamps} - {0}):
         reached = {event: [s.ns for s in stamps if (s.attempt, s.event) == (attempt, event)] for event in EVENTS}
-        if fault_ns is not None and len(reached["all_reduce"]) == WORLD:
+        if fault_ns is not None and len(reached["steps"]) == workers:
             borders = [fault_ns, *(max(reached[event]) for event in EVENTS)]
+            if borders[1] < fault_ns:  # a standby's
+                borders[1] = borders[2]
             return Recovery(attempt, {PHASES[i]: (borders[i + 1] - borders[i]) / 1e9 for i in range(len(PHASES))})
     return None
 
@@ -103,9 +123,10 @@ class Side:
 
 
 def one_try(agent: str, row: str) -> Recovery | None:
-    variables = STOCK_VARIABLES if agent == "stock" else {}
-    ended = jobs.run_faulty(agent, ROWS[row][0], TIMEOUT_S, **variables)
-    found = recovery(ended.stamps)
+    told = ROWS[row]
+    warm = agent == "warm"
+    ended = jobs.run_faulty(agent, told.fault, TIMEOUT_S, told.work, told.workers, warm, **VARIABLES.get(agent, {}))
+    found = recovery(ended.stamps, told.workers)
     if found is None:
         print(f"{agent} {row}: did not come back, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
     return found
@@ -119,22 +140,21 @@ def measure_row(row: str, tries: dict[str, int]) -> dict[str, Side]:
                 found = one_try(agent, row)
                 sides[agent].add(found)
                 shown = f"{found.total_s:.2f} s (attempt {found.attempt})" if found else "lost"
-                print(f"{row} {number + 1}/{tries[agent]} {agent}: {shown}", file=sys.stderr, flush=True)
+                print(f"{row} {number + 1}/{tries[agent]} {SIDES[agent]}: {shown}", file=sys.stderr, flush=True)
     return sides
 
 
 def row_cells(row: str, sides: dict[str, Side]) -> list[str]:
-    ours, stock = sides["ours"], sides["stock"]
+    warm, ours, stock = sides["warm"], sides["ours"], sides["stock"]
 
     def phases(side: Side) -> str:
         return " + ".join(measure.shown(seconds) for seconds in side.phases_s.values())
 
     totals = [
-        measure.shown(ours.total_s),
-        measure.shown(stock.total_s),
-        measure.shown(measure.ratio(stock.total_s, ours.total_s)),
+        *(measure.shown(side.total_s) for side in (warm, ours, stock)),
+        *(measure.shown(measure.ratio(stock.total_s, side.total_s)) for side in (warm, ours)),
     ]
-    return [ROWS[row][1], *totals, phases(ours), phases(stock)]
+    return [ROWS[row].title, *totals, phases(warm), phases(ours), phases(stock)]
 
 
 def draw(figure: Any, found: dict[str, dict[str, Side]]) -> None:
@@ -144,25 +164,25 @@ def draw(figure: Any, found: dict[str, dict[str, Side]]) -> None:
     for axes, rows in zip(every, panels, strict=True):
         _draw_panel(axes, rows, found)
     every[0].set_ylabel("seconds")
-    figure.suptitle("From the fault of 1 of 2 workers to the next all_reduce of both")
+    figure.suptitle("From the fault of a worker until all are as far again")
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
 
 
-def _pair(middle: int) -> list[tuple[float, str]]:
-    return [(middle - 0.2, "ours"), (middle + 0.2, "stock")]
+def _group(middle: int) -> list[tuple[float, str]]:
+    return [(middle + 0.28 * (place - 1), agent) for place, agent in enumerate(SIDES)]
 
 
 def _draw_panel(axes: Any, rows: Sequence[str], found: dict[str, dict[str, Side]]) -> None:
-    bars = [(place, agent, found[row][agent]) for middle, row in enumerate(rows) for place, agent in _pair(middle)]
+    bars = [(place, agent, found[row][agent]) for middle, row in enumerate(rows) for place, agent in _group(middle)]
     places = [place for place, _, _ in bars]
     bottom = [0.0] * len(bars)
     for phase, colour in zip(PHASES, COLOURS, strict=True):
         heights = [side.phases_s[phase] or 0.0 for _, _, side in bars]
-        drawn = axes.bar(places, heights, 0.36, bottom=bottom, color=colour, label=phase)
+        drawn = axes.bar(places, heights, 0.26, bottom=bottom, color=colour, label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.bar_label(drawn, [measure.shown(side.total_s, 1) for _, _, side in bars], padding=2)
-    axes.set_xticks(places, [agent for _, agent, _ in bars], minor=True)
-    axes.set_xticks(range(len(rows)), ["\n" + ROWS[row][1].replace(", ", ",\n") for row in rows])  # below the agents' names
+    axes.bar_label(drawn, [measure.shown(side.total_s, 2) for _, _, side in bars], padding=2)
+    axes.set_xticks(places, [SIDES[agent] for _, agent, _ in bars], minor=True)
+    axes.set_xticks(range(len(rows)), ["\n" + ROWS[row].title.replace(", ", ",\n") for row in rows])  # below the agents' names
     axes.tick_params(axis="x", which="both", length=0)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.margins(y=0.1)
@@ -184,9 +204,10 @@ def main() -> int:
     found, load = {}, {}
     for row in rows:
         stock_tries = min(args.repeat, args.stock_ignore_repeat) if row == IGNORE else args.repeat
-        found[row] = measure_row(row, {"ours": args.repeat, "stock": stock_tries})
+        found[row] = measure_row(row, {"warm": args.repeat, "ours": args.repeat, "stock": stock_tries})
         load[row] = measure.machine()["load_1m"]
-    header = ["fault of 1 of 2 workers", "ours s", "stock s", "stock / ours", "ours by phase", "stock by phase"]
+    header = ["fault of 1 of 2 workers", *(f"{name} s" for name in SIDES.values()), "stock / warm", "stock / cold"]
+    header += [f"{name} by phase" for name in SIDES.values()]
     text = measure.table(header, [row_cells(row, sides) for row, sides in found.items()])
     text += f"\n\nMedians of {args.repeat}. Phases: {' + '.join(PHASES)}."
     if IGNORE in found:
@@ -196,13 +217,14 @@ def main() -> int:
             "row": row,
             **{agent: side.record() for agent, side in sides.items()},
             "ratio": measure.rounded(measure.ratio(sides["stock"].total_s, sides["ours"].total_s)),
+            "ratio_warm": measure.rounded(measure.ratio(sides["stock"].total_s, sides["warm"].total_s)),
             "load_1m_after": load[row],
         }
         for row, sides in found.items()
     ]
     record = {"benchmark": "restart", "rows": records, "repeat": args.repeat, "machine": machine}
     measure.publish(args.results, record, text, lambda figure: draw(figure, found))
-    return 1 if any(sides["ours"].lost for sides in found.values()) else 0
+    return 1 if any(sides[agent].lost for sides in found.values() for agent in ("warm", "ours")) else 0
 
 
 if __name__ == "__main__":

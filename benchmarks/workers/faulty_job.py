@@ -1,8 +1,10 @@
 """A gloo job in which rank 1 fails once, in the first attempt after some collectives. It stamps how far each attempt came.
 
-    faulty_job.py FAULT STAMPS
+    faulty_job.py FAULT STAMPS WORK STANDBYS
 
 FAULT: kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM).
+WORK: none, ddp or fsdp: what two optimizer steps are made of.
+STANDBYS: 1: the fault waits until the agent has as many warm standbys as workers, 0: it does not.
 STAMPS: a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which is one for
 all processes of a Linux machine. The events, in order:
 
@@ -10,6 +12,7 @@ all processes of a Linux machine. The events, in order:
     user_code    the first line of this file
     torch        torch and torch.distributed are imported
     all_reduce   the process group is up and the first all_reduce is done
+    steps        two optimizer steps are done, where WORK is not none
     fault        (attempt 0, rank 1) the next thing that happens is the fault
 """
 
@@ -29,6 +32,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 
 COLLECTIVES = 5
+STANDBYS_STAY_S, STANDBYS_LOOK_S = 2.0, 0.05
 START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
 
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -57,6 +61,48 @@ def all_reduce() -> None:
         raise SystemExit(f"all_reduce gave {value.item()}, expected {dist.get_world_size()}")
 
 
+def two_steps(work: str) -> None:
+    if work == "none":
+        return
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    if work == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def await_standbys(wanted: int) -> None:
+    """Nothing tells a worker of them: look at the agent's children. They stay: what is learned late ends those that waited."""
+    since = time.monotonic()
+    while time.monotonic() - since < STANDBYS_STAY_S:
+        if standbys() < wanted:
+            since = time.monotonic()
+        time.sleep(STANDBYS_LOOK_S)
+
+
+def standbys() -> int:
+    """Children of the agent that run the standbys' program, less their server."""
+    agent = os.getppid()
+    found = 0
+    for task in os.listdir(f"/proc/{agent}/task"):
+        with open(f"/proc/{agent}/task/{task}/children") as children:
+            pids = children.read().split()
+        for pid in pids:
+            try:
+                with open(f"/proc/{pid}/cmdline") as command:
+                    found += "standby_server.py" in command.read()
+            except OSError:
+                pass  # it has ended
+    return found - 1
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -77,7 +123,7 @@ def throw() -> None:
 FAULTS = {"kill": kill, "exit": leave, "raise": throw, "segv": segv, "ignore": kill}
 
 
-def main(fault: str, stamps: str) -> None:
+def main(fault: str, stamps: str, work: str, wait: str) -> None:
     file = os.open(stamps, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     stamp(file, process=process_ns(), user_code=user_code_ns, torch=torch_ns)
     ignores = ATTEMPT == 0 and RANK == 0 and fault == "ignore"
@@ -86,9 +132,13 @@ def main(fault: str, stamps: str) -> None:
     dist.init_process_group("gloo")
     all_reduce()
     stamp(file, all_reduce=time.monotonic_ns())
+    two_steps(work)
+    stamp(file, steps=time.monotonic_ns())
     for _ in range(COLLECTIVES):
         all_reduce()
     if ATTEMPT == 0 and RANK == 1:
+        if wait == "1":
+            await_standbys(dist.get_world_size())
         stamp(file, fault=time.monotonic_ns())
         FAULTS[fault]()
     while ignores:

@@ -4,13 +4,17 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint matrix bench clean
+.PHONY: demo test chaos lint matrix bench clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
 
 test: $(READY) lint ## everything, in under 20 minutes on 2 cores
 	$(PY) -m pytest -q -n 2 --dist loadgroup tests
+
+chaos: $(READY) ## the long tests; the writers of checkpoints are killed at 200 random instants, on local disk and on S3
+	ELASTIC_EXT_TEST_LONG=1 $(PY) -m pytest -q -n 2 --dist loadgroup tests
+	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -23,6 +27,7 @@ matrix: ## the short suite on other versions of torch and Python (gigabytes of d
 bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and plots to benchmarks/results
 	$(PY) benchmarks/restart_reliability.py
 	$(PY) benchmarks/restart.py
+	$(PY) benchmarks/checkpoint_stall.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

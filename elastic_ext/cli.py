@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext import settings
+from elastic_ext.checkpoints import commands as checkpoint_commands
 from elastic_ext.errors import EX_CONFIG, UsageError
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.policy import EXIT_CODES, decide
+from elastic_ext.printable import printable
 
 SHOWN = 300  # characters of an error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, or 78 for wrong usage or input, with one line on stderr for each fault."""
+    """Run a command; return its exit code: 0; 78 for wrong usage or input, with one line on stderr for each fault; 1 where
+    `checkpoints verify` or `cp` has found damage, 75 where `checkpoints save` has got no save."""
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -47,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--rules", metavar="FILE", help="TOML file of rules of your own, as in the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which exit codes to tell")
     explain.set_defaults(run=_explain)
+    checkpoint_commands.add(commands)
     return options
 
 
@@ -127,7 +131,7 @@ def _parsed(text: str | UsageError) -> Any:
 
 
 def _complain(text: str) -> None:
-    print(f"elastic-ext: {' '.join(text.split())[:SHOWN]}", file=sys.stderr)
+    print(f"elastic-ext: {printable(' '.join(text.split())[:SHOWN])}", file=sys.stderr)
 
 
 if __name__ == "__main__":

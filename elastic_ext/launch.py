@@ -60,7 +60,7 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
         UsageError: the script or the command is not there, or the checkpoint directory cannot be one.
     """
     if settings.checkpoint_dir:
-        _check_checkpoint_dir(settings.checkpoint_dir)
+        _check_checkpoint_dir(settings.checkpoint_dir, settings.checkpoint_pattern)
     spec = copy.copy(spec)
     if settings.max_restarts is not None:
         spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
@@ -75,9 +75,9 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     return spec
 
 
-def _check_checkpoint_dir(directory: str) -> None:
+def _check_checkpoint_dir(directory: str, pattern: str) -> None:
     try:
-        discovery.newest_complete(directory)
+        discovery.newest_complete(directory, discovery.Wanted(pattern=pattern))
     except OSError as error:  # the storage does not answer now; before the first round it must
         logger.warning("checkpoint_dir %s cannot be looked at now: %s", directory, error)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from elastic_ext.checkpoints import names
 from elastic_ext.errors import UsageError
 from elastic_ext.failures.kinds import KINDS
 
@@ -27,7 +28,7 @@ SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent on
 
 # Variables of ours that are no settings: the first names the file, the others are what the agent tells its workers (and
 # a worker may start an agent of its own).
-NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_FROM", "RESUME_STEP"})
+NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_STEP", "LAUNCH", "COPIER"})
 
 # Keys of `--rdzv-conf` that torch's own c10d rendezvous reads (torch/distributed/elastic/rendezvous, 2.8 to 2.15). They are
 # passed on untouched; `timeout` is put there by torchrun itself.
@@ -67,6 +68,17 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(text)
     return value
+
+
+def _hang_timeout(text: str) -> float:
+    value = _seconds(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _megabytes(text: str) -> float:
+    return _seconds(text)
 
 
 def _port(text: str) -> int:
@@ -110,6 +122,28 @@ def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(limits.items())
 
 
+def _verify(text: str) -> str:
+    if text not in ("off", "sampled", "full"):
+        raise ValueError(text)
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        names.compiled(text)
+    except UsageError as error:
+        raise ValueError(text) from error
+    return text
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    """ "numpy my_model.layers": blanks between them, since --rdzv-conf cannot hold commas."""
+    names = tuple(text.split())
+    if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(text)
+    return names
+
+
 def _text(text: str) -> str:
     if not text:
         raise ValueError(text)
@@ -120,12 +154,17 @@ def _text(text: str) -> str:
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _boolean: "on or off",
     _seconds: "a number of seconds, 0 or more",
+    _hang_timeout: "a number of seconds, 1 or more",
+    _megabytes: "a number of megabytes a second, 0 or more",
     _port: "a port number, 0 to 65535",
     _restarts: "a whole number, or -1 for no limit",
     _lease: "a whole number of seconds, 2 or more",
     _grow_at: "now or checkpoint",
     _preset: "design, stock or kubeflow",
     _kind_limits: f"kinds with a number each, as in 'hang:3 network:20'; the kinds are {', '.join(KINDS)}",
+    _verify: "off, sampled or full",
+    _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
+    _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
 }
 
@@ -147,6 +186,14 @@ class Settings:
         None, _lease, "restarts longer ago than so many seconds no longer count against --max-restarts; default: all count"
     )
     checkpoint_dir: str | None = _setting(None, _text, "where the job's checkpoints are: a path or an fsspec URL")
+    checkpoint_pattern: str = _setting(
+        "",
+        _pattern,
+        "names of the job's checkpoints, `model_{step}.pt` or with * and ?; default: directories, .pt, .pth, .bin and .ckpt",
+    )
+    copy_mb_s: float = _setting(
+        0.0, _megabytes, "megabytes a second at which a node may copy checkpoints from local_dir to checkpoint_dir; 0: no limit"
+    )
     etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, _text, "ext_etcd: file of this client's certificate")
     etcd_key: str | None = _setting(None, _text, "ext_etcd: file of this client's private key")
@@ -161,14 +208,28 @@ class Settings:
     grow_at: str = _setting(
         "now", _grow_at, "ext_etcd: a node joins a running job now, or at the next checkpoint (needs checkpoint_dir)"
     )
+    hang: bool = _setting(
+        False, _boolean, "end a round in which no worker of the job makes progress any more, and start it again; see below"
+    )
+    hang_timeout: float | None = _setting(
+        None,
+        _hang_timeout,
+        "how long no progress may be made, 1 or more; ten times that before the first step, if nobody works; default: learned",
+    )
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(
         None, _kind_limits, "restarts at most for failures of a kind, within the budget: `hang:3 network:20`"
     )
     last_call: float = _setting(2.0, _seconds, "ext_etcd: how long the first round waits for more nodes once there are enough")
     ledger_file: str | None = _setting(
-        None, _text, "ext_c10d: file that keeps the job's failures and its budget when the agent is killed and started again"
+        None, _text, "ext_c10d: file that keeps the job's failures and its budget when the agents are killed and started again"
     )
     lease_ttl: int = _setting(10, _lease, "ext_etcd: after how long without a sign a node is taken for dead; 2 or more")
+    local_dir: str | None = _setting(
+        None,
+        _text,
+        "directory on a fast disk of each node that `elastic_ext.Checkpointer` saves to first; the agent copies it to "
+        "checkpoint_dir in the background",
+    )
     max_restarts: int | None = _setting(None, _restarts, "overrides --max-restarts; -1: no limit")
     metrics: bool = _setting(True, _boolean, "serve Prometheus metrics")
     metrics_host: str = _setting("127.0.0.1", _text, "address that the metrics endpoint is bound to")
@@ -181,10 +242,27 @@ class Settings:
     )
     pod_api: bool = _setting(False, _boolean, "Kubernetes: ask the API server about this pod when a worker has failed")
     pod_file: str | None = _setting(None, _text, "Kubernetes: file with this pod or its status as JSON, kept by somebody else")
-    refuse_node: int = _setting(3600, _lease, "ext_etcd: seconds that a host that was told to leave may not come back")
+    preload: tuple[str, ...] | None = _setting(
+        None, _modules, "modules that warm standbys import besides torch and what they have learned; those beside the script too"
+    )
+    preload_exclude: tuple[str, ...] | None = _setting(
+        None, _modules, "modules, with what lies in them, that warm standbys do not import"
+    )
+    refuse_node: int = _setting(3600, _lease, "seconds that a host that was told to leave may not come back")
+    resume_from: str = _setting(
+        "",
+        _text,
+        "checkpoint that the job begins with: a step, a name, a path or URL, or none to begin from nothing; later rounds of the "
+        "same run go on from what it has saved since",
+    )
     rules: str | None = _setting(None, _text, "TOML file with failure rules of your own, which come before the built-in ones")
     settle: float = _setting(
-        0.5, _seconds, "ext_etcd: how long after the first report of a failure the nodes that may have one too are waited for"
+        0.5, _seconds, "how long after the first report of a failure the nodes that may have one too are waited for"
+    )
+    standby: bool = _setting(
+        False,
+        _boolean,
+        "keep processes ready that have imported torch and wait for the next start of the workers (warm standbys)",
     )
     stderr_tail: bool = _setting(
         True, _boolean, "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal"
@@ -196,6 +274,11 @@ class Settings:
     )
     topology: str | None = _setting(
         None, _text, "ext_etcd: where this node is (a rack, say); new nodes are numbered in its order"
+    )
+    verify: str = _setting(
+        "sampled",
+        _verify,
+        "how much of a checkpoint is read before it is chosen: off, sampled (all sizes, the content of some files), or full",
     )
     verdict_file: str | None = _setting(None, _text, "file for the verdict that ends the job, as JSON")
 
@@ -239,7 +322,7 @@ def _from_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
     found = {}
     for name, value in environ.items():
         key = name.removeprefix(ENV_PREFIX)
-        if key == name or key in NOT_SETTINGS:
+        if key == name or key in NOT_SETTINGS or (key == "RESUME_FROM" and ENV_PREFIX + "WORKER" in environ):
             continue
         if _KUBERNETES_SERVICE.search(key) and (key.lower() not in _FIELDS or _KUBERNETES_ADDRESS.match(value)):
             continue
@@ -279,6 +362,11 @@ def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeo
     Raises:
         UsageError: names both times and why one must be less than the other.
     """
+    if settings.hang_timeout is not None and not (settings.hang and settings.bootstrap):
+        switch = "bootstrap" if settings.hang else "hang"
+        raise UsageError(
+            f"hang_timeout={settings.hang_timeout:g} with {switch}=off: nothing would look at it; leave one of them out"
+        )
     times = {
         "stop_grace": settings.stop_grace,
         "platform_grace": settings.platform_grace,

@@ -11,12 +11,12 @@ import os
 import secrets
 import shutil
 import signal
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext import exits, job, launch, policy
+from elastic_ext import exits, job, launch, policy, saving
 from elastic_ext import settings as settings_module
-from elastic_ext.checkpoints import discovery
-from elastic_ext.errors import JobStopped, UsageError
-from elastic_ext.failures import report, user_rules
+from elastic_ext.checkpoints import copier, resolution, tiers
+from elastic_ext.checkpoints.copier import Copier
+from elastic_ext.checkpoints.resolution import Place, Resumption
+from elastic_ext.errors import BadCheckpoints, JobStopped, UsageError
+from elastic_ext.failures import kinds, report, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import Host, HostSays
@@ -39,22 +41,29 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
-from elastic_ext.torch_seam import AgentSeam
+from elastic_ext.rendezvous.rounds import STALLED
+from elastic_ext.saving import SaveOnDemand
+from elastic_ext.torch_seam import AgentSeam, started_by
 from elastic_ext.wakeup import Wakeup
-from elastic_ext.workers import stacks
+from elastic_ext.workers import hang, stacks
+from elastic_ext.workers.flight_recorder import FlightRecorder
 from elastic_ext.workers.guard import Guard
+from elastic_ext.workers.hang import Stuck
 from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.news import WorkerNews
 from elastic_ext.workers.processes import Exit, WorkerProcesses
-from elastic_ext.workers.progress import ProgressBoard
+from elastic_ext.workers.progress import Leaving, ProgressBoard
+from elastic_ext.workers.standbys import Standbys, Wanted
 from elastic_ext.workers.stderr_tail import StderrTails
+from elastic_ext.workers.watch import HangWatch
 
 logger = logging.getLogger(__name__)
 
 MEMBERSHIP = "membership"  # kind of a restart that no failure caused
 KERNEL_SLEEP_LOOK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, where the user turned it on
-RESUME_KEY = "elastic_ext.resume"
 PLATFORM_S = 2.0  # that the platform has to say why the agent was told to stop
 SHOWN_STACKS = 4000  # characters; the rest is in the file
+STACKS_KEPT = 1000  # for the verdict, of the end: the main thread comes last
 
 
 class Supervisor(AgentSeam):
@@ -70,6 +79,7 @@ class Supervisor(AgentSeam):
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
+            copier.check(self._settings)
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
@@ -77,17 +87,29 @@ class Supervisor(AgentSeam):
         self._max_restarts = self.spec.max_restarts if limit is None else limit
         self._handler.attached = True
         self._handler.prepare(self.spec, self._max_restarts)
-        self._resumed_at: int | None = None  # step of the checkpoint that this round started from; None: not known
+        self._resumed = Resumption(step=None)  # what this round started from
+        self._stacks: list[str] = []  # of this round's workers that did not end when they were told to
         self._token = secrets.token_hex(16)
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
         )
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
+        self._leaving: Leaving
+        self._cold = ""  # why there are no standbys
+        self._watch: HangWatch | None = None
+        self._flight: FlightRecorder | None = None
+        self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
+        self._saves: SaveOnDemand | None = None
+        self._saved = 0  # number of the last save on demand that is complete
+        self._copier: Copier | None = None
+        self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
+        self._news: WorkerNews
         self._guard: Guard
         self._stderr: StderrTails
         self._host: Host
+        self._standbys: Standbys | None = None
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
@@ -104,11 +126,17 @@ class Supervisor(AgentSeam):
             in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
             self._logs.run_dir = tempfile.mkdtemp(prefix="elastic_ext_", dir=in_memory)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            self._news = WorkerNews(os.path.join(self._logs.run_dir, "news"))
+            stack.callback(self._news.close)
             self._stderr = self._logs.stderr = StderrTails(self._settings.stderr_tail and self._settings.bootstrap)
             stack.callback(self._stderr.close)
             self._host = Host(self._settings)
             stack.callback(self._host.close)
             self._guard = Guard(self._token, self._logs.run_dir)
+            self._standbys = self._make_standbys()
+            if self._settings.hang and torch.distributed.is_nccl_available():
+                self._flight = FlightRecorder(self._logs.run_dir, os.environ)
+            self._copier = copier.start(self._settings, self._token, self._metrics)
             clean = False
             try:
                 result = super().run(role)
@@ -121,8 +149,33 @@ class Supervisor(AgentSeam):
             finally:
                 self._handler.on_news = lambda: None
                 self._forget_round()
+                if self._standbys is not None:
+                    self._standbys.close()
+                if self._copier is not None:  # before the guard, which would end it
+                    self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
                 self._guard.close(clean)
             return result
+
+    def _make_standbys(self) -> Standbys | None:
+        """Before the first rendezvous: while that is under way they import what workers need."""
+        program = launch.python_program(self.spec.entrypoint, self.spec.args)
+        bootstrapped = program is not None and program.program == launch.BOOTSTRAP
+        if program is None or not bootstrapped or not self._settings.standby:
+            off = not self._settings.standby or not self._settings.bootstrap
+            logger.info("no warm standbys: %s", "they are turned off" if off else "they are for Python programs only")
+            self._cold = "off" if off else "not a Python program"
+            return None
+        wanted = Wanted(
+            python=(str(self.spec.entrypoint), *program.options),
+            bootstrap=launch.BOOTSTRAP,
+            program=tuple(map(str, program.args)),
+            workers=self.spec.local_world_size,
+            preload=self._settings.preload or (),
+            exclude=self._settings.preload_exclude or (),
+            environ=_environ_of_workers,
+            token=self._token,
+        )
+        return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
 
     def _asked_to_stop(self, error: SignalException) -> None:
         """Somebody has signalled the agent. Who, and so the exit code, is for the platform to say where it can."""
@@ -143,9 +196,16 @@ class Supervisor(AgentSeam):
         try:
             with usage_errors_exit():
                 self.first_round()
-            return self._supervise()
+                return self._supervise()
         except JobStopped as stopped:
             return self._stopped_elsewhere(stopped.verdict)
+        except BadCheckpoints as error:
+            return self._stopped_elsewhere(self._without_checkpoint(str(error)))
+        except SignalException as error:
+            self._leave_by = time.monotonic() + self._left_s()
+            self._save_first(error.sigval)
+            self._handler.leaving(f"{error.sigval.name}, sent to its agent")
+            raise
 
     def _supervise(self) -> RunResult:
         while True:
@@ -163,10 +223,22 @@ class Supervisor(AgentSeam):
                 self._restart(MEMBERSHIP)
                 continue
             if result.state is WorkerState.HEALTHY:
-                if (over := self._handler.round_over()) is not None:
-                    logger.warning("elastic_ext: round %s is over: %s; all workers start again", self._handler.round, over)
+                self._look_at_saves()
+                self._look_for_hangs()
+                if self._copier is not None and self._board is not None:
+                    self._copier.saved(sum(self._board.read(slot).saves for slot in range(self.spec.local_world_size)))
+                if (over := self._handler.round_over()) is None:
+                    continue
+                logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
+                hangs = over == STALLED and self._watch is not None and self._watch.stalled
+                if hangs:
+                    self._end_hung()
+                self._end_workers()
+                if not hangs and not self._failed_before():
                     self._restart(MEMBERSHIP)
-                continue
+                    continue
+                self._host.ask()
+                result = self.close_failed()
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; ours are still in view
                 self._end_workers()
             self._stderr.settle()
@@ -183,6 +255,8 @@ class Supervisor(AgentSeam):
                 return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, failures))
             if decision.charged:
                 self.charge_restart()
+            if decision.checkpoints_back and verdict.node == self._handler.node_id:
+                self._put_aside(decision)
             if decision.delay_s > 0:
                 threading.Event().wait(decision.delay_s)  # nothing to do meanwhile; a signal raises out of it
             self._restart(decision.kind)
@@ -196,6 +270,11 @@ class Supervisor(AgentSeam):
         self.group.state = WorkerState.FAILED
         return RunResult(WorkerState.FAILED, failures=self._told(verdict, verdict.decision, report.failure_elsewhere(verdict)))
 
+    def _without_checkpoint(self, reason: str) -> job.Verdict:
+        code = policy.EXIT_CODES[self._settings.exit_codes].get(policy.EX_CODE, policy.EX_CODE)
+        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "no-checkpoint-left")
+        return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+
     def _told(self, verdict: job.Verdict, decision: Decision, failures: dict[int, ProcessFailure]) -> exits.Failures:
         """Say the verdict where schedulers look, before any agent leaves."""
         code = policy.EX_FAILED if decision.exit_code is None else decision.exit_code
@@ -208,14 +287,19 @@ class Supervisor(AgentSeam):
         looks = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
         if self.watches_kernel_sleep:
             looks.append(KERNEL_SLEEP_LOOK_S)
+        if self._watch is not None:
+            looks.append(self._watch.next_look_s())
         warden = [self._guard.pidfd] if self._guard.pidfd is not None else []
-        self._workers.wait(min(looks, default=None), self._wakeup, *warden, *self.result_readers)
+        self._workers.wait(min(looks, default=None), self._wakeup, self._news, *warden, *self.result_readers)
         self._wakeup.clear()  # before the look, not before the wait: what comes in between must end the next wait
+        self._news.clear()
+        if self._standbys is not None:
+            self._standbys.learn(self._logs.modules_file)
         self._guard.revive()
 
     def _look(self) -> RunResult:
         """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""
-        if self._workers.failed:
+        if self._workers.failed or self._leaving.codes():
             self._handler.break_round(f"workers failed on {self._handler.host}")  # first: the others' workers wait in collectives
             self._host.ask()
             self._end_workers()
@@ -239,7 +323,7 @@ class Supervisor(AgentSeam):
         for local_rank, pid in self._workers.pids.items():
             exit_ = self._workers.exits.get(local_rank)
             asked_to_end = result.state is WorkerState.UNHEALTHY and exit_ is not None and exit_.asked_ns is not None
-            if exit_ is not None and not exit_.failed and not asked_to_end:
+            if exit_ is not None and not exit_.failed and not asked_to_end and local_rank not in self._hung:
                 continue
             rank = self.group.workers[local_rank].global_rank
             exitcode = exit_.exitcode if exit_ is not None else -signal.SIGKILL
@@ -256,11 +340,26 @@ class Supervisor(AgentSeam):
             failed.append(FailedWorker(local_rank, pid, exitcode, error_file, diagnosis))
         return failed
 
+    def _failed_before(self) -> bool:
+        """Whether one of the workers that were told to end had failed before that, by itself.
+
+        A worker closes its connections while it ends of an exception: so the others can fail of it, and break the round, before
+        its process is gone. What they fail of must not hide what it failed of.
+        """
+        return any(
+            exit_.exitcode is not None
+            and exit_.failed
+            and not exit_.was_asked(read_error_file(self._logs.error_files.get(local_rank, "")).raised_ns)
+            for local_rank, exit_ in self._workers.exits.items()
+        )
+
     def _evidence(
         self, rank: int, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile, host: HostSays
     ) -> Evidence:
         code, signal_name = exit_status(exitcode)
         progress = self._board.read(local_rank) if self._board else None
+        if (hung := self._hung.get(local_rank)) is not None:
+            return self._evidence_of_hang(hung, host)
         return Evidence(
             rank=rank,
             exit_code=code,
@@ -268,14 +367,31 @@ class Supervisor(AgentSeam):
             exception=error_file.exception,
             stderr_tail=self._stderr.tail(local_rank) or "",
             # The count is of a whole group: it says nothing of a worker that ended otherwise.
-            oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name else None,
+            oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
             xids=host.xids,
+            gpu_recovery=host.gpu_recovery,
             platform=host.platform,
             node=self._handler.host,
             step=progress.steps if progress and progress.pid else None,
             first_step_done=progress.first_step_done if progress else None,
             stopped_by_agent=exit_ is None or exit_.was_asked(error_file.raised_ns),
             ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
+        )
+
+    def _evidence_of_hang(self, hung: Stuck, host: HostSays) -> Evidence:
+        """How it ended is how we ended it, and says nothing."""
+        return Evidence(
+            rank=hung.rank,
+            xids=host.xids,
+            gpu_recovery=host.gpu_recovery,
+            platform=host.platform,
+            node=self._handler.host,
+            step=hung.steps,
+            first_step_done=hung.steps > 0,
+            hang=True,
+            hang_reason=hung.reason,
+            hang_blame=hung.blame,
+            ended_ns=time.monotonic_ns(),
         )
 
     def _explain(self, failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
@@ -292,8 +408,89 @@ class Supervisor(AgentSeam):
             decision = Decision(Action.STOP, "hardware", reason, code, "kernel-sleep")
             return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
         with self._phase("verdict"):
-            verdict: job.Verdict = self._handler.conclude(job.Report(self._handler.host, cause.diagnosis, self._resumed_at))
+            share = job.MOST_STACKS // max(1, len(self._stacks)) - 1  # each has its beginning in the report
+            where = "\n".join(stack[:share] for stack in self._stacks)
+            told = job.Report(self._handler.host, cause.diagnosis, self._resumed_at, where, self._resumed.path)
+            verdict: job.Verdict = self._handler.conclude(told)
         return verdict
+
+    # Hangs.
+
+    def _look_for_hangs(self) -> None:
+        """Claim that all workers of this node stall, or take the claim back; it hangs when all nodes claim so."""
+        if self._watch is None:
+            return
+        before = self._watch.stalled
+        verdict = self._watch.look({local_rank: self._workers.pids[local_rank] for local_rank in self._workers.running})
+        if verdict is None:
+            return
+        if verdict.stalled or before:
+            self._handler.stalled(verdict.stalled)
+        if verdict.stalled != before:
+            logger.warning("elastic_ext: %s%s", "" if verdict.stalled else "the workers go on: ", verdict.reason)
+
+    def _end_hung(self) -> None:
+        """Ask the workers where they are, then kill them: who waits for what will not come cannot end in its own way."""
+        assert self._watch is not None
+        running = {local_rank: self._workers.pids[local_rank] for local_rank in self._workers.running}
+        stuck = self._watch.examine(running, self._logs.stacks_files)
+        behind = hang.culprits(list(stuck.values()))
+        self._hung = {local_rank: each for local_rank, each in stuck.items() if each in behind}
+        recorded = self._flight.dump(each.rank for each in stuck.values()) if self._flight is not None else ""
+        for each in sorted(stuck.values(), key=lambda one: one.blame):
+            logger.warning("elastic_ext: %s%s", each.reason, f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            self._stacks.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
+        if recorded:
+            logger.warning("elastic_ext: %s", recorded)
+            self._stacks.append(recorded)
+        self._end_workers(0.0)
+
+    # Saves on demand.
+
+    def _look_at_saves(self) -> str | None:
+        """Pass on a request; what became of the last one, as `SaveOnDemand.over`."""
+        wanted = self._handler.save_wanted
+        if self._saves is None or self._board is None or not wanted:
+            return None
+        self._saves.show(wanted)
+        over = self._saves.over(wanted)
+        if over == "kept" and self._saved != wanted:
+            self._saved = wanted
+            self._handler.saved(wanted, max(self._board.read(slot).saved_step or 0 for slot in range(self.spec.local_world_size)))
+        return over
+
+    def _save_first(self, sigval: signal.Signals) -> None:
+        """The platform takes this node away: have the job save a checkpoint while there is time. Another signal ends the wait."""
+        if sigval in exits.BY_HAND or self._board is None or self._processes is None or self._processes.stopped:
+            return
+        if self._workers.failed or not self._workers.running:
+            return
+        grace_s = self._left_s()
+        workers = [self._board.read(slot) for slot in range(self.spec.local_world_size)]
+        plan = saving.plan(grace_s, self._grace_s, workers)
+        if plan.wait_s <= 0:
+            logger.info("%s: no checkpoint is asked for: %s", sigval.name, plan.reason)
+            return
+        logger.warning("%s: the job is asked for a checkpoint: %s", sigval.name, plan.reason)
+        begin = time.monotonic()
+        before = self._handler.save_wanted
+        self._handler.request_save(f"{sigval.name} on {self._handler.host}")
+        over = None
+        while over is None and (left_s := begin + plan.wait_s - time.monotonic()) > 0:
+            if self._workers.failed or not self._workers.running or self._handler.round_over() is not None:
+                over = "the round has ended"
+            elif self._handler.save_wanted > before:
+                over = self._look_at_saves()
+            if over is None:
+                self._workers.wait(left_s, self._wakeup, self._news)
+                self._wakeup.clear()
+                self._news.clear()
+        took_s = time.monotonic() - begin
+        logger.warning("the checkpoint before leaving: %s after %.2g s", over or "not there yet", took_s)
+        self.shorten_shutdown(max(1.0, grace_s - took_s))
+
+    def _left_s(self) -> float:
+        return saving.grace_s(self._settings.platform_grace, self.shutdown_timeout_s, os.environ, time.time())
 
     # Rounds.
 
@@ -313,15 +510,34 @@ class Supervisor(AgentSeam):
             "TORCHELASTIC_RESTART_COUNT": str(count),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
             **dict.fromkeys(settings_module.SECRET_VARIABLES & os.environ.keys(), ""),  # a worker inherits what it is not given
+            "ELASTIC_EXT_LAUNCH": self._handler.launch,
             **self._resume_variables(),
+            **(self._flight.variables if self._flight is not None else {}),
         }
         self._logs.tell = {slot: {"agent": self._token} for slot in range(self.spec.local_world_size)}
+        store_at = self.group.master_addr, self.group.master_port
+        self._saved = 0
         if self._settings.bootstrap and self._board is not None:
+            self._saves = SaveOnDemand(self._board, self.spec.local_world_size, self.group.group_world_size, store_at)
             for slot, told in self._logs.tell.items():
-                told.update(slot=slot, progress=self._board.path)
-        with self._phase("start"):
+                told.update(slot=slot, progress=self._board.path, news=self._news.path, store=store_at)
+        if self._standbys is not None and self._board is not None:
+            self._standbys.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
+            self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, f"modules.{count}")
+        with self._phase("start"), started_by(self._standbys.start if self._standbys is not None else None):
             pids = super().start_workers()
+        if self._standbys is not None:
+            self._standbys.round_started()
+        else:
+            for _ in pids:
+                self._metrics.worker_started("cold", self._cold)
         self._processes = WorkerProcesses(pids, self.leads_groups)
+        self._leaving = Leaving(self._board, pids, self._news)
+        self._stacks.clear()
+        self._hung = {}
+        if self._settings.hang and self._settings.bootstrap and self._board is not None and self.leads_groups:
+            ranks = {slot: worker.global_rank for slot, worker in enumerate(self.group.workers)}
+            self._watch = HangWatch(self._board, ranks, self._settings.hang_timeout)
         self._guard.watch(pids.values(), self._handler.last_will())
         self._host.round_started(pids.values())
         self._count_workers("running")
@@ -341,51 +557,58 @@ class Supervisor(AgentSeam):
         super().stop_workers()
         self._forget_round()
 
-    def _end_workers(self) -> None:
-        """Stop what still runs, within the grace; once a round."""
+    def _end_workers(self, grace_s: float | None = None) -> None:
+        """Stop what still runs, within the grace; once a round. grace_s: another one, after which nobody is asked where it is."""
         if self._processes is not None and not self._processes.stopped:
             by = self._handler.stop_by()
-            grace_s = self._grace_s if by is None else min(self._grace_s, max(0.0, by - time.monotonic()))
+            grace = self._grace_s if grace_s is None else grace_s
+            grace = grace if by is None else min(grace, max(0.0, by - time.monotonic()))
             with self._phase("stop"):
-                self._processes.stop(grace_s, lambda local_ranks: self._show_stragglers(local_ranks, grace_s))
+                self._processes.stop(
+                    grace,
+                    lambda local_ranks: self._show_stragglers(local_ranks, grace) if grace_s is None else None,
+                    leaving=self._leaving,
+                )
             self._count_workers("stopped")
 
     def _forget_round(self) -> None:
+        if self._copier is not None:
+            self._copier.look()  # for what was saved as the last thing
         if self._processes is not None:
             self._processes.close()
             self._processes = None
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
+        self._watch = None
         if self._board is not None:
             self._board.remove()
             self._board = None
 
     def _resume_variables(self) -> dict[str, str]:
-        """What the workers are told to resume from: chosen once, by group rank 0, and the same on every node."""
-        directory = self._settings.checkpoint_dir
-        if directory is None:
+        """What the workers are told to resume from: the same on every node."""
+        store: Any = self.group.store
+        place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
+        self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
+        if self._settings.checkpoint_dir is None:
             return {}
-        store = self.group.store
-        assert store is not None
-        if self.group.group_rank == 0:
-            try:
-                search = discovery.newest_complete(directory)
-            except (UsageError, OSError) as error:
-                store.set(RESUME_KEY, json.dumps({"error": str(error)}))
-                raise
-            for passed in search.passed_over:
-                logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
-            store.set(RESUME_KEY, json.dumps(asdict(search.resume) if search.resume else None))
-        chosen = json.loads(store.get(RESUME_KEY))
-        self._resumed_at = chosen.get("step") if chosen is not None else 0
-        if chosen is None:
-            logger.info("no complete checkpoint in %s: the job starts from the beginning", directory)
-            return {}
-        if "error" in chosen:
-            raise UsageError(f"group rank 0 cannot tell what to resume from: {chosen['error']}")
-        logger.info("resuming from %s, step %s (%s)", chosen["path"], chosen["step"], chosen["reason"])
-        variables = {"ELASTIC_EXT_RESUME_FROM": chosen["path"]}
-        if chosen["step"] is not None:
-            variables["ELASTIC_EXT_RESUME_STEP"] = str(chosen["step"])
-        return variables
+        if self._resumed.path:
+            logger.info("resuming from %s, step %s (%s)", self._resumed.path, self._resumed.step, self._resumed.reason)
+        else:
+            logger.info("the job starts from the beginning: %s", self._resumed.reason)
+        directories = {
+            "ELASTIC_EXT_CHECKPOINT_DIR": self._settings.checkpoint_dir,
+            tiers.LOCAL_ENV: self._settings.local_dir or "",
+        }
+        return {**directories, **self._resumed.variables}
+
+    def _put_aside(self, decision: Decision) -> None:
+        """The checkpoint that is blamed must be marked before the next round is sealed, and this node is part of that."""
+        reason = f"{decision.kind} failure in round {self._handler.round}: {decision.rule}"
+        try:
+            resolution.put_aside(self._settings, self._resumed.path, decision.kind == kinds.NUMERIC, reason)
+        except (UsageError, OSError) as error:
+            logger.warning("the checkpoint that the failure is blamed on could not be put aside: %s", error)
 
     # What is shown.
 
@@ -396,6 +619,9 @@ class Supervisor(AgentSeam):
             where = ""
             if self._board is not None and self._board.read(local_rank).stacks_armed:
                 where = stacks.dump(pid, self._logs.stacks_files[local_rank])
+            if where:
+                rank = self.group.workers[local_rank].global_rank
+                self._stacks.append(f"rank {rank} did not end on SIGTERM; it was at:\n{where[-STACKS_KEPT:]}")
             logger.warning(
                 "worker %s (pid %s) did not end within %.2g s of SIGTERM and is killed%s",
                 local_rank,
@@ -406,10 +632,20 @@ class Supervisor(AgentSeam):
 
     def _progress(self) -> list[WorkerProgress]:
         """The workers' progress words, for the metrics; called from the threads of the metrics server."""
-        board, now_ns = self._board, time.monotonic_ns()
+        board, watch, now_ns = self._board, self._watch, time.monotonic_ns()  # each may be gone at the next look
         words = [board.read(slot) for slot in range(self.spec.local_world_size)] if board is not None else []
+        step_s = watch.step_s if watch is not None else {}
+        usual_s = statistics.median(step_s.values()) if step_s else 0.0
         return [
-            WorkerProgress(slot, word.steps, (now_ns - word.last_step_ns) / 1e9 if word.last_step_ns else None)
+            WorkerProgress(
+                slot,
+                word.steps,
+                (now_ns - word.last_step_ns) / 1e9 if word.last_step_ns else None,
+                step_s.get(slot),
+                step_s[slot] / usual_s if slot in step_s and usual_s > 0 else None,
+                word.saved_step,
+                word.failed_saves,
+            )
             for slot, word in enumerate(words)
             if word.pid
         ]
@@ -426,6 +662,16 @@ class Supervisor(AgentSeam):
             self._metrics.phase(name, time.monotonic() - start)
 
     @property
+    def _resumed_at(self) -> int | None:
+        """Step of the checkpoint that this round started from, 0 for the beginning; None: not known."""
+        return self._resumed.at if self._settings.checkpoint_dir is not None else None
+
+    @property
     def _workers(self) -> WorkerProcesses:
         assert self._processes is not None, "between two rounds"
         return self._processes
+
+
+def _environ_of_workers() -> dict[str, str]:
+    """What all workers of this node have in common: they inherit what they are not given."""
+    return {**os.environ, **dict.fromkeys(settings_module.SECRET_VARIABLES & os.environ.keys(), "")}

@@ -12,22 +12,36 @@ _check_uninterruptible_state_timeout, _uninterruptible_state_timeout (2.13 and n
     Torch checks it only inside `_monitor_workers`, which stops workers too.
 MultiprocessContext._ret_vals
     The only event that says that a function entrypoint has returned.
+multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _stderr
+    The one place where torch starts a command, for warm standbys: a module global that SubprocessContext calls, and the method
+    that makes the process of a Popen. Swapped only while the workers of a round are started.
+DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
+    Torch's step out of a round at the start of next_rendezvous(), for a node that does not come back.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from subprocess import Popen
 from typing import Any
 
 import torch
+import torch.distributed.elastic.multiprocessing.api as multiprocessing
 import torch.distributed.launcher.api as launcher
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
 from elastic_ext.errors import SeamError
 
@@ -75,6 +89,57 @@ def arm(agent: OneShot, handler: Any) -> None:
             launcher.LocalElasticAgent = agent
     else:
         logger.warning("torch's agent has been replaced by %r; it runs instead of elastic_ext's agent", current)
+
+
+def step_out(handler: RendezvousHandler, timeout_s: float) -> None:
+    """Take this node out of torch's c10d rendezvous without closing it, so that the others need not wait for it to be dead.
+
+    Raises what torch raises where the store does not answer.
+    """
+    if isinstance(handler, DynamicRendezvousHandler):
+        handler._stop_heartbeats()
+        handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + timeout_s)
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | None"]
+"""Of a command, its environment and files for stdout and stderr: the process, or None where torch is to start it."""
+
+_start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
+_starting = threading.Lock()
+_starts = 0  # how many agents of this process start workers at this moment
+
+
+class _Handler(SubprocessHandler):
+    """Torch's handler of one command, whose process may be there already."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        start = _start.get()
+        found = start(args, env, self._stdout, self._stderr) if start is not None else None
+        return found if found is not None else super()._popen(args, env)
+
+
+@contextmanager
+def started_by(start: Start | None) -> Iterator[None]:
+    """Inside, `start` is asked for the process of each command that this thread has torch start."""
+    global _starts
+    current = getattr(multiprocessing, "get_subprocess_handler", None)
+    if start is None or current not in (get_subprocess_handler, _Handler):  # None, or somebody else's
+        if start is not None:
+            logger.warning("workers are started without warm standbys: torch's get_subprocess_handler is %r", current)
+        yield
+        return
+    with _starting:
+        _starts += 1
+        multiprocessing.get_subprocess_handler = _Handler
+    token = _start.set(start)
+    try:
+        yield
+    finally:
+        _start.reset(token)
+        with _starting:
+            _starts -= 1
+            if not _starts:
+                multiprocessing.get_subprocess_handler = current if current is not _Handler else get_subprocess_handler
 
 
 class AgentSeam(LocalElasticAgent, metaclass=OneShot):
@@ -170,6 +235,10 @@ class AgentSeam(LocalElasticAgent, metaclass=OneShot):
     @property
     def remaining_restarts(self) -> int:
         return self._remaining_restarts
+
+    def shorten_shutdown(self, seconds: float) -> None:
+        """What a stop after a signal may take at most; torch 2.12 and newer."""
+        self._shutdown_timeout: int = min(int(self.shutdown_timeout_s), max(1, int(seconds)))
 
     @property
     def leads_groups(self) -> bool:

@@ -236,7 +236,8 @@ def chosen_checkpoint(args: argparse.Namespace, device: torch.device) -> str | N
     choice: list[str | None] = [None]
     if dist.get_rank() == 0 and args.resume == "auto":
         complete = [str(path) for path in checkpoints(args.checkpoint_dir) if is_complete(path)]
-        choice = [os.environ.get("ELASTIC_EXT_RESUME_FROM") or (complete[-1] if complete else None)]
+        # The agent's word, where there is one; an empty one says: from nothing.
+        choice = [os.environ.get("ELASTIC_EXT_RESUME_FROM", complete[-1] if complete else None) or None]
     dist.broadcast_object_list(choice, src=0, device=device)
     path = choice[0]
     if path and "://" not in path and not is_complete(Path(path)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.etcd_server import EtcdServer
+from tests.s3 import S3Server
 
 TEARDOWN_TIMEOUT_S = 180
 
@@ -28,3 +30,50 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
     """An etcd of the test's own, which it may kill."""
     with EtcdServer(tmp_path / "etcd") as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One for all tests of this process; ask for `s3` to use it."""
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket of the test's own; this process and what it starts finds the server by the environment."""
+    import s3fs
+
+    for name, value in s3_server.environ.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # each fsspec filesystem keeps the endpoint that it was made with
+    return s3_server.bucket()
+
+
+# Real jobs of half a minute and more whose kind has a shorter test: `make chaos` runs them, `make test` keeps under 20 minutes.
+LONG = {
+    "test_tiers.py": ("replaced_node", "copier_is_killed", "right_after_a_save", "full_local_disk"),
+    "test_checkpointer.py": ("lose_nothing_that_was_committed[s3]", "4_then_2_then_3_ranks[s3]"),
+    "test_integrations.py": ("told_to_leave", "not_the_best", "in_the_background", "[pytorch_lightning]"),
+    "test_hang.py": ("[loop", "[data", "starved", "patient", "goes_on_in_a_new_round", "[c10d"),
+    "test_standby.py": ("[gloo-8]", "[ddp-2]", "leave_nothing_behind", "that_a_module_of_the_script_sets", "are_replaced"),
+    "test_save_command.py": ("overlap",),
+    "test_c10d_failures.py": (
+        "may_come_back",
+        "of_the_store_stays",
+        "outlives_an_agent",
+        "without_the_store",
+        "waits_for_a_place",
+    ),
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long ones only with ELASTIC_EXT_TEST_LONG=1, and then nothing else; a test that is named by its id is always run."""
+    if any("::" in each for each in config.args):
+        return
+    wanted = os.environ.get("ELASTIC_EXT_TEST_LONG") == "1"
+    others = [item for item in items if any(part in item.name for part in LONG.get(item.path.name, ())) != wanted]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]

@@ -23,13 +23,16 @@ STOCK = [*TORCHRUN, "--standalone"]
 EXT = [*TORCHRUN, "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
 AGENT = [sys.executable, "-m", "elastic_ext.agent"]
 
+# Of every job here.
+DEFAULTS = {"OMP_NUM_THREADS": "1", "ELASTIC_EXT_METRICS_PORT": "0"}
+
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without what would leak into the job; any free metrics port, so that jobs do not meet."""
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "PYTEST"))
     }
-    env.update({"OMP_NUM_THREADS": "1", "ELASTIC_EXT_METRICS_PORT": "0", **variables})
+    env.update({**DEFAULTS, **variables})
     return env
 
 

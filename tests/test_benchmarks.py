@@ -43,6 +43,13 @@ def test_restart_reliability(tmp_path):
     assert record["stock"] == {"clean": 0, "burned": 0, "hung": 0, "failed": 0, "tries": 0}
 
 
+def test_verdict(tmp_path):
+    record = result("verdict.py", tmp_path, "--repeat=1")
+    assert record["sides"]["ours"]["codes"] == ["65"]
+    assert record["sides"]["ours"]["verdict_s"] > 0
+    assert record["sides"]["stock"]["codes"] == ["1"]
+
+
 @pytest.mark.parametrize(
     ("returncode", "attempts", "expected"),
     [
@@ -62,7 +69,7 @@ def test_restart(tmp_path):
     record = result("restart.py", tmp_path, "--repeat=1", "--rows=sigkill")
     [row] = record["rows"]
     assert row["row"] == "sigkill"
-    for agent in ("ours", "stock"):
+    for agent in ("warm", "ours", "stock"):
         side = row[agent]
         assert side["lost"] == 0
         assert tuple(side["phases_s"]) == restart.PHASES
@@ -83,11 +90,12 @@ def test_a_recovery_ends_with_the_last_rank_of_the_first_attempt_that_came_up():
     def stamps(attempt, rank, *ns):
         return [jobs.Stamp(attempt, rank, event, at) for event, at in zip(restart.EVENTS, ns, strict=False)]
 
-    burned = stamps(1, 0, 10, 20, 30, 40) + stamps(1, 1, 10, 20, 30)
-    good = stamps(2, 0, 10**9, 2 * 10**9, 4 * 10**9, 5 * 10**9) + stamps(2, 1, 10**9, 3 * 10**9, 3 * 10**9, 6 * 10**9)
+    burned = stamps(1, 0, 10, 20, 30, 40, 50) + stamps(1, 1, 10, 20, 30)
+    one = stamps(2, 0, 10**9, 2 * 10**9, 4 * 10**9, 5 * 10**9, 7 * 10**9)
+    good = one + stamps(2, 1, 10**9, 3 * 10**9, 3 * 10**9, 6 * 10**9, 6 * 10**9)
     fault = jobs.Stamp(0, 1, "fault", 0)
     found = restart.recovery([fault, *burned, *good])
-    assert found == restart.Recovery(2, {"agent": 1.0, "interpreter": 2.0, "torch": 1.0, "collective": 2.0})
+    assert found == restart.Recovery(2, {"agent": 1.0, "interpreter": 2.0, "torch": 1.0, "collective": 2.0, "steps": 1.0})
     assert restart.recovery([fault, *burned]) is None
     assert restart.recovery(good) is None
 
@@ -147,3 +155,13 @@ def test_code_bug_waste(tmp_path):
     assert (ours["returncode"], ours["restarts"]) == (65, 0)
     assert (stock["returncode"], stock["restarts"]) == (1, 1)
     assert record["rows"]["flaky-once"]["ours"]["returncode"] == 0
+
+
+def test_checkpoints(tmp_path):
+    record = result("checkpoints.py", tmp_path, "--count=30", "--megabytes=16", "--repeat=1", "--rows=choose")
+    assert record["rows"]["choose"].keys() == {"elastic_ext", "torch.save", "Hugging Face"}
+    assert record["kept"] is True
+    import checkpoints
+
+    assert checkpoints.kept({"verify": {"verify_by_read": 1.31}}, 0) is False
+    assert checkpoints.kept({"choose": {"a": {"median_s": 1.1}}}, 10_000) is False

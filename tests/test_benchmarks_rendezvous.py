@@ -45,6 +45,14 @@ def test_rendezvous(tmp_path):
             assert row[side][part]["seconds"] > 0
             assert row[side][part]["operations_node"] > 0
             assert row[side][part]["bytes_node"] > 0
+    for side, grants in (("sketch", 1.0), ("grouped sketch", 2 / AGENTS)):
+        assert row[side]["why"] == ""
+        assert row[side]["rejoin"] is None
+        assert row[side]["form"]["seconds"] > 0
+        # For each agent a watch; the leader has one more.
+        assert row[side]["form"]["methods_node"]["Watch"] == pytest.approx(1 + 1 / AGENTS)
+        assert row[side]["form"]["methods_node"]["LeaseGrant"] == pytest.approx(grants)
+    assert record["reached"]["times_the_sketch"][str(AGENTS)] > 0
     form, rejoin = row["ours"]["form"]["methods_node"], row["ours"]["rejoin"]["methods_node"]
     assert form["LeaseGrant"] >= 1  # each its own
     assert form["Watch"] >= 2
@@ -59,7 +67,10 @@ def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
     [row] = record["rows"]
     assert row["ours"]["form"] is None
     assert "agents joined round 1 in 0.001 s" in row["ours"]["why"]
-    assert row["ours"]["why"] in (tmp_path / "rendezvous.md").read_text()
+    assert "did not form in 0.001 s" in row["sketch"]["why"]
+    for side in ("ours", "sketch"):
+        assert row[side]["why"] in (tmp_path / "rendezvous.md").read_text()
+    assert record["reached"]["within_3_times_the_sketch"] is False
 
 
 def test_steady_state(tmp_path):
@@ -88,14 +99,18 @@ def phase(seconds: float, operations: float = 5.0, bytes_node: float = 1000.0) -
 
 
 def test_the_verdict_holds_what_was_aimed_at():
+    floor = rendezvous.Outcome(phase(0.05), None)
     good = {"ours": rendezvous.Outcome(phase(0.1), phase(0.1)), "stock": rendezvous.Outcome(phase(4.0), phase(10.0))}
+    good["sketch"] = floor
     reached = rendezvous.verdict({128: good})
     assert reached["within_3_times_the_sketch"] is True
     assert reached["rejoin_128_50_times_faster"] is True
     assert reached["operations_10_or_fewer"] is True
     slow = {"ours": rendezvous.Outcome(phase(0.2, 11.0), None, "late"), "stock": rendezvous.Outcome(None, None, "late")}
+    slow["sketch"] = floor
     reached = rendezvous.verdict({128: slow, 256: good})
-    assert reached["times_the_sketch"] == {"128": 4.0}
+    assert reached["times_the_sketch"] == {"128": 4.0, "256": 2.0}
+    assert reached["times_the_figures_of_DESIGN"] == {"128": 4.0}
     assert reached["within_3_times_the_sketch"] is False
     assert reached["rejoin_128_50_times_faster"] is None
     assert reached["operations_10_or_fewer"] is False
@@ -105,6 +120,8 @@ def test_a_try_that_failed_counts_as_the_slowest():
     tries = [rendezvous.Outcome(phase(1.0), None, "late"), *(rendezvous.Outcome(phase(1.0), phase(s)) for s in (3.0, 2.0))]
     assert rendezvous.middle(tries).rejoin == phase(3.0)
     assert rendezvous.middle(tries[:1]).why == "late"
+    floors = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
+    assert rendezvous.fastest(floors) == floors[2]
 
 
 def test_traffic_is_read_from_etcds_metrics():

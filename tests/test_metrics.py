@@ -75,12 +75,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_what_the_supervisor_tells_is_shown() -> None:
-    metrics = agent(progress=lambda: [WorkerProgress(0, 12, 0.5), WorkerProgress(1, 0, None)])
+    metrics = agent(progress=lambda: [WorkerProgress(0, 12, 0.5, 0.2, 1.5), WorkerProgress(1, 0, None, None, None, 8, 3)])
     metrics.restarted("code")
     metrics.restarted("membership")
     metrics.restarted("membership")
     metrics.failed("unknown")
     metrics.round_started(3, 16)
+    metrics.worker_started("cold", "none was ready")
+    metrics.standbys(2, 1 << 20)
     metrics.workers(running=2)
     metrics.workers(failed=1, stopped=1)
     metrics.put("torchelastic", "workers.default.run_total", 1)
@@ -91,11 +93,17 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     name = (("group", "torchelastic"), ("name", "workers.default.run_total"))
     assert {key: value for key, value in found.items() if key not in seconds} == {
         ("elastic_ext_info", (("node", "n0"), ("run_id", "job1"), ("torch", "2.13.0"), ("version", "1.2"))): 1,
+        ("elastic_ext_worker_saved_step", (("local_rank", "1"),)): 8,
+        ("elastic_ext_worker_failed_saves", (("local_rank", "0"),)): 0,
+        ("elastic_ext_worker_failed_saves", (("local_rank", "1"),)): 3,
         ("elastic_ext_restarts_total", (("kind", "code"),)): 1,
         ("elastic_ext_restarts_total", (("kind", "membership"),)): 2,
         ("elastic_ext_failures_total", (("kind", "unknown"),)): 1,
         ("elastic_ext_round", ()): 3,
         ("elastic_ext_world_size", ()): 16,
+        ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "none was ready"))): 1,
+        ("elastic_ext_standbys", ()): 2,
+        ("elastic_ext_standby_memory_bytes", ()): 1 << 20,
         ("elastic_ext_workers", (("state", "running"),)): 0,
         ("elastic_ext_workers", (("state", "stopped"),)): 1,
         ("elastic_ext_workers", (("state", "succeeded"),)): 0,
@@ -105,6 +113,8 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_worker_steps_total", (("local_rank", "0"),)): 12,
         ("elastic_ext_worker_steps_total", (("local_rank", "1"),)): 0,
         ("elastic_ext_worker_last_step_age_seconds", (("local_rank", "0"),)): 0.5,
+        ("elastic_ext_worker_step_seconds", (("local_rank", "0"),)): 0.2,
+        ("elastic_ext_worker_step_skew", (("local_rank", "0"),)): 1.5,
     }
 
 

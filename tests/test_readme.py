@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
 from tests.etcd_server import EtcdServer
-from tests.jobs import Job, environment
+from tests.jobs import TORCHRUN, Job, environment
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -100,11 +100,37 @@ def test_curl(tmp_path):
         # A restart, a failure, a step: shown from the first one on.
         later = {name for name in named if name not in out}
         assert later <= {"elastic_ext_restarts_total", "elastic_ext_failures_total", "elastic_ext_worker_steps_total",
-                         "elastic_ext_worker_last_step_age_seconds"}  # fmt: skip
+                         "elastic_ext_worker_last_step_age_seconds", "elastic_ext_worker_step_seconds",
+                         "elastic_ext_worker_step_skew"}  # fmt: skip
+
+
+def test_a_save_is_asked_for(server, tmp_path):
+    (command,) = [command for command in COMMANDS if command.startswith("elastic-ext checkpoints save")]
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job1", "--rdzv-backend=ext_etcd"]
+    script = ROOT / "tests" / "scripts" / "saving_job.py"
+    with Job([*TORCHRUN, *where, "--nproc-per-node=2", script, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
+        job.wait_for("steps", 2)
+        command = command.replace("localhost:2379", server.endpoint)
+        done = subprocess.run(
+            ["sh", "-c", command], env=shell(tmp_path), capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "saved.0.0").read_text() == (tmp_path / "saved.0.1").read_text() == done.stdout
+        (tmp_path / "stop").touch()
+        assert job.finish().returncode == 0
+
+
+def test_the_callbacks_are_used_as_shown():
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "integrations" in block]
+    shown = [line for block in blocks for line in block.splitlines()]
+    jobs = "".join((ROOT / "tests" / "scripts" / name).read_text() for name in ("hf_job.py", "lightning_job.py"))
+    assert len(shown) == 8
+    assert all(line in jobs for line in shown if line.startswith("from "))
+    assert all("resume_from" not in line or line[line.index("elastic_ext") :] in jobs for line in shown)
 
 
 def test_every_command_is_covered():
-    covered = ("make demo", "curl ")
+    covered = ("make demo", "curl ", "elastic-ext checkpoints save")
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 

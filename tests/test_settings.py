@@ -60,7 +60,7 @@ def test_switches(text):
 def test_what_is_no_setting_is_left_alone():
     environ = {
         "ELASTIC_EXT_WORKER": "{}",
-        "ELASTIC_EXT_RESUME_FROM": "/x",
+        "ELASTIC_EXT_RESUME_FROM": "/x",  # what the agent above has told this worker
         "ELASTIC_EXT_RESUME_STEP": "1",
         # a Kubernetes Service called "elastic-ext-store"
         "ELASTIC_EXT_STORE_SERVICE_HOST": "10.0.0.1",
@@ -72,6 +72,8 @@ def test_what_is_no_setting_is_left_alone():
         "ELASTIC_EXT_METRICS_SERVICE_HOST": "10.0.0.7",
     }
     assert settings.read({}, environ) == settings.Settings()
+    del environ["ELASTIC_EXT_WORKER"]
+    assert settings.read({}, environ) == settings.Settings(resume_from="/x")
 
 
 @pytest.mark.parametrize(

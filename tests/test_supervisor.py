@@ -484,7 +484,7 @@ def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
     options = [f"--rdzv-conf=checkpoint_dir={checkpoints}", "--nproc-per-node=1", "--max-restarts=1", str(script)]
     job = run([*EXT, *options], tmp_path)
     assert job.returncode == 0, job.all
-    assert re.findall("resume .*", job.out) == ["resume 0 None None", f"resume 1 {checkpoints}/step_7.pt 7"]
+    assert re.findall("resume .*", job.out) == ["resume 0  None", f"resume 1 {checkpoints}/step_7.pt 7"]
     assert "step_9.pt" in job.err
     torch.load(checkpoints / "step_7.pt")
     assert sorted(os.listdir(checkpoints)) == ["step_7.pt", "step_9.pt"]
@@ -510,3 +510,21 @@ def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group, fault, told):
     job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path)
     assert job.returncode == 0, job.all
     assert told in job.err
+
+
+ROUND_FILES = """
+import json, os
+told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+run_dir = os.path.dirname(os.path.dirname(os.path.dirname(told["stderr"])))
+print("kept", attempt, sorted(name for name in os.listdir(run_dir) if name.startswith("attempt_")), flush=True)
+os._exit(attempt + 20 if attempt < 3 else 0)
+"""
+
+
+def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(ROUND_FILES)
+    job = run([*EXT, "--max-restarts=3", script], tmp_path)
+    assert job.returncode == 0, job.all
+    assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(4)]

@@ -38,11 +38,22 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """One worker at the time of a scrape. ``last_step_age_s``: seconds since its last optimizer step, None before the first."""
+    """One worker at the time of a scrape.
+
+    Attributes:
+        last_step_age_s: seconds since its last optimizer step, None before the first.
+        step_s: seconds that a step has taken lately; skew: that by the median of the workers of this agent. None: not known.
+        saved_step: of the last checkpoint that it has seen committed, None before the first.
+        failed_saves: since then.
+    """
 
     local_rank: int
     steps: int
     last_step_age_s: float | None
+    step_s: float | None = None
+    skew: float | None = None
+    saved_step: int | None = None
+    failed_saves: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,21 @@ _FAMILIES = {
     "elastic_ext_round": _Family(GaugeMetricFamily, "The rendezvous round."),
     "elastic_ext_world_size": _Family(GaugeMetricFamily, "Workers in this round, over all nodes."),
     "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent by state.", ("state",)),
+    "elastic_ext_worker_starts": _Family(
+        CounterMetricFamily, "Workers started by a warm standby, or cold and why.", ("how", "reason")
+    ),
+    "elastic_ext_standbys": _Family(GaugeMetricFamily, "Warm standbys that wait."),
+    "elastic_ext_standby_memory_bytes": _Family(
+        GaugeMetricFamily, "Memory of the warm standbys and their server, pages that they share counted once."
+    ),
+    "elastic_ext_checkpoint_copied_bytes": _Family(CounterMetricFamily, "Bytes sent from local_dir to checkpoint_dir."),
+    "elastic_ext_checkpoint_copy_failures": _Family(CounterMetricFamily, "Attempts to copy checkpoints that failed."),
+    "elastic_ext_checkpoint_copy_lag_steps": _Family(
+        GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
+    ),
+    "elastic_ext_checkpoint_copy_lag_seconds": _Family(
+        GaugeMetricFamily, "For how long the oldest checkpoint that is still to be copied has waited."
+    ),
     "elastic_ext_torchelastic_last_value": _Family(
         GaugeMetricFamily, "The last value given to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
     ),
@@ -75,6 +101,16 @@ _WORKER_FAMILIES = {
     ),
     "elastic_ext_worker_last_step_age_seconds": _Family(
         GaugeMetricFamily, "Time since the worker's last optimizer step.", ("local_rank",)
+    ),
+    "elastic_ext_worker_step_seconds": _Family(GaugeMetricFamily, "Time of an optimizer step lately.", ("local_rank",)),
+    "elastic_ext_worker_step_skew": _Family(
+        GaugeMetricFamily, "Time of an optimizer step lately, by the median of this agent's workers.", ("local_rank",)
+    ),
+    "elastic_ext_worker_saved_step": _Family(
+        GaugeMetricFamily, "Step of the last checkpoint that this worker has seen committed.", ("local_rank",)
+    ),
+    "elastic_ext_worker_failed_saves": _Family(
+        GaugeMetricFamily, "Checkpoints that failed since the last one was committed; 3 and more are an alarm.", ("local_rank",)
     ),
 }
 _RECOVERY = "elastic_ext_recovery_seconds"
@@ -111,6 +147,7 @@ class AgentMetrics(Collector):
         self._full = False
         self.round_started(0, 0)
         self.workers()
+        self.standbys(0, 0)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -134,10 +171,28 @@ class AgentMetrics(Collector):
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
+    def worker_started(self, how: str, reason: str) -> None:
+        """``how``: warm or cold. ``reason``: of a cold start."""
+        self._add("elastic_ext_worker_starts", (_label(how), _label(reason)))
+
+    def standbys(self, count: int, used_bytes: int) -> None:
+        """How many warm standbys wait, and what they use with their server."""
+        with self._lock:
+            self._values["elastic_ext_standbys"][()] = count
+            self._values["elastic_ext_standby_memory_bytes"][()] = used_bytes
+
     def phase(self, name: str, seconds: float) -> None:
         """One phase of a recovery took ``seconds``. Raises KeyError for a name that is not in PHASES."""
         with self._lock:
             self._recovery[name].observe(seconds)
+
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool) -> None:
+        """The copier of checkpoints has sent so many bytes more. lag_steps: None: there is nothing in checkpoint_dir yet."""
+        with self._lock:
+            self._add("elastic_ext_checkpoint_copied_bytes", (), size)
+            self._add("elastic_ext_checkpoint_copy_failures", (), int(failed))
+            self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
+            self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value given to torchelastic's put_metric, which takes anything: what is no number is dropped.
@@ -164,10 +219,10 @@ class AgentMetrics(Collector):
                 *labels,
             )
 
-    def _add(self, name: str, labels: Labels) -> None:
+    def _add(self, name: str, labels: Labels, count: int = 1) -> None:
         with self._lock:
             values = self._values[name]
-            values[labels] = values.get(labels, 0) + 1
+            values[labels] = values.get(labels, 0) + count
 
     def describe(self) -> Iterator[Metric]:
         """The families without their values; the registry asks for it when it registers a collector."""
@@ -194,14 +249,21 @@ class AgentMetrics(Collector):
         yield from self._collect_progress()
 
     def _collect_progress(self) -> Iterator[Metric]:
-        steps, ages = (family.new(name) for name, family in _WORKER_FAMILIES.items())
+        families = [family.new(name) for name, family in _WORKER_FAMILIES.items()]
+        steps, ages, times, skews, saved, failed = families
         for worker in self._progress():
             labels = (str(worker.local_rank),)
             steps.add_metric(labels, worker.steps)
             if worker.last_step_age_s is not None:
                 ages.add_metric(labels, worker.last_step_age_s)
-        yield steps
-        yield ages
+            if worker.step_s is not None:
+                times.add_metric(labels, worker.step_s)
+            if worker.skew is not None:
+                skews.add_metric(labels, worker.skew)
+            if worker.saved_step is not None:
+                saved.add_metric(labels, worker.saved_step)
+            failed.add_metric(labels, worker.failed_saves)
+        yield from families
 
 
 class _Histogram:

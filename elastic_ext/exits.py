@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.errors import ElasticExtError
-from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, EXIT_CODES
+from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _code: int | None = None  # of a verdict that ends the job: it holds though a si
 
 
 def use(preset: str) -> None:
-    """From now on an unhandled exception of a job ends this process with the code of its cause. preset: one of EXIT_CODES."""
+    """From now on an unhandled exception of a job ends this process with the code of its cause. preset: of policy.EXIT_CODES."""
     global _preset, _code
     _preset, _code = preset, None
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
@@ -82,7 +82,7 @@ def of(error: BaseException) -> int | None:
         if found is None:
             return None
         code = found
-    return EXIT_CODES[_preset].get(code, code)
+    return exit_code_for(code, _preset)
 
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -42,6 +42,12 @@ EXIT_CODES: dict[str, dict[int, int]] = {
     "kubeflow": {EX_NODE: 128 + EX_NODE, EX_TRY_AGAIN: 128 + EX_TRY_AGAIN, EX_USER: 2},
 }
 
+
+def exit_code_for(code: int, preset: str) -> int:
+    """What a scheduler is told in place of `code`. preset: one of EXIT_CODES."""
+    return EXIT_CODES[preset].get(code, code)
+
+
 # A deterministic failure is the code's, but for these, which say more than "code".
 _KIND_STAYS = frozenset({HOST_MEMORY, DEVICE_MEMORY, NUMERIC, STORAGE})
 _EXIT_OF_KIND = {CODE: EX_CODE, DATA: EX_CODE, USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
@@ -166,7 +172,7 @@ def decide(
         action,
         outcome.kind,
         outcome.reason,
-        EXIT_CODES[exit_codes].get(outcome.exit_code, outcome.exit_code) if action is Action.STOP else None,
+        exit_code_for(outcome.exit_code, exit_codes) if action is Action.STOP else None,
         outcome.rule,
         outcome.verdict in _CHARGED,
         outcome.verdict,

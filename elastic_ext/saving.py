@@ -10,15 +10,14 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
+from elastic_ext import round_store
 from elastic_ext.failures.sources import slurm
 from elastic_ext.workers.progress import Progress, ProgressBoard
 
 logger = logging.getLogger(__name__)
 
-STORE_S = timedelta(seconds=10)  # that the store of the round has to answer
 STEPS_TO_AGREE = 3  # a request is seen after one step at most, agreed for the next, and one is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
 
@@ -98,14 +97,11 @@ class SaveOnDemand:
             self._thread.start()
 
     def _say(self) -> None:
-        from torch.distributed import PrefixStore, TCPStore
-
         store: Any = None
         while (number := self._to_say.get()) is not None:
             try:
                 if store is None:
-                    plain = TCPStore(*self._store_at, is_master=False, wait_for_workers=False, timeout=STORE_S)
-                    store = PrefixStore("elastic_ext", plain)
+                    store = round_store.connect(*self._store_at)
                 if store.add(f"save/{number}/acks", 1) == self._nodes:
                     store.set(f"save/{number}/go", "1")
             except (RuntimeError, ValueError) as error:

@@ -271,7 +271,7 @@ class Supervisor(AgentSeam):
         return RunResult(WorkerState.FAILED, failures=self._told(verdict, verdict.decision, report.failure_elsewhere(verdict)))
 
     def _without_checkpoint(self, reason: str) -> job.Verdict:
-        code = policy.EXIT_CODES[self._settings.exit_codes].get(policy.EX_CODE, policy.EX_CODE)
+        code = policy.exit_code_for(policy.EX_CODE, self._settings.exit_codes)
         decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "no-checkpoint-left")
         return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
 
@@ -404,7 +404,7 @@ class Supervisor(AgentSeam):
         """What to do, for the whole job."""
         if result.state is WorkerState.UNHEALTHY:
             reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
-            code = policy.EXIT_CODES[self._settings.exit_codes].get(policy.EX_NODE, policy.EX_NODE)
+            code = policy.exit_code_for(policy.EX_NODE, self._settings.exit_codes)
             decision = Decision(Action.STOP, "hardware", reason, code, "kernel-sleep")
             return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
         with self._phase("verdict"):

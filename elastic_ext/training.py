@@ -21,9 +21,9 @@ import mmap
 import os
 import sys
 import time
-from datetime import timedelta
 from typing import Any
 
+from elastic_ext import round_store
 from elastic_ext.errors import UsageError
 from elastic_ext.workers import bootstrap, news
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 CLOCK_S = 0.001  # what may be lost in adding and subtracting times
 _PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")
-STORE_S = timedelta(seconds=10)  # that the store of the round has to answer
 
 
 def resume_from() -> str | None:
@@ -178,10 +177,7 @@ class _Boundaries:
 
     def _connected(self) -> Any:
         if self._store is None:
-            from torch.distributed import PrefixStore, TCPStore
-
-            store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=STORE_S)
-            self._store = PrefixStore("elastic_ext", store)
+            self._store = round_store.connect(self._host, self._port)
         return self._store
 
     def saved(self, step: int, seconds: float) -> None:

@@ -33,7 +33,7 @@ from elastic_ext.checkpoints import catalog, state, tiers, writer
 from elastic_ext.checkpoints.formats import OWN
 from elastic_ext.checkpoints.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, order_of
-from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage
 from elastic_ext.checkpoints.writer import CheckpointError, Failure, Kind, LocalTier, Outcome, Ranks, Staged
 from elastic_ext.errors import UsageError
 
@@ -216,8 +216,7 @@ class Checkpointer:
         return local, offer.name
 
     def _load_chosen(self, path: str) -> Position:
-        parent, _, name = path.rstrip("/").rpartition("/")
-        storage = open_storage(parent or ".")
+        storage, name = open_parent(path)
         return self._put_in_place(storage, name, self._checked(storage, name))
 
     def _on_nodes(self, storage: Storage) -> LocalTier | None:

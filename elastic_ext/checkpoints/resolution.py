@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from elastic_ext.checkpoints import catalog, detect, discovery, tiers
 from elastic_ext.checkpoints.discovery import NONE, Choice, Wanted
+from elastic_ext.checkpoints.formats import Verdict
 from elastic_ext.checkpoints.manifest import order_of
-from elastic_ext.checkpoints.storage import FIRST_PAUSE, LONGEST_PAUSE, open_storage
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled
 from elastic_ext.checkpoints.tiers import Offer
 from elastic_ext.checkpoints.verify import Mode
 from elastic_ext.errors import BadCheckpoints, ElasticExtError, UsageError
@@ -219,21 +220,19 @@ def _placed(settings: Settings, found: Resumption) -> Resumption:
 
 def await_seen(path: str, deadline: float) -> None:
     """Wait until this node sees the checkpoint, complete. Raises UsageError when it does not by the deadline (monotonic)."""
-    folder, _, name = path.rstrip("/").rpartition("/")
-    storage, pause = open_storage(folder or "/"), FIRST_PAUSE
-    while True:
-        entry = storage.wait_for(name, deadline)
-        verdict = detect.check(storage, entry, detect.plugins()) if entry is not None else None
-        if verdict is not None and verdict.complete:
-            return
-        if time.monotonic() >= deadline:
-            seen = verdict.reason if verdict is not None else "nothing there"
-            raise UsageError(
-                f"{platform.node()} does not see the checkpoint {path} that the other nodes resume from ({seen}): put "
-                "checkpoint_dir on storage that every node mounts"
-            )
-        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(2 * pause, LONGEST_PAUSE)
+    storage, name = open_parent(path)
+
+    def look() -> Verdict | None:
+        entry = storage.stat(name)
+        return detect.check(storage, entry, detect.plugins()) if entry is not None else None
+
+    verdict = polled(look, lambda seen: seen is not None and seen.complete, deadline)
+    if verdict is None or not verdict.complete:
+        seen = verdict.reason if verdict is not None else "nothing there"
+        raise UsageError(
+            f"{platform.node()} does not see the checkpoint {path} that the other nodes resume from ({seen}): put "
+            "checkpoint_dir on storage that every node mounts"
+        )
 
 
 def put_aside(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
@@ -255,17 +254,15 @@ def put_aside(settings: Settings, resumed_from: str, newest: bool, reason: str) 
         newest_local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "") if settings.local_dir else ""
         if _order(newest_local) > _order(path.rpartition("/")[2]):
             # Barred in both tiers, by its name: it may be on its way to the remote one.
-            storage = open_storage(settings.checkpoint_dir)
-            catalog.quarantine(storage, newest_local, reason, f"{platform.node()} pid {os.getpid()}")
-            logger.warning("checkpoint %s is put aside: %s; the one before it will be used", newest_local, reason)
-            return newest_local
+            return _quarantined(open_storage(settings.checkpoint_dir), newest_local, reason)
     if not path:
         return None
-    folder, _, name = path.rstrip("/").rpartition("/")
-    storage = open_storage(folder or "/")
+    storage, name = open_parent(path)
     entry = storage.stat(name)
-    if entry is None:
-        return None
-    catalog.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", detect.check(storage, entry).written_at)
-    logger.warning("checkpoint %s is put aside: %s; the one before it will be used", path, reason)
+    return None if entry is None else _quarantined(storage, name, reason, detect.check(storage, entry).written_at)
+
+
+def _quarantined(storage: Storage, name: str, reason: str, written_at: float | None = None) -> str:
+    catalog.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at)
+    logger.warning("checkpoint %s is put aside: %s; the one before it will be used", storage.path(name), reason)
     return name

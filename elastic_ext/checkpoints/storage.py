@@ -15,16 +15,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from elastic_ext.errors import UsageError
 
+Seen = TypeVar("Seen")
+
 READ_BLOCK = 8 << 20  # bytes that one request to an object store asks for
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks of `wait_for`
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks of `polled`
 
 # Where the filesystems of fsspec keep the time of the last change: local mtime, s3fs LastModified, abfs last_modified,
 # gcsfs updated, sftp mtime, memory only created.
@@ -109,14 +111,25 @@ class Storage:
 
         deadline: as `time.monotonic` tells the time. Looks at least once, then after pauses that grow up to LONGEST_PAUSE.
         """
-        pause = FIRST_PAUSE
-        while True:
-            found = self.stat(name)
-            left = deadline - time.monotonic()
-            if found is not None or left <= 0:
-                return found
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+        return polled(lambda: self.stat(name), lambda found: found is not None, deadline)
+
+
+def polled(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
+    """Look until it is enough or the deadline (monotonic) is over; return what was seen last. No storage tells of a change."""
+    pause = FIRST_PAUSE
+    while True:
+        seen = look()
+        left = deadline - time.monotonic()
+        if enough(seen) or left <= 0:
+            return seen
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def open_parent(path: str) -> tuple[Storage, str]:
+    """The storage of the directory that a path or a URL is in, and its name there. Raises UsageError."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return open_storage(folder or ("/" if path.startswith("/") else ".")), name
 
 
 def open_storage(checkpoint_dir: str) -> Storage:

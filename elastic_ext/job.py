@@ -281,5 +281,5 @@ def _read(text: str, what: str) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise LedgerError(f"this is no {what} of elastic_ext: {error!r}") from error
     if schema != SCHEMA:
-        raise LedgerError(f"a {what} of schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext")
+        raise LedgerError(f"a {what} of schema {schema!r}, expected {SCHEMA}: all nodes of a job need the same elastic_ext")
     return data

@@ -169,8 +169,8 @@ def changed(random_, value):
     return random_.choice([None, True, -1, 1 << 70, 0.5, "", "\udce9\x1b[2J", "stop", [], {}, [[]], {"x": 1}, ["x"], "y" * 5000])
 
 
-def test_records_of_others_are_read_or_refused_and_never_end_the_leader():
-    """10,000 reports and ledgers, with one part or several replaced by what it may not be."""
+def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
+    """10,000 reports and ledgers, with one part or several replaced by what it may not be. What is logged is fit for a terminal."""
     random_ = random.Random(4)
     good = report("ha", "KeyError", "x", node="ha", xids=(44,))
     ledger, _ = judge({"a": good, "b": report("hb", **PEER)}, Ledger(), RULES, 1)
@@ -181,6 +181,7 @@ def test_records_of_others_are_read_or_refused_and_never_end_the_leader():
         after, verdict = judge({"a": report_of(json.dumps(told), 3)}, ledger_of(json.dumps(kept)), RULES, 2)
         job.decode_verdict(job.encode_verdict(verdict))
         job.decode_ledger(job.encode_ledger(after))
+    assert [told for told in caplog.messages if not told.isprintable()] == []
 
 
 def test_the_wait_grows_to_its_limit_and_progress_ends_it():

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from elastic_ext.checkpoints import discovery
 from elastic_ext.errors import UsageError
 from elastic_ext.policy import NO_LIMIT
-from elastic_ext.settings import Settings
+from elastic_ext.settings import SECRET_VARIABLES, Settings
+from elastic_ext.workers.standbys import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,30 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
         module = ("-m",) if program.is_module else ()
         spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
     return spec
+
+
+def standbys(spec: WorkerSpec, settings: Settings, token: str) -> Wanted | str:
+    """What warm standbys of a prepared spec stand by for, or why there are none. token: of the agent."""
+    if not settings.standby or not settings.bootstrap:
+        return "off"
+    program = python_program(spec.entrypoint, spec.args)
+    if program is None or program.program != BOOTSTRAP:
+        return "not a Python program"
+    return Wanted(
+        python=(str(spec.entrypoint), *program.options),
+        bootstrap=BOOTSTRAP,
+        program=tuple(map(str, program.args)),
+        workers=spec.local_world_size,
+        preload=settings.preload or (),
+        exclude=settings.preload_exclude or (),
+        environ=lambda: {**os.environ, **blanked_secrets(os.environ)},
+        token=token,
+    )
+
+
+def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a worker, which inherits what it is not given."""
+    return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:

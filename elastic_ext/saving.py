@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ext import round_store
 from elastic_ext.failures.sources import slurm
@@ -70,6 +70,14 @@ def grace_s(platform_grace_s: float | None, shutdown_timeout_s: float, environ: 
     return min(known)
 
 
+class Job(Protocol):
+    """What is used of the rendezvous handler."""
+
+    @property
+    def save_wanted(self) -> int: ...
+    def saved(self, number: int, step: int) -> None: ...
+
+
 class SaveOnDemand:
     """One round's requests. Invariants: a request is in the words of all workers of a node before that node has said so; each
     node says so of each number, those that it has never seen because a greater one came at once, too.
@@ -79,8 +87,21 @@ class SaveOnDemand:
         """workers: of this node. nodes: of the round. store_at: host and port of its store."""
         self._board, self._workers, self._nodes, self._store_at = board, workers, nodes, store_at
         self._shown = 0
+        self._kept = 0  # the last one that this node has told the job of
         self._to_say: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def look(self, job: Job) -> str | None:
+        """Pass on what the job wants, and tell it what came of it; as `over`."""
+        wanted = job.save_wanted
+        if not wanted:
+            return None
+        self.show(wanted)
+        over = self.over(wanted)
+        if over == "kept" and self._kept != wanted:
+            self._kept = wanted
+            job.saved(wanted, max(self._board.read(slot).saved_step or 0 for slot in range(self._workers)))
+        return over
 
     def show(self, number: int) -> None:
         """A save with this number is wanted; the same may be said again and again. Returns at once."""

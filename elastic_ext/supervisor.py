@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,16 +25,16 @@ from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext import exits, job, launch, policy, saving
+from elastic_ext import exits, job, launch, policy, postmortem, saving
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import copier, resolution, tiers
 from elastic_ext.checkpoints.copier import Copier
 from elastic_ext.checkpoints.resolution import Place, Resumption
 from elastic_ext.errors import BadCheckpoints, JobStopped, UsageError
 from elastic_ext.failures import kinds, report, user_rules
-from elastic_ext.failures.classify import Diagnosis, classify, root_cause
-from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
-from elastic_ext.failures.host import Host, HostSays
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.host import Host
 from elastic_ext.failures.matching import ASKED
 from elastic_ext.failures.report import FailedWorker
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
@@ -51,9 +51,9 @@ from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.hang import Stuck
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.news import WorkerNews
-from elastic_ext.workers.processes import Exit, WorkerProcesses
+from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Leaving, ProgressBoard
-from elastic_ext.workers.standbys import Standbys, Wanted
+from elastic_ext.workers.standbys import Standbys
 from elastic_ext.workers.stderr_tail import StderrTails
 from elastic_ext.workers.watch import HangWatch
 
@@ -101,7 +101,6 @@ class Supervisor(AgentSeam):
         self._flight: FlightRecorder | None = None
         self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
         self._saves: SaveOnDemand | None = None
-        self._saved = 0  # number of the last save on demand that is complete
         self._copier: Copier | None = None
         self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
@@ -158,23 +157,11 @@ class Supervisor(AgentSeam):
 
     def _make_standbys(self) -> Standbys | None:
         """Before the first rendezvous: while that is under way they import what workers need."""
-        program = launch.python_program(self.spec.entrypoint, self.spec.args)
-        bootstrapped = program is not None and program.program == launch.BOOTSTRAP
-        if program is None or not bootstrapped or not self._settings.standby:
-            off = not self._settings.standby or not self._settings.bootstrap
-            logger.info("no warm standbys: %s", "they are turned off" if off else "they are for Python programs only")
-            self._cold = "off" if off else "not a Python program"
+        wanted = launch.standbys(self.spec, self._settings, self._token)
+        if isinstance(wanted, str):
+            logger.info("no warm standbys: %s", wanted)
+            self._cold = wanted
             return None
-        wanted = Wanted(
-            python=(str(self.spec.entrypoint), *program.options),
-            bootstrap=launch.BOOTSTRAP,
-            program=tuple(map(str, program.args)),
-            workers=self.spec.local_world_size,
-            preload=self._settings.preload or (),
-            exclude=self._settings.preload_exclude or (),
-            environ=_environ_of_workers,
-            token=self._token,
-        )
         return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
 
     def _asked_to_stop(self, error: SignalException) -> None:
@@ -223,7 +210,8 @@ class Supervisor(AgentSeam):
                 self._restart(MEMBERSHIP)
                 continue
             if result.state is WorkerState.HEALTHY:
-                self._look_at_saves()
+                if self._saves is not None:
+                    self._saves.look(self._handler)
                 self._look_for_hangs()
                 if self._copier is not None and self._board is not None:
                     self._copier.saved(sum(self._board.read(slot).saves for slot in range(self.spec.local_world_size)))
@@ -234,7 +222,7 @@ class Supervisor(AgentSeam):
                 if hangs:
                     self._end_hung()
                 self._end_workers()
-                if not hangs and not self._failed_before():
+                if not hangs and not postmortem.failed_by_itself(self._workers.exits, self._logs.error_files):
                     self._restart(MEMBERSHIP)
                     continue
                 self._host.ask()
@@ -242,8 +230,7 @@ class Supervisor(AgentSeam):
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; ours are still in view
                 self._end_workers()
             self._stderr.settle()
-            failed = self._gather(result)
-            cause, others = self._explain(failed)
+            cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
             logger.error("%s", report.block(cause, others, verdict, decision, self._handler.node_id))
@@ -316,89 +303,21 @@ class Supervisor(AgentSeam):
 
     # What happened, and what to do.
 
-    def _gather(self, result: RunResult) -> list[FailedWorker]:
-        """The evidence of every worker of this round that did not end well, judged one by one."""
-        failed = []
-        host = self._host.says()
-        for local_rank, pid in self._workers.pids.items():
-            exit_ = self._workers.exits.get(local_rank)
-            asked_to_end = result.state is WorkerState.UNHEALTHY and exit_ is not None and exit_.asked_ns is not None
-            if exit_ is not None and not exit_.failed and not asked_to_end and local_rank not in self._hung:
-                continue
-            rank = self.group.workers[local_rank].global_rank
-            exitcode = exit_.exitcode if exit_ is not None else -signal.SIGKILL
-            error_file = read_error_file(self._logs.error_files.get(local_rank, ""))
-            if exitcode is None:  # a function's process that torch or its forkserver has reaped: torch tells of one that failed
-                if rank in result.failures:
-                    exitcode = result.failures[rank].exitcode
-                elif error_file.data is not None:
-                    exitcode = 1
-                else:
-                    continue
-            evidence = self._evidence(rank, local_rank, exitcode, exit_, error_file, host)
-            diagnosis = classify(evidence, self._rules)
-            failed.append(FailedWorker(local_rank, pid, exitcode, error_file, diagnosis))
-        return failed
-
-    def _failed_before(self) -> bool:
-        """Whether one of the workers that were told to end had failed before that, by itself.
-
-        A worker closes its connections while it ends of an exception: so the others can fail of it, and break the round, before
-        its process is gone. What they fail of must not hide what it failed of.
-        """
-        return any(
-            exit_.exitcode is not None
-            and exit_.failed
-            and not exit_.was_asked(read_error_file(self._logs.error_files.get(local_rank, "")).raised_ns)
-            for local_rank, exit_ in self._workers.exits.items()
-        )
-
-    def _evidence(
-        self, rank: int, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile, host: HostSays
-    ) -> Evidence:
-        code, signal_name = exit_status(exitcode)
-        progress = self._board.read(local_rank) if self._board else None
-        if (hung := self._hung.get(local_rank)) is not None:
-            return self._evidence_of_hang(hung, host)
-        return Evidence(
-            rank=rank,
-            exit_code=code,
-            signal=signal_name,
-            exception=error_file.exception,
-            stderr_tail=self._stderr.tail(local_rank) or "",
-            # The count is of a whole group: it says nothing of a worker that ended otherwise.
-            oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
-            xids=host.xids,
-            gpu_recovery=host.gpu_recovery,
-            platform=host.platform,
+    def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
+        ended = postmortem.Round(
             node=self._handler.host,
-            step=progress.steps if progress and progress.pid else None,
-            first_step_done=progress.first_step_done if progress else None,
-            stopped_by_agent=exit_ is None or exit_.was_asked(error_file.raised_ns),
-            ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
+            host=self._host.says(),
+            pids=self._workers.pids,
+            ranks=self._ranks,
+            exits=self._workers.exits,
+            error_files=self._logs.error_files,
+            stderr=self._stderr,
+            board=self._board,
+            hung=self._hung,
+            torch_failures=result.failures,
+            all_asked=result.state is WorkerState.UNHEALTHY,
         )
-
-    def _evidence_of_hang(self, hung: Stuck, host: HostSays) -> Evidence:
-        """How it ended is how we ended it, and says nothing."""
-        return Evidence(
-            rank=hung.rank,
-            xids=host.xids,
-            gpu_recovery=host.gpu_recovery,
-            platform=host.platform,
-            node=self._handler.host,
-            step=hung.steps,
-            first_step_done=hung.steps > 0,
-            hang=True,
-            hang_reason=hung.reason,
-            hang_blame=hung.blame,
-            ended_ns=time.monotonic_ns(),
-        )
-
-    def _explain(self, failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
-        """Return the worker that explains the failure here, and the others."""
-        diagnosis: Diagnosis = root_cause([worker.diagnosis for worker in failed])
-        cause = next(worker for worker in failed if worker.diagnosis.evidence is diagnosis.evidence)
-        return cause, [worker for worker in failed if worker is not cause]
+        return postmortem.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> job.Verdict:
         """What to do, for the whole job."""
@@ -447,18 +366,6 @@ class Supervisor(AgentSeam):
 
     # Saves on demand.
 
-    def _look_at_saves(self) -> str | None:
-        """Pass on a request; what became of the last one, as `SaveOnDemand.over`."""
-        wanted = self._handler.save_wanted
-        if self._saves is None or self._board is None or not wanted:
-            return None
-        self._saves.show(wanted)
-        over = self._saves.over(wanted)
-        if over == "kept" and self._saved != wanted:
-            self._saved = wanted
-            self._handler.saved(wanted, max(self._board.read(slot).saved_step or 0 for slot in range(self.spec.local_world_size)))
-        return over
-
     def _save_first(self, sigval: signal.Signals) -> None:
         """The platform takes this node away: have the job save a checkpoint while there is time. Another signal ends the wait."""
         if sigval in exits.BY_HAND or self._board is None or self._processes is None or self._processes.stopped:
@@ -479,8 +386,8 @@ class Supervisor(AgentSeam):
         while over is None and (left_s := begin + plan.wait_s - time.monotonic()) > 0:
             if self._workers.failed or not self._workers.running or self._handler.round_over() is not None:
                 over = "the round has ended"
-            elif self._handler.save_wanted > before:
-                over = self._look_at_saves()
+            elif self._handler.save_wanted > before and self._saves is not None:
+                over = self._saves.look(self._handler)
             if over is None:
                 self._workers.wait(left_s, self._wakeup, self._news)
                 self._wakeup.clear()
@@ -509,14 +416,13 @@ class Supervisor(AgentSeam):
         self._logs.variables = {
             "TORCHELASTIC_RESTART_COUNT": str(count),
             "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
-            **dict.fromkeys(settings_module.SECRET_VARIABLES & os.environ.keys(), ""),  # a worker inherits what it is not given
+            **launch.blanked_secrets(os.environ),
             "ELASTIC_EXT_LAUNCH": self._handler.launch,
             **self._resume_variables(),
             **(self._flight.variables if self._flight is not None else {}),
         }
         self._logs.tell = {slot: {"agent": self._token} for slot in range(self.spec.local_world_size)}
         store_at = self.group.master_addr, self.group.master_port
-        self._saved = 0
         if self._settings.bootstrap and self._board is not None:
             self._saves = SaveOnDemand(self._board, self.spec.local_world_size, self.group.group_world_size, store_at)
             for slot, told in self._logs.tell.items():
@@ -536,8 +442,7 @@ class Supervisor(AgentSeam):
         self._stacks.clear()
         self._hung = {}
         if self._settings.hang and self._settings.bootstrap and self._board is not None and self.leads_groups:
-            ranks = {slot: worker.global_rank for slot, worker in enumerate(self.group.workers)}
-            self._watch = HangWatch(self._board, ranks, self._settings.hang_timeout)
+            self._watch = HangWatch(self._board, self._ranks, self._settings.hang_timeout)
         self._guard.watch(pids.values(), self._handler.last_will())
         self._host.round_started(pids.values())
         self._count_workers("running")
@@ -667,11 +572,11 @@ class Supervisor(AgentSeam):
         return self._resumed.at if self._settings.checkpoint_dir is not None else None
 
     @property
+    def _ranks(self) -> dict[int, int]:
+        """The workers' global ranks, by local rank."""
+        return {local_rank: worker.global_rank for local_rank, worker in enumerate(self.group.workers)}
+
+    @property
     def _workers(self) -> WorkerProcesses:
         assert self._processes is not None, "between two rounds"
         return self._processes
-
-
-def _environ_of_workers() -> dict[str, str]:
-    """What all workers of this node have in common: they inherit what they are not given."""
-    return {**os.environ, **dict.fromkeys(settings_module.SECRET_VARIABLES & os.environ.keys(), "")}

@@ -493,3 +493,18 @@ def test_random_bytes(tmp_path):
         file.write_bytes(mutated[: rng.randrange(len(mutated) + 1)])
         read = read_error_file(str(file))
         assert (read.data is None) == bool(read.problem)
+
+
+def test_the_texts_of_the_table_are_found_with_and_without_re2(monkeypatch):
+    with_re2 = rules.TEXTS
+    monkeypatch.setitem(sys.modules, "re2", None)
+    without = matching.Texts(with_re2.all)
+    random_ = random.Random(5)
+    seen = set()
+    for _ in range(300):
+        pieces = [random_.choice([text, text[:-1], text[1:], text.upper()]) for text in random_.choices(with_re2.all, k=6)]
+        data = random_.choice(["", " ", "\n", "\x00"]).join(pieces).encode()
+        assert with_re2.found_in(data) == without.found_in(data) == {text for text in with_re2.all if text.encode() in data}
+        seen |= without.found_in(data)
+    assert seen == set(with_re2.all)
+    assert with_re2.found_in(b"\xff\x00" * 40_000) == frozenset()

@@ -170,7 +170,7 @@ def changed(random_, value):
 
 
 def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
-    """10,000 reports and ledgers, with one part or several replaced by what it may not be. What is logged is fit for a terminal."""
+    """10,000 reports and ledgers, with one part or several replaced by what it may not be; what is logged fits a terminal."""
     random_ = random.Random(4)
     good = report("ha", "KeyError", "x", node="ha", xids=(44,))
     ledger, _ = judge({"a": good, "b": report("hb", **PEER)}, Ledger(), RULES, 1)

@@ -1,4 +1,4 @@
-"""What a failure means: the table of `rules`, first match wins. Pure, standard library only.
+"""What a failure means: the table of `rules`, first match wins. Pure.
 
 Missing evidence is "unknown", never "fine" and never "a bug".
 """
@@ -13,7 +13,7 @@ from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Verdict
 from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
-from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
+from elastic_ext.failures.rules import COUNTS_AS, RULES, TEXTS, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.printable import printable
 
@@ -80,7 +80,7 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     signal_name = worker_signal(evidence)
     message = _ends(exception.message) if exception else ""
     tail = evidence.stderr_tail[len(message) - MAX_TEXT :]
-    all_text = Facts(evidence, names, Words(f"{message}\n{tail}" if message else tail), signal_name)
+    all_text = Facts(evidence, names, Words(f"{message}\n{tail}" if message else tail, TEXTS), signal_name)
     for rule in _BY_TIER[ASKED]:
         if rule.matches(all_text):
             return rule
@@ -88,7 +88,7 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
         if user_rule.matches(all_text):
             return user_rule
     # An exception speaks for itself: what else is on stderr is looked at only where no rule knows the exception.
-    said = [Facts(evidence, names, Words(message), signal_name)] if exception else []
+    said = [Facts(evidence, names, Words(message, TEXTS), signal_name)] if exception else []
     if tail:
         said.append(Facts(evidence, frozenset(), all_text.text, signal_name))
     for tier, views in ((HARDWARE_SAID, [all_text]), (PROGRAM_SAID, said or [all_text]), (EXIT_ONLY, [all_text])):

@@ -1,10 +1,10 @@
-"""How a rule of the table is looked for in the evidence. Pure, standard library only."""
+"""How a rule of the table is looked for in the evidence. Pure; the standard library, and RE2 where there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.kinds import Verdict
@@ -71,48 +71,47 @@ class Rule:
         return not (self.exceptions or self.packages or self.texts or self.exit_codes or self.signals or self.xids)
 
 
-# Words that many texts of the table share. A log that has none of them is searched some thirty times and not a hundred.
-GATES = (
-    "error", "memory", "device", "failure", "mismatch", "gradient", " of ", "uncorrectable", "nan", "state_dict", "dataloader",
-    "status code", "failed", "file ", "quota", "unexpected", "slow", "invalid", "http", "nvlink", "peer", "shape", " not ",
-    "connection", "remote process exited", "loss is", "collective",
-)  # fmt: skip
+class Texts:
+    """Many texts that are looked for at once, in one pass over what is searched: RE2 builds one automaton of them.
 
-LONG_LINE = 8192  # bytes; of a longer line both ends are searched
-MOST_LINES = 2000  # to find equal lines among more of them takes longer than to search them all
-_LINE_ENDS = bytes.maketrans(b"\r", b"\n")  # a progress bar is one line of many states
+    Linear whatever is searched: about 0.1 ms for 64 KB. Without RE2 (no wheel for the platform) one after the other, the same
+    answer in 1 to 4 ms.
+    """
 
+    def __init__(self, wanted: Iterable[str]) -> None:
+        """wanted: ASCII, lower case."""
+        self.all = tuple(dict.fromkeys(wanted))
+        self._known = frozenset(self.all)
+        self._set = None
+        try:
+            import re2
+        except ImportError:
+            return
+        self._set = re2.Set.SearchSet()
+        for text in self.all:
+            self._set.Add(re2.escape(text))
+        self._set.Compile()
 
-@lru_cache(maxsize=1024)
-def _gate(text: str) -> str:
-    return next((gate for gate in GATES if gate in text), text)
+    def __contains__(self, text: str) -> bool:
+        return text in self._known
 
-
-@lru_cache(maxsize=1024)
-def _has_digits(text: str) -> bool:
-    return any(character.isdigit() for character in text)
+    def found_in(self, data: bytes) -> frozenset[str]:
+        """Those that are in it. data: ASCII, lower case."""
+        if self._set is None:
+            text = data.decode("ascii")
+            return frozenset(wanted for wanted in self.all if wanted in text)
+        return frozenset(self.all[number] for number in self._set.Match(data) or ())
 
 
 class Words:
-    """A text that many others are looked for in. Of lines that differ in numbers only, as those of a training loop do, one is
-    searched; and what was looked for once is remembered.
-    """
+    """A text, in lower case, and which texts of the table are in it."""
 
-    def __init__(self, text: str) -> None:
-        """The texts of the table are ASCII, so another character is none of theirs; bytes are searched faster than wide text."""
+    def __init__(self, text: str, texts: Texts) -> None:
+        """The texts of the table are ASCII, so another character is none of theirs."""
         self._written = text
         data = text.encode("ascii", "replace").lower()
         self.text = data.decode("ascii")
-        bare = data.translate(_LINE_ENDS, b"0123456789")
-        if bare.count(b"\n") <= MOST_LINES:
-            lines = bare.split(b"\n")
-            if len(bare) > LONG_LINE:
-                lines = [
-                    line if len(line) <= LONG_LINE else line[: LONG_LINE // 2] + b"\n" + line[-LONG_LINE // 2 :] for line in lines
-                ]
-            bare = b"\n".join(dict.fromkeys(lines))
-        self._lines = bare.decode("ascii")
-        self._found: dict[str, bool] = {}
+        self._texts, self._found = texts, texts.found_in(data)
 
     @cached_property
     def written(self) -> str:
@@ -120,14 +119,7 @@ class Words:
         return self._written.lower()
 
     def __contains__(self, wanted: str) -> bool:
-        gate = _gate(wanted)
-        return self._has(gate) and (gate == wanted or self._has(wanted))
-
-    def _has(self, wanted: str) -> bool:
-        found = self._found.get(wanted)
-        if found is None:
-            found = self._found[wanted] = wanted in (self.text if _has_digits(wanted) else self._lines)
-        return found
+        return wanted in (self._found if wanted in self._texts else self.text)
 
 
 def contains(text: Words, wanted: tuple[Text, ...]) -> bool:

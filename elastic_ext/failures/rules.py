@@ -2,7 +2,7 @@
 
 Within a tier a special rule stands before a general one: an ImportError that names a shared object before ImportError, "loss is
 nan" before ValueError. Texts are plain and lower case (`matching`): no rule of this table has a regular expression, so none can
-backtrack. Pure, standard library only.
+backtrack. Pure.
 
 Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly (ATC'19), A Acme (NSDI'24), B ByteRobust
 (SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; none: ours.
@@ -11,6 +11,7 @@ Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 
 from elastic_ext.failures.kinds import (
@@ -29,7 +30,18 @@ from elastic_ext.failures.kinds import (
     USER_STOP,
     Verdict,
 )
-from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Condition, Facts, Rule, Text, contains
+from elastic_ext.failures.matching import (
+    ASKED,
+    EXIT_ONLY,
+    HARDWARE_SAID,
+    PROGRAM_SAID,
+    Condition,
+    Facts,
+    Rule,
+    Text,
+    Texts,
+    contains,
+)
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
@@ -315,3 +327,12 @@ TIER_4 = (
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
+
+
+def _texts() -> Iterator[str]:
+    for rule in RULES:
+        for text in rule.texts:
+            yield from (text,) if isinstance(text, str) else text
+
+
+TEXTS = Texts(_texts())

@@ -150,11 +150,10 @@ def test_a_table_lines_up_and_shows_what_was_not_measured():
 
 
 def test_code_bug_waste(tmp_path):
-    record = result("code_bug_waste.py", tmp_path, "--faults=name,flaky-once", "--max-restarts=1")
+    record = result("code_bug_waste.py", tmp_path, "--faults=name", "--max-restarts=1")
     ours, stock = (record["rows"]["name"][agent] for agent in ("ours", "stock"))
     assert (ours["returncode"], ours["restarts"]) == (65, 0)
     assert (stock["returncode"], stock["restarts"]) == (1, 1)
-    assert record["rows"]["flaky-once"]["ours"]["returncode"] == 0
 
 
 def test_checkpoints(tmp_path):

@@ -61,9 +61,8 @@ def test_a_killed_worker_comes_back_by_a_standby(tmp_path, kind, workers):
     command = [*AGENT, f"--nproc-per-node={workers}", "--max-restarts=2", str(JOB), kind, "1"]
     with Job(command, tmp_path, **VERBOSE) as job:
         job.wait_for(up(0), workers)
-        job.wait_for(*ready(workers))
-        job.wait_for("warm standbys are ready", 2)  # what the workers have imported is there too
-        job.wait_for(*ready(workers))
+        # Twice: what the workers have imported is there too.
+        job.wait_for(rf"(?s)warm standbys are ready.*warm standbys are ready.*{workers} warm standbys wait")
         victim = of_attempt(job.out, 0)[-1]["pid"]
         os.kill(victim, signal.SIGKILL)
         done = job.finish()
@@ -100,9 +99,9 @@ def test_a_standby_is_not_told_from_a_new_process(tmp_path):
 
 HIDES = "beside the script hides a module that is imported already"
 CASES = {
-    "off": ({"ELASTIC_EXT_STANDBY": "off"}, [], "no warm standbys: they are turned off", "off"),
-    "no bootstrap": ({"ELASTIC_EXT_BOOTSTRAP": "off"}, [], "no warm standbys: they are turned off", "off"),
-    "not python": ({}, ["--no-python"], "no warm standbys: they are for Python programs only", "not a Python program"),
+    "off": ({"ELASTIC_EXT_STANDBY": "off"}, [], "no warm standbys: off", "off"),
+    "no bootstrap": ({"ELASTIC_EXT_BOOTSTRAP": "off"}, [], "no warm standbys: off", "off"),
+    "not python": ({}, ["--no-python"], "no warm standbys: not a Python program", "not a Python program"),
 }
 
 
@@ -164,7 +163,10 @@ def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
 
 def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
     warm, said = restarted(
-        tmp_path, "torch is not imported", begin='os.environ["TORCH_LOGS"] = "+dynamo"', ELASTIC_EXT_PRELOAD_EXCLUDE="wave"
+        tmp_path,
+        "torch: the script sets TORCH_LOGS",
+        begin='os.environ["TORCH_LOGS"] = "+dynamo"',
+        ELASTIC_EXT_PRELOAD_EXCLUDE="wave",
     )
     assert warm == "False"
     assert "torch: the script sets TORCH_LOGS, which is read when it is imported" in said

@@ -21,7 +21,8 @@ status = dict(line.split(":", 1) for line in read("/proc/self/status").splitline
 
 handlers = {number.name: str(signal.getsignal(number)).partition(" at ")[0] for number in signal.Signals}
 told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
-different = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "ELASTIC_EXT_WORKER", "TORCHINDUCTOR_CACHE_DIR")
+different = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER",
+             "ELASTIC_EXT_LAUNCH")  # fmt: skip
 shown = [each for each in read("/proc/self/environ").split("\0") if each and each.partition("=")[0] not in different]
 state = {
     "argv": sys.argv,

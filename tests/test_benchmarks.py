@@ -164,3 +164,9 @@ def test_checkpoints(tmp_path):
 
     assert checkpoints.kept({"verify": {"verify_by_read": 1.31}}, 0) is False
     assert checkpoints.kept({"choose": {"a": {"median_s": 1.1}}}, 10_000) is False
+
+
+def test_classification(tmp_path):
+    record = result("classification.py", tmp_path, "--repeat=1")
+    assert len(record["rows"]) == 10
+    assert all(0 < row["median_ms"] <= row["max_ms"] for row in record["rows"].values())

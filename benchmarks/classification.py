@@ -2,8 +2,8 @@
 
     python benchmarks/classification.py [--repeat 50]
 
-Stock torchrun does not classify, so there is nothing to compare with. The texts: a training loop's log, and what is hard to search:
-random letters, random bytes, words, and the table's own texts with their last letter missing.
+Stock torchrun does not classify, so there is nothing to compare with. The texts: a training loop's log, and what is hard to
+search: random letters, random bytes, words, and the table's own texts with their last letter missing.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Settings:
         "now", _grow_at, "ext_etcd: a node joins a running job now, or at the next checkpoint (needs checkpoint_dir)"
     )
     hang: bool = _setting(
-        False, _boolean, "end a round in which no worker of the job makes progress any more, and start it again; see below"
+        True, _boolean, "end a round in which no worker of the job makes progress any more, and start it again; see below"
     )
     hang_timeout: float | None = _setting(
         None,
@@ -260,7 +260,7 @@ class Settings:
         0.5, _seconds, "how long after the first report of a failure the nodes that may have one too are waited for"
     )
     standby: bool = _setting(
-        False,
+        True,
         _boolean,
         "keep processes ready that have imported torch and wait for the next start of the workers (warm standbys)",
     )

@@ -170,3 +170,15 @@ def test_classification(tmp_path):
     record = result("classification.py", tmp_path, "--repeat=1")
     assert len(record["rows"]) == 10
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in record["rows"].values())
+
+
+def test_overhead(tmp_path):
+    import overhead
+
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import overhead; print(overhead.one_run('warm', 4))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    seen = eval(done.stdout.splitlines()[-1], {"Run": overhead.Run})
+    assert seen.tokens_s > 0
+    assert 0 <= seen.agent_cpu < 2

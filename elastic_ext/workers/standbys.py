@@ -246,7 +246,8 @@ class Standbys:
         if learned is not None and not self._modules and self._server is not None and not self._importing:
             folders = [self._wanted.folder, os.getcwd()]
             self._modules = standby_rules.worth_preloading(learned, folders, self._excluded) or list(DEFAULT_MODULES)
-            self._end_parked()
+            if learned.changed:  # those that wait may have read one of them; else they are good until better ones are there
+                self._end_parked()
             self._preload(self._server)
 
     def _start_server(self) -> None:
@@ -317,6 +318,7 @@ class Standbys:
         with self._lock:
             self._unfit = f"{beside} beside the script hides a module that is imported already" if beside else None
             self._refill_at = 0.0
+        self._end_parked()
         if self._unfit:
             self._say(self._unfit)
         logger.info("warm standbys are ready after %.2g s of imports", state.seconds)

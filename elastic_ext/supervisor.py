@@ -429,7 +429,7 @@ class Supervisor(AgentSeam):
                 told.update(slot=slot, progress=self._board.path, news=self._news.path, store=store_at)
         if self._standbys is not None and self._board is not None:
             self._standbys.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
-            self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, f"modules.{count}")
+            self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
         with self._phase("start"), started_by(self._standbys.start if self._standbys is not None else None):
             pids = super().start_workers()
         if self._standbys is not None:

@@ -312,7 +312,7 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
         for attempt in range(RESTARTS):
             job.wait_for(up(attempt), 2)
             job.wait_for("2 warm standbys wait", waited + attempt)
-            counts.append(used(job.process.pid))
+            counts.append(used(job.process.pid, run_dir))
             os.kill(of_attempt(job.out, attempt)[attempt % 2]["pid"], signal.SIGKILL)
         done = job.finish()
     assert done.returncode == 0, done.all
@@ -321,8 +321,8 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
     assert not run_dir.exists()
 
 
-def used(agent: int) -> "dict[str, int]":
-    """Children, descriptors, threads and listening ports of the agent."""
+def used(agent: int, run_dir: Path) -> "dict[str, int]":
+    """Children, descriptors, threads, listening ports of the agent, and its files in shared memory."""
     links = [os.readlink(f"/proc/{agent}/fd/{fd}") for fd in os.listdir(f"/proc/{agent}/fd")]
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -332,6 +332,7 @@ def used(agent: int) -> "dict[str, int]":
         "descriptors": len(links),
         "threads": len(os.listdir(f"/proc/{agent}/task")),
         "ports": len(listening),
+        "files": sum(len(files) for _, _, files in os.walk(run_dir)),
     }
 
 

@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,7 +43,7 @@ from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
-from elastic_ext.torch_seam import AgentSeam, started_by
+from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
 from elastic_ext.wakeup import Wakeup
 from elastic_ext.workers import hang, stacks
 from elastic_ext.workers.flight_recorder import FlightRecorder
@@ -244,8 +244,7 @@ class Supervisor(AgentSeam):
                 self.charge_restart()
             if decision.checkpoints_back and verdict.node == self._handler.node_id:
                 self._put_aside(decision)
-            if decision.delay_s > 0:
-                threading.Event().wait(decision.delay_s)  # nothing to do meanwhile; a signal raises out of it
+            self._pause(decision.delay_s)
             self._restart(decision.kind)
 
     def _stopped_elsewhere(self, verdict: job.Verdict) -> RunResult:
@@ -278,11 +277,18 @@ class Supervisor(AgentSeam):
             looks.append(self._watch.next_look_s())
         warden = [self._guard.pidfd] if self._guard.pidfd is not None else []
         self._workers.wait(min(looks, default=None), self._wakeup, self._news, *warden, *self.result_readers)
-        self._wakeup.clear()  # before the look, not before the wait: what comes in between must end the next wait
+        raise_again(self._wakeup.clear())  # before the look, not before the wait: what comes in between must end the next wait
         self._news.clear()
         if self._standbys is not None:
             self._standbys.learn(self._logs.modules_file)
         self._guard.revive()
+
+    def _pause(self, seconds: float) -> None:
+        """Before a restart: nothing to do meanwhile. A signal ends it by its exception."""
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            select.select([self._wakeup], [], [], left_s)
+            raise_again(self._wakeup.clear())
 
     def _look(self) -> RunResult:
         """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""

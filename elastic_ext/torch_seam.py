@@ -22,11 +22,12 @@ DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from subprocess import Popen
@@ -38,7 +39,7 @@ import torch.distributed.launcher.api as launcher
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
@@ -107,6 +108,18 @@ Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | N
 _start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
 _starting = threading.Lock()
 _starts = 0  # how many agents of this process start workers at this moment
+
+
+def raise_again(signals: Iterable[int]) -> None:
+    """Raise SignalException for signals that have come and whose exception somebody has swallowed.
+
+    Torch raises it from a signal handler, wherever the main thread is just then: inside of logging, say, which catches what a
+    handler of its raises. Without this the agent would go on as if nothing had been.
+    """
+    for number in signals:
+        handler = signal.getsignal(number)
+        if callable(handler) and getattr(handler, "__module__", None) == SignalException.__module__:
+            handler(number, None)
 
 
 class _Handler(SubprocessHandler):

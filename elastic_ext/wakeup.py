@@ -41,10 +41,12 @@ class Wakeup:
         except BlockingIOError:
             pass  # the buffer is full of wake-ups already
 
-    def clear(self) -> None:
-        """Forget the wake-ups so far. Look for news after this call, not before."""
+    def clear(self) -> frozenset[int]:
+        """Forget the wake-ups so far; return the numbers of the signals among them. Look for news after this call, not before."""
+        seen: set[int] = set()
         try:
-            while self._reader.recv(4096):
-                pass
+            while data := self._reader.recv(4096):
+                seen.update(data)
         except BlockingIOError:
             pass
+        return frozenset(seen - {0})

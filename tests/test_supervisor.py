@@ -528,3 +528,38 @@ def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
     job = run([*EXT, "--max-restarts=3", script], tmp_path)
     assert job.returncode == 0, job.all
     assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(4)]
+
+
+# Logging swallows what a handler raises, and torch's exception for a signal is raised wherever the main thread is just then.
+DEAF = """
+import logging, os, signal
+
+class Deaf(logging.Handler):
+    def emit(self, record):
+        if "{told}" in record.getMessage():
+            logging.getLogger("elastic_ext.supervisor").removeHandler(self)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception:
+                os.write(2, b"swallowed\\n")
+
+logging.getLogger("elastic_ext.supervisor").addHandler(Deaf())
+"""
+
+
+@pytest.mark.parametrize("backoff_s", [1000, 0])
+def test_a_signal_that_logging_swallows_still_ends_the_agent(tmp_path, backoff_s):
+    """It comes while the agent logs its decision, and is seen while the agent waits: for the restart, or for the workers."""
+    (tmp_path / "sitecustomize.py").write_text(DEAF.format(told="; in " if backoff_s else "elastic_ext: restart"))
+    (tmp_path / "again.py").write_text(
+        "import os, signal\n"
+        "count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"if {backoff_s} or count == 0: os._exit(20 + count)\n"
+        "signal.pause()"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wait = {"ELASTIC_EXT_BACKOFF": str(backoff_s), "ELASTIC_EXT_BACKOFF_MAX": "1000"}
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=5", str(tmp_path / "again.py")]
+    with Job(command, tmp_path, PYTHONPATH=path, **wait) as job:
+        job.wait_for("swallowed")
+        assert job.finish(60).returncode == 75, job.err

@@ -280,7 +280,7 @@ def test_quota(tmp_path: Path):
         client.put("before", "1")
 
         def fill() -> None:
-            for number in range(100):
+            for number in range(2000):
                 client.put(f"a{number}", "x" * 100_000)
 
         with pytest.raises(QuotaExceeded, match="database space exceeded; compact and defragment etcd"):

@@ -10,7 +10,8 @@ Started again, at any world size, it goes on from its newest complete checkpoint
 * `elastic_ext.Checkpointer` saves all there is: model, optimizer, scheduler, each rank's random generators, the data loader,
   step and epoch; in the background, while training goes on. On CPU, with the same world size and number of threads, losses
   after a resume equal those of an unbroken run to the bit.
-* Each rank asks `save_requested` after each step: told to leave, or by `elastic-ext checkpoints save`, all save the same step.
+* Each rank asks `save_requested` after each step: before the job has to leave, and when a person asks for it by
+  `elastic-ext checkpoints save`, all of them save the same step.
 * Step k of epoch e trains on the same global batch at every world size; the ranks share it out, unevenly if they must. So
   all ranks' data loaders are at the same place, and any one's state is right for all of them at another world size.
 * Checkpoints lie between optimizer steps: what FSDP2 has half accumulated cannot be saved.

@@ -7,64 +7,68 @@
 
 Started again, at any world size, it goes on from its newest complete checkpoint. What is worth copying:
 
-* Step k of epoch e trains on the same global batch at every world size; the ranks share it out, unevenly if they
-  must. So the position in the data is (epoch, step in epoch): a resume in mid-epoch sees the batches of an unbroken run.
-* The whole state is saved: model, optimizer, scheduler, position, each rank's random generators. Checkpoints lie between
-  optimizer steps, where no gradient is half accumulated. On CPU, with the same world size and number of threads, losses
+* `elastic_ext.Checkpointer` saves all there is: model, optimizer, scheduler, each rank's random generators, the data loader,
+  step and epoch; in the background, while training goes on. On CPU, with the same world size and number of threads, losses
   after a resume equal those of an unbroken run to the bit.
-* A checkpoint, step_<8 digits>, is complete if and only if it holds `.metadata`: torch.distributed.checkpoint renames that
-  file into place after all ranks have written. That is the commit; renaming the directory too would add nothing, and an
-  object store cannot do it atomically.
+* Each rank asks `save_requested` after each step: before the job has to leave, and when a person asks for it by
+  `elastic-ext checkpoints save`, all of them save the same step.
+* Step k of epoch e trains on the same global batch at every world size; the ranks share it out, unevenly if they must. So
+  all ranks' data loaders are at the same place, and any one's state is right for all of them at another world size.
+* Checkpoints lie between optimizer steps: what FSDP2 has half accumulated cannot be saved.
 
---checkpoint-dir must be on storage that every node mounts. To go back for good, delete or rename the newer step_*
-directories. No health check is needed beside the steps: each has collectives, and they fail when a peer is gone.
+--checkpoint-dir must be on storage that every node reaches. To go back for good, remove the newer step_* directories. No health
+check is needed beside the steps: each has collectives, and they fail when a peer is gone.
 """
 
 import argparse
 import hashlib
 import math
 import os
-import pickle
-import random
 import re
-import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.checkpointer import Event
 
 try:
-    import numpy as np
-except ImportError:  # torch works without it, and so does this script
-    np = None  # type: ignore[assignment]
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"no module {error.name}: the data loader that can go on in mid-epoch is torchdata's; pip install 'elastic_ext[jobs]', "
+        "or torchdata alone"
+    ) from None
 
 EPILOG = """environment:
-  CHECKPOINT_DIR               default of --checkpoint-dir
+  CHECKPOINT_DIR               default of --checkpoint-dir; without it what the agent has as checkpoint_dir, or "checkpoints"
   ELASTIC_EXT_RESUME_FROM      load exactly this checkpoint instead of the newest: a path, or a URL for fsspec
   TRAIN_FAULT=KIND:RANK:STEP   for demonstrations: RANK fails once STEP steps are done and another would start; KIND is
                                kill (SIGKILL), exit (status 3) or raise; not if TORCHELASTIC_RESTART_COUNT is above 0"""
 
 
+def default_directory() -> str:
+    return os.environ.get("CHECKPOINT_DIR") or os.environ.get("ELASTIC_EXT_CHECKPOINT_DIR") or "checkpoints"
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--checkpoint-dir", type=Path, default=Path(os.environ.get("CHECKPOINT_DIR") or "checkpoints"))
+    add("--checkpoint-dir", default=default_directory(), help="a path, or a URL for fsspec")
     add("--resume", choices=("auto", "none"), default="auto", help="none: start from scratch, after a restart too")
-    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is always saved")
+    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is saved, too")
     add("--keep", type=int, default=3, help="newest complete checkpoints to keep")
     add("--epochs", type=int, default=1)
     add("--max-steps", type=int, default=0, help="length of training in steps, if --epochs are not over before (0: no limit)")
@@ -80,12 +84,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-steps", type=int, default=20)
     add("--clip", type=float, default=1.0, help="gradient norm limit")
+    add("--num-workers", type=int, default=0, help="processes of the data loader; a resume needs as many")
     add("--data-mb", type=float, default=4.0, help="MiB of the standard library's source to train on")
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="deterministic algorithms only")
     add("--collective-timeout", type=float, default=600.0, help="seconds until a collective gives up on a lost peer")
-    add("--print-state-hash", action="store_true", help="hash parameters and optimizer moments after each load and save")
+    add("--print-state-hash", action="store_true", help="hash parameters and optimizer moments at each load and save")
     args = parser.parse_args(argv)
     for name in ("save_every", "keep", "log_every", "accumulate", "seq_len"):
         if getattr(args, name) < 1:
@@ -163,101 +168,34 @@ def stdlib_source(limit: int) -> bytes:
 
 
 def derived_seed(*parts: object) -> int:
-    """A 32-bit seed (numpy takes no more), unrelated for unlike parts and the same on every machine."""
+    """A 32-bit seed, unrelated for unlike parts and the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
-def global_batch(windows: int, size: int, seed: int, epoch: int, step: int) -> Tensor:
-    """Indices of the `size` windows of step `step` (from 0) in `epoch`: the same whoever asks, at any world size."""
-    order = torch.randperm(windows, generator=torch.Generator().manual_seed(derived_seed(seed, "order", epoch)))
-    return order[step * size : (step + 1) * size]
+class Shares:
+    """One rank's shares of the global batches of `epoch`, as indices: the same batches at every world size, none empty.
 
-
-def micro_batches(batch: Tensor, rank: int, world: int, accumulate: int) -> list[Tensor]:
-    """This rank's share of a global batch, in micro-steps: as many on each rank (collectives must match), none empty."""
-    pieces = min(accumulate, len(batch) // world)
-    return [batch[rank::world][i::pieces] for i in range(pieces)]
-
-
-def seed_generators(*parts: object) -> None:
-    random.seed(derived_seed(*parts))
-    torch.manual_seed(derived_seed(*parts))  # CUDA too
-    if np is not None:
-        np.random.seed(derived_seed(*parts))
-
-
-def generator_state(device: torch.device) -> bytes:
-    """Every generator that training may draw from, as one opaque value."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return pickle.dumps((random.getstate(), np and np.random.get_state(), torch.get_rng_state(), cuda))
-
-
-def restore_generators(state: bytes, device: torch.device) -> None:
-    python, numpy, cpu, cuda = pickle.loads(state)
-    random.setstate(python)
-    torch.set_rng_state(cpu)
-    if np is not None and numpy is not None:
-        np.random.set_state(numpy)
-    if device.type == "cuda" and cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """All step_<8 digits> directories, complete or not, oldest first."""
-    return sorted(path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8}", path.name))
-
-
-def is_complete(path: Path) -> bool:
-    return (path / ".metadata").is_file()
-
-
-def remove(path: Path) -> None:
-    # The commit mark goes first: killed half-way, this leaves a directory that counts as incomplete.
-    (path / ".metadata").unlink(missing_ok=True)
-    shutil.rmtree(path)
-
-
-def prune(newest: Path, keep: int) -> None:
-    """Keep `newest`, just completed, and the keep-1 complete ones before it; remove older ones and torn ones.
-
-    Later steps exist only after a deliberate step back. They are left alone: were they counted, `newest` could be deleted.
+    What a data loader wants as batch_sampler. `epoch` is set before each epoch, as that of a DistributedSampler is.
     """
-    candidates = [path for path in checkpoints(newest.parent) if path.name <= newest.name]
-    kept = [path for path in candidates if is_complete(path)][-keep:]
-    for path in set(candidates) - set(kept):
-        try:
-            remove(path)
-        except OSError as error:
-            say(f"could not remove {path}: {error}; remove it by hand")  # no reason to stop training
+
+    def __init__(self, windows: int, global_batch: int, seed: int, rank: int, world: int) -> None:
+        self.windows, self.global_batch, self.seed, self.rank, self.world = windows, global_batch, seed, rank, world
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", self.epoch))
+        order = torch.randperm(self.windows, generator=generator).tolist()
+        for step in range(len(self)):
+            yield order[step * self.global_batch : (step + 1) * self.global_batch][self.rank :: self.world]
+
+    def __len__(self) -> int:
+        return self.windows // self.global_batch
 
 
-def chosen_checkpoint(args: argparse.Namespace, device: torch.device) -> str | None:
-    """What to resume from. Rank 0 decides for all: other nodes may see an older list of files."""
-    choice: list[str | None] = [None]
-    if dist.get_rank() == 0 and args.resume == "auto":
-        complete = [str(path) for path in checkpoints(args.checkpoint_dir) if is_complete(path)]
-        # The agent's word, where there is one; an empty one says: from nothing.
-        choice = [os.environ.get("ELASTIC_EXT_RESUME_FROM", complete[-1] if complete else None) or None]
-    dist.broadcast_object_list(choice, src=0, device=device)
-    path = choice[0]
-    if path and "://" not in path and not is_complete(Path(path)):
-        raise FileNotFoundError(
-            f"rank {dist.get_rank()} on {socket.gethostname()} sees no {path}/.metadata: the checkpoint is incomplete, or not "
-            "on storage that every node mounts; choose another one, or put --checkpoint-dir on shared storage"
-        )
-    return path
-
-
-@dataclass
-class Progress:
-    """Where training is; saved as it stands. `loss` is the global mean at `step`, in nats per byte."""
-
-    epoch: int = 0
-    step: int = 0
-    step_in_epoch: int = 0
-    loss: float = math.nan
-    world_size: int = 0
-    data: str = ""  # all that decides which bytes a position stands for
+def micro_batches(share: Tensor, accumulate: int, smallest: int) -> list[Tensor]:
+    """A rank's share in micro-steps: as many on each rank (collectives must match), none empty. smallest: of all shares."""
+    pieces = min(accumulate, smallest)
+    return [share[i::pieces] for i in range(pieces)]
 
 
 class Trainer:
@@ -265,34 +203,81 @@ class Trainer:
         self.args, self.device, self.rank, self.world = args, device, dist.get_rank(), dist.get_world_size()
         text = stdlib_source(int(args.data_mb * 2**20))
         # (windows, seq_len + 1): inputs and, one further, targets; neighbours share a byte.
-        self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, args.seq_len + 1, args.seq_len)
-        if not self.world <= args.global_batch <= len(self.windows):
+        windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, args.seq_len + 1, args.seq_len)
+        if not self.world <= args.global_batch <= len(windows):
             sys.exit(
-                f"--global-batch is {args.global_batch}, expected {self.world} (one sequence per rank) to {len(self.windows)} "
+                f"--global-batch is {args.global_batch}, expected {self.world} (one sequence per rank) to {len(windows)} "
                 "(all the data): change it, --data-mb, or the number of workers"
             )
-        self.steps_per_epoch = len(self.windows) // args.global_batch
-        self.total_steps = min(args.epochs * self.steps_per_epoch, args.max_steps or sys.maxsize)
+        self.shares = Shares(len(windows), args.global_batch, args.seed, self.rank, self.world)
+        self.loader = StatefulDataLoader(windows, batch_sampler=self.shares, num_workers=args.num_workers)
+        self.step = self.epoch = 0
+        self.total_steps = min(args.epochs * len(self.shares), args.max_steps or sys.maxsize)
         digest = hashlib.sha256(text).hexdigest()[:12]
-        data = f"seed {args.seed}, global batch {args.global_batch}, length {args.seq_len}, text {digest}"
-        self.progress = Progress(world_size=self.world, data=data)
+        self.data = (  # all that decides which bytes the loader's state stands for
+            f"seed {args.seed}, global batch {args.global_batch}, length {args.seq_len}, text {digest}, "
+            f"{args.num_workers} loader processes"
+        )
         self.model = sharded_model(args, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1, betas=(0.9, 0.95))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: lr_factor(step, args.warmup_steps, self.total_steps)
         )
-        seed_generators(args.seed, 0, self.rank)  # weights were drawn alike on all ranks; dropout must not be
+        torch.manual_seed(derived_seed(args.seed, "dropout", self.rank))  # weights were drawn alike on all ranks
+        self.checkpointer = Checkpointer(
+            args.checkpoint_dir,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            dataloader=self.loader,
+            reshard_dataloader=lambda states, rank, world: states[0],
+            keep_last=args.keep,
+            on_event=self.on_checkpoint,
+        )
 
-    def optimizer_step(self) -> Tensor:
-        """One step on the next global batch; returns the global mean loss, still on the device."""
-        args, progress = self.args, self.progress
-        batch = global_batch(len(self.windows), args.global_batch, args.seed, progress.epoch, progress.step_in_epoch)
-        micro_steps = micro_batches(batch, self.rank, self.world, args.accumulate)
+    def resume(self) -> None:
+        position = self.checkpointer.load() if self.args.resume == "auto" else None
+        if position is None or position.path is None:
+            return
+        trained_on = position.note.get("data", "other data")
+        if trained_on != self.data:
+            sys.exit(
+                f"{position.path} was trained on {trained_on}; this run has {self.data}, where its position means other bytes: "
+                "use the same flags and Python version, or another --checkpoint-dir"
+            )
+        self.step, self.epoch = position.step, position.epoch
+        say(f"resumed from {position.path} at step {self.step}")
+        self.print_state_hash()
+
+    def fit(self) -> None:
+        last = min(self.total_steps, self.step + (self.args.stop_after_steps or sys.maxsize))
+        self.logged_at, self.logged_step = time.monotonic(), self.step
+        while self.step < last:
+            self.shares.epoch = self.epoch
+            for share in self.loader:
+                fail_on_request(self.rank, self.step)
+                lr = self.scheduler.get_last_lr()[0]
+                loss = self.optimizer_step(share)
+                self.step += 1
+                self.after_step(loss, lr, last)
+                if self.step == last:  # in this epoch still: the loader's state is that of its end
+                    break
+            else:
+                self.epoch += 1
+        self.checkpointer.wait()
+        if self.checkpointer.last_error is not None:
+            raise RuntimeError(f"{self.checkpointer.last_error}; what was trained since the checkpoint before it is lost")
+        say(f"done at step {self.step} of {self.total_steps}")
+
+    def optimizer_step(self, share: Tensor) -> Tensor:
+        """One step on the next global batch, of which this is the rank's share; returns the global mean loss, on the device."""
+        args = self.args
+        micro_steps = micro_batches(share, args.accumulate, args.global_batch // self.world)
         total = torch.zeros((), device=self.device)
-        for i, indices in enumerate(micro_steps):
+        for i, text in enumerate(micro_steps):
             self.model.set_requires_gradient_sync(i + 1 == len(micro_steps))  # add up here, reduce once
             # Divided by the number of all ranks' bytes, this is right for uneven shares too.
-            loss = self.model(self.windows[indices].to(self.device, torch.long)) / (args.global_batch * args.seq_len)
+            loss = self.model(text.to(self.device, torch.long)) / (args.global_batch * args.seq_len)
             (loss * self.world).backward()  # times world, because FSDP averages gradients over the ranks
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
@@ -300,89 +285,41 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad()
         dist.all_reduce(total)
-        progress.step += 1
-        epochs_over, progress.step_in_epoch = divmod(progress.step_in_epoch + 1, self.steps_per_epoch)
-        progress.epoch += epochs_over
         return total
 
-    def fit(self) -> None:
-        args, progress = self.args, self.progress
-        last = min(self.total_steps, progress.step + (args.stop_after_steps or sys.maxsize))
-        logged_at, logged_step = time.monotonic(), progress.step
-        while progress.step < last:
-            fail_on_request(self.rank, progress.step)
-            epoch, lr = progress.epoch, self.scheduler.get_last_lr()[0]
-            loss = self.optimizer_step()
-            logs, saves = (progress.step % every == 0 or progress.step == last for every in (args.log_every, args.save_every))
-            if logs or saves:
-                progress.loss = float(loss)  # waits for the device, so not at every step
-                if not math.isfinite(progress.loss):  # checked before a save: it would push out a good checkpoint
-                    raise FloatingPointError(f"loss is {progress.loss} at step {progress.step}: lower --lr, or go back further")
-            if logs:
-                now, tokens = time.monotonic(), (progress.step - logged_step) * args.global_batch * args.seq_len
-                value = f"{progress.loss:.6f} ({progress.loss.hex()})"
-                rate = tokens / (now - logged_at)
-                say(f"epoch {epoch} step {progress.step} loss {value} lr {lr:.3e} tokens/s {rate:.0f}")
-                logged_at, logged_step = now, progress.step
-            if saves:
-                self.save()
-        say(f"done at step {progress.step} of {self.total_steps}")
-
-    def state(self, generators: bool) -> dict[str, Any]:
-        """What a checkpoint holds beside the progress; for loading, the form to be filled in."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        own = {f"rank{self.rank}": generator_state(self.device)} if generators else {}  # each rank adds its own key
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "generators": own}
-
-    def save(self) -> None:
-        path = self.args.checkpoint_dir / f"step_{self.progress.step:08d}"
-        if self.rank == 0 and path.exists():
-            remove(path)  # torn, or from before a step back: its old .metadata would vouch for half-written files
-        dist.barrier()
-        dcp.save({"progress": asdict(self.progress), **self.state(generators=True)}, checkpoint_id=path)
-        say(f"saved {path}")
-        self.print_state_hash()
-        if self.rank == 0:
-            prune(path, self.args.keep)
-
-    def resume(self) -> None:
-        path = chosen_checkpoint(self.args, self.device)
-        if path is None:
+    def after_step(self, loss: Tensor, lr: float, last: int) -> None:
+        asked = self.checkpointer.save_requested(self.step)
+        logs, saves = (self.step % every == 0 or self.step == last for every in (self.args.log_every, self.args.save_every))
+        if not (logs or saves or asked):
             return
-        head = {"progress": asdict(self.progress)}
-        dcp.load(head, checkpoint_id=path)
-        saved = Progress(**head["progress"])
-        if saved.data != self.progress.data:
-            sys.exit(
-                f"{path} was trained on {saved.data}; this run has {self.progress.data}, where its position means other bytes: "
-                "use the same flags and Python version, or another --checkpoint-dir"
-            )
-        same_world = saved.world_size == self.world
-        state = self.state(generators=same_world)
-        dcp.load(state, checkpoint_id=path)  # each rank reads what its shards need, whatever world size wrote it
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        if same_world:
-            restore_generators(state["generators"][f"rank{self.rank}"], self.device)
-        else:  # the saved ones belong to other shares of the batch
-            seed_generators(self.args.seed, saved.step, self.rank)
-        saved.world_size = self.world
-        self.progress = saved
-        say(f"resumed from {path} at step {saved.step}")
-        self.print_state_hash()
+        mean = float(loss)  # waits for the device, so not at every step
+        if not math.isfinite(mean):  # checked before a save: it would push out a good checkpoint
+            raise FloatingPointError(f"loss is {mean} at step {self.step}: lower --lr, or go back further")
+        if logs:
+            now, tokens = time.monotonic(), (self.step - self.logged_step) * self.args.global_batch * self.args.seq_len
+            value, rate = f"{mean:.6f} ({mean.hex()})", tokens / (now - self.logged_at)
+            say(f"epoch {self.epoch} step {self.step} loss {value} lr {lr:.3e} tokens/s {rate:.0f}")
+            self.logged_at, self.logged_step = now, self.step
+        if saves or asked:
+            self.print_state_hash()
+            # Who asks waits for it, and may end this run as soon as it is there: further steps would be lost.
+            self.checkpointer.save(self.step, epoch=self.epoch, note={"data": self.data, "loss": mean}, wait=asked)
+
+    def on_checkpoint(self, event: Event) -> None:
+        if event.kind == "saved":  # what fails is logged
+            say(f"saved {os.path.join(self.args.checkpoint_dir, event.name)}")
 
     def print_state_hash(self) -> None:
-        """sha256 over all parameters and optimizer moments, gathered on rank 0: equal at every world size."""
+        """sha256 over all parameters and optimizer moments: equal at every world size."""
         if not self.args.print_state_hash:
             return
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        tensors, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
-        for name, moments in optimizer.get("state", {}).items():
-            tensors |= {f"{name}.{key}": value for key, value in moments.items()}
         digest = hashlib.sha256()
-        for name, tensor in sorted(tensors.items()):
-            digest.update(name.encode() + bytes(tensor.flatten().view(torch.uint8).tolist()))  # works without numpy
-        say(f"state hash {digest.hexdigest()} at step {self.progress.step}")
+        for parameter in self.model.parameters():
+            moments = self.optimizer.state[parameter]
+            for tensor in (parameter.detach(), *(moments[key] for key in sorted(moments))):
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                digest.update(bytes(whole.cpu().contiguous().flatten().view(torch.uint8).tolist()))  # works without numpy
+        say(f"state hash {digest.hexdigest()} at step {self.step}")
 
 
 def raise_error() -> None:
@@ -400,7 +337,8 @@ def fail_on_request(rank: int, step: int) -> None:
 
 def say(line: str) -> None:
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")  # at once: the thread that saves has something to say, too
+        sys.stdout.flush()
 
 
 def start_process_group(args: argparse.Namespace) -> torch.device:
@@ -423,8 +361,9 @@ def main(argv: list[str] | None = None) -> None:
     device = start_process_group(args)
     try:
         trainer = Trainer(args, device)
-        trainer.resume()
-        trainer.fit()
+        with trainer.checkpointer:  # waits for the save under way before the group is destroyed
+            trainer.resume()
+            trainer.fit()
     except BaseException:
         # Gloo's threads, left alone, can turn any exit status into SIGABRT (pytorch issue 190489). NCCL on the other hand
         # would wait here for peers that never come, and hide the failure.

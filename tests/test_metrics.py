@@ -118,6 +118,19 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     }
 
 
+def test_copies_are_counted_and_the_lag_is_the_last_one() -> None:
+    metrics = agent()
+    metrics.copied(1000, None, 2.5, failed=True)
+    name = "elastic_ext_checkpoint_copy_lag_steps"
+    assert (name, ()) not in read(metrics)  # nothing is there yet: no number would be true
+    metrics.copied(500, 4, 0.5, failed=False)
+    found = read(metrics)
+    assert found[name, ()] == 4
+    assert found["elastic_ext_checkpoint_copy_lag_seconds", ()] == 0.5
+    assert found["elastic_ext_checkpoint_copied_bytes_total", ()] == 1500
+    assert found["elastic_ext_checkpoint_copy_failures_total", ()] == 1
+
+
 def test_recovery_times_are_a_histogram_by_phase() -> None:
     metrics = agent()
     for seconds in (0.004, 0.005, 0.02, 599, 700):

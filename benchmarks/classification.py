@@ -23,7 +23,6 @@ from elastic_ext.failures.classify import MAX_TEXT, classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.rules import TEXTS
 
-MOST_MS = 1.0  # the promise
 LETTERS = string.ascii_lowercase + " \n"
 
 
@@ -60,6 +59,7 @@ def milliseconds(evidence: Evidence, repeat: int) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--promise-ms", type=float, default=1.0, help="that a median may take; else the exit code is 1")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine, rows = measure.machine(), {}
@@ -74,7 +74,7 @@ def main() -> int:
     record: dict[str, Any] = {
         "benchmark": "classification",
         "rows": rows,
-        "kept": all(row["median_ms"] <= MOST_MS for row in rows.values()),
+        "kept": all(row["median_ms"] <= args.promise_ms for row in rows.values()),
         "machine": machine,
     }
     lines = [[name, measure.shown(row["median_ms"]), measure.shown(row["max_ms"])] for name, row in rows.items()]
@@ -83,7 +83,7 @@ def main() -> int:
         axes = figure.subplots()
         bars = axes.barh(list(rows), [row["median_ms"] for row in rows.values()], color="#4c9f70")
         axes.bar_label(bars, fmt="%.2f")
-        axes.axvline(MOST_MS, color="#888888", linestyle=":")
+        axes.axvline(args.promise_ms, color="#888888", linestyle=":")
         axes.set(xlabel="milliseconds", title="What does a failure mean? 64 KB of stderr")
         axes.spines[["top", "right"]].set_visible(False)
 

@@ -167,7 +167,7 @@ def test_checkpoints(tmp_path):
 
 
 def test_classification(tmp_path):
-    record = result("classification.py", tmp_path, "--repeat=1")
+    record = result("classification.py", tmp_path, "--repeat=1", "--promise-ms=1000")
     assert len(record["rows"]) == 10
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in record["rows"].values())
 

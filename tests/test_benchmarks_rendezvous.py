@@ -70,7 +70,7 @@ def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
     assert "did not form in 0.001 s" in row["sketch"]["why"]
     for side in ("ours", "sketch"):
         assert row[side]["why"] in (tmp_path / "rendezvous.md").read_text()
-    assert record["reached"]["within_3_times_the_sketch"] is False
+    assert record["reached"]["times_the_sketch"] == {str(AGENTS): None}
 
 
 def test_steady_state(tmp_path):
@@ -109,6 +109,7 @@ def test_the_verdict_holds_what_was_aimed_at():
     slow = {"ours": rendezvous.Outcome(phase(0.2, 11.0), None, "late"), "stock": rendezvous.Outcome(None, None, "late")}
     slow["sketch"] = floor
     reached = rendezvous.verdict({128: slow, 256: good})
+    assert rendezvous.verdict({256: good})["within_3_times_the_sketch"] is None  # not at a size of the sketch
     assert reached["times_the_sketch"] == {"128": 4.0, "256": 2.0}
     assert reached["times_the_figures_of_DESIGN"] == {"128": 4.0}
     assert reached["within_3_times_the_sketch"] is False
@@ -120,8 +121,8 @@ def test_a_try_that_failed_counts_as_the_slowest():
     tries = [rendezvous.Outcome(phase(1.0), None, "late"), *(rendezvous.Outcome(phase(1.0), phase(s)) for s in (3.0, 2.0))]
     assert rendezvous.middle(tries).rejoin == phase(3.0)
     assert rendezvous.middle(tries[:1]).why == "late"
-    floors = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
-    assert rendezvous.fastest(floors) == floors[2]
+    formed = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
+    assert rendezvous.middle(formed) == rendezvous.Outcome(phase(2.0), None, "late")
 
 
 def test_traffic_is_read_from_etcds_metrics():

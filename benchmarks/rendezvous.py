@@ -16,8 +16,8 @@ HTTP/2 and TCP around them.
 
 The sketch (workers/etcd_sketch.py) is what plain gRPC calls need for the same, in as many processes and with as many connections,
 here and now: at 128, 1,024 and 4,096 agents ours is to form within 3 times of it. Grouped, it has one lease for a process and
-puts many keys at once, which no agent on a host of its own could do. DESIGN.md's figures of a sketch, at those sizes, were measured on
-another machine; they are shown beside it. Figures are medians.
+puts many keys at once, which no agent on a host of its own could do. DESIGN.md's figures of a sketch, at those sizes, were
+measured on another machine; they are shown beside it. Figures are medians.
 """
 
 from __future__ import annotations

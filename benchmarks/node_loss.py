@@ -1,10 +1,11 @@
 """How long from the loss of a node, or from a new one, until all workers train again? Three nodes here, under ours and stock.
 
-    python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,link,join,rank0,etcd] [--sides ours,ours-2,stock,tuned]
+    python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,link,join,rank0,etcd] [--sides ours,warm,ours-2,stock,tuned]
 
 Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
 
-    ours      --rdzv-backend=ext_etcd with defaults: lease_ttl=10
+    ours      --rdzv-backend=ext_etcd with lease_ttl=10, as it is by default, and standby=off
+    warm      the same with standby=on, as it is by default; the fault comes once all agents have their standbys
     ours-2    the same with lease_ttl=2, the shortest
     stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
     tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
@@ -15,7 +16,7 @@ into a network namespace of its own, and needs root.
 The phases, each over when the last node is through with it:
 
     stop      fault -> the old workers of the remaining nodes have ended; the fault of `join`: the new agent has imported torch
-    round     -> the new workers' processes are made (known to 10 ms, the clock tick of /proc)
+    round     -> the new workers' processes are made (known to 10 ms, the clock tick of /proc); a standby's are older
     start     -> first all_reduce of the new world: Python, torch, gloo; the same for all sides
 """
 
@@ -39,6 +40,9 @@ import jobs
 import measure
 from observer import Observer, Stamp
 
+sys.path.append(str(Path(__file__).with_name("workers")))
+from standby_count import await_standbys
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import EtcdCluster, EtcdServer, free_port
 
@@ -53,14 +57,15 @@ ROWS = {
 }
 TUNED = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 SIDES = {
-    "ours": ("ext_etcd", "lease_ttl=10"),
-    "ours-2": ("ext_etcd", "lease_ttl=2"),
+    "ours": ("ext_etcd", "lease_ttl=10,standby=off"),
+    "warm": ("ext_etcd", "lease_ttl=10,standby=on"),
+    "ours-2": ("ext_etcd", "lease_ttl=2,standby=off"),
     "stock": ("c10d", ""),
     "tuned": ("c10d", TUNED),
 }
 """Backend and --rdzv-conf of each side."""
 
-LEASES_S = {"ours": 10, "ours-2": 2}
+LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2}
 PHASES = ("stop", "round", "start")
 COLOURS = ("#c8553d", "#e6b35a", "#4c9f70")
 FORM_S = 120.0  # until the first round trains; stock waits 30 s for a third node in the row `join`
@@ -199,7 +204,8 @@ class Outcome:
 def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[Stamp], made_ns: Mapping[int, int]) -> dict[str, float]:
     """Seconds of each phase. new: the first step of each worker of the new world."""
     new = list(new)
-    borders = [fault_ns, max(stopped_ns), max(made_ns[step.pid] for step in new), max(step.ns for step in new)]
+    stopped = max(stopped_ns)
+    borders = [fault_ns, stopped, max(stopped, *(made_ns[step.pid] for step in new)), max(step.ns for step in new)]
     return {phase: (borders[index + 1] - borders[index]) / 1e9 for index, phase in enumerate(PHASES)}
 
 
@@ -236,6 +242,9 @@ def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
         if before is None:
             print(f"{side} {row}: did not come up\n{site.output()}", file=sys.stderr)
             return None
+        if side == "warm":
+            for agent in site.agents.values():
+                await_standbys(agent.pid, 1)
         old = set(observer.first)  # with those of a smaller round that came before the node that was late
         fault_ns, lost = strike(site, before)
         if row == "etcd":

@@ -48,7 +48,7 @@ def _mentions(path: Path, text: str) -> bool:
 
 def test_an_unknown_row_or_side_is_refused():
     assert "unknown 'nod'; expected some of node, agent" in run("--rows=nod").stderr
-    assert "unknown 'our'; expected some of ours, ours-2" in run("--sides=our").stderr
+    assert "unknown 'our'; expected some of ours, warm, ours-2" in run("--sides=our").stderr
 
 
 def test_what_is_skipped_has_a_reason(monkeypatch):

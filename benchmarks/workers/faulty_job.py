@@ -32,8 +32,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 
 COLLECTIVES = 5
-STANDBYS_STAY_S, STANDBYS_LOOK_S = 2.0, 0.05
-START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
+STANDBYS_STAY_S, START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
 
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 RANK = int(os.environ["RANK"])
@@ -78,31 +77,6 @@ def two_steps(work: str) -> None:
         optimizer.zero_grad()
 
 
-def await_standbys(wanted: int) -> None:
-    """Nothing tells a worker of them: look at the agent's children. They stay: what is learned late ends those that waited."""
-    since = time.monotonic()
-    while time.monotonic() - since < STANDBYS_STAY_S:
-        if standbys() < wanted:
-            since = time.monotonic()
-        time.sleep(STANDBYS_LOOK_S)
-
-
-def standbys() -> int:
-    """Children of the agent that run the standbys' program, less their server."""
-    agent = os.getppid()
-    found = 0
-    for task in os.listdir(f"/proc/{agent}/task"):
-        with open(f"/proc/{agent}/task/{task}/children") as children:
-            pids = children.read().split()
-        for pid in pids:
-            try:
-                with open(f"/proc/{pid}/cmdline") as command:
-                    found += "standby_server.py" in command.read()
-            except OSError:
-                pass  # it has ended
-    return found - 1
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -138,7 +112,9 @@ def main(fault: str, stamps: str, work: str, wait: str) -> None:
         all_reduce()
     if ATTEMPT == 0 and RANK == 1:
         if wait == "1":
-            await_standbys(dist.get_world_size())
+            from standby_count import await_standbys
+
+            await_standbys(os.getppid(), dist.get_world_size())
         stamp(file, fault=time.monotonic_ns())
         FAULTS[fault]()
     while ignores:

@@ -11,15 +11,17 @@ def standbys(agent: int) -> int:
     """Children of the agent that run the standbys' program, less their server."""
     found = 0
     for task in os.listdir(f"/proc/{agent}/task"):
-        with open(f"/proc/{agent}/task/{task}/children") as children:
-            pids = children.read().split()
-        for pid in pids:
-            try:
-                with open(f"/proc/{pid}/cmdline") as command:
-                    found += "standby_server.py" in command.read()
-            except OSError:
-                pass  # it has ended
+        for pid in _text(f"/proc/{agent}/task/{task}/children").split():
+            found += "standby_server.py" in _text(f"/proc/{pid}/cmdline")
     return found - 1
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # the thread or the process has ended
+        return ""
 
 
 def await_standbys(agent: int, wanted: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.etcd.errors import Compacted, EtcdError
 from elastic_ext.etcd.records import Key, KeyValue
-from elastic_ext.etcd.watch import Batch, Item, Watch
+from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Item, Watch
 
 if TYPE_CHECKING:
     from elastic_ext.etcd.client import EtcdClient
 
 logger = logging.getLogger(__name__)
+
+BEGAN_S = 0.1  # that a reading waits for the watch to begin, a millisecond as a rule
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class SnapshotWatch:
         self._on_news = on_news
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._watch: Watch | None = None
+        self._due = False  # the keys are to be read
+        self._revision = 0  # of the last reading
         self._closed = False
 
     def __enter__(self) -> SnapshotWatch:
@@ -64,24 +69,34 @@ class SnapshotWatch:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
             if self._watch is None:
+                self._watch = self._begin()
+            if self._due:
                 return self._read(timeout_s or None)
             try:
                 item = self._items.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
             if isinstance(item, Batch):
-                return item
-            self._watch.close()
-            if isinstance(item, Compacted):
-                self._watch = None
-            elif isinstance(item, EtcdError):
-                self._items.put(item)  # the end stays the end
-                raise item
+                if (news := self._since_reading(item)) is not None:
+                    return news
+            elif isinstance(item, Began):
+                self._due = item.revision > self._revision  # what was written in between was neither read nor watched
+            else:
+                self._watch.close()
+                if isinstance(item, Compacted):
+                    self._watch = None
+                elif isinstance(item, EtcdError):
+                    self._items.put(item)  # the end stays the end
+                    raise item
         return None
 
-    def _read(self, timeout_s: float | None) -> Snapshot:
-        reading = self._client.get_prefix(self._prefix, timeout_s=timeout_s)
-        # A queue for each watch: what the one before left behind is older than this snapshot.
+    def _begin(self) -> Watch:
+        """Watch from now on; the reading comes after that.
+
+        A watch from a revision that others have written after since is served by etcd ten times a second only, until it has
+        caught up (syncWatchersLoop of mvcc/watchable_store.go): when many nodes come at once, that was most of the wait.
+        """
+        # A queue for each watch: what the one before left behind is older than the reading that follows.
         items = self._items = queue.SimpleQueue()
 
         def take(item: Item) -> None:
@@ -92,10 +107,24 @@ class SnapshotWatch:
                 except Exception:  # foreign code; the item is there all the same
                     logger.exception("on_news of the etcd watch on %r failed", self._prefix)
 
-        self._watch = Watch(self._client, self._prefix, prefix=True, start_revision=reading.revision + 1, callback=take)
+        self._due = True
+        watch = Watch(self._client, self._prefix, prefix=True, start_revision=FROM_NOW, callback=take)
         if self._closed:
-            self._watch.close()
+            watch.close()
+        with contextlib.suppress(queue.Empty):  # later, then: if somebody has written by then, that is another reading
+            if not isinstance(first := items.get(timeout=BEGAN_S), Began):
+                items.put(first)  # the end of the watch, and nothing follows it
+        return watch
+
+    def _read(self, timeout_s: float | None) -> Snapshot:
+        reading = self._client.get_prefix(self._prefix, timeout_s=timeout_s)
+        self._due, self._revision = False, reading.revision
         return Snapshot(reading.revision, reading.kvs)
+
+    def _since_reading(self, batch: Batch) -> Batch | None:
+        """Without what was read already."""
+        events = tuple(event for event in batch.events if event.kv.mod_revision > self._revision)
+        return Batch(batch.revision, events) if events else None
 
     def __iter__(self) -> Iterator[Snapshot | Batch]:
         while (item := self.get()) is not None:

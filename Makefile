@@ -13,7 +13,7 @@ test: $(READY) lint ## everything, in under 20 minutes on 2 cores
 	$(PY) -m pytest -q -n 2 --dist loadgroup tests
 
 chaos: $(READY) ## the long tests; the writers of checkpoints are killed at 200 random instants, on local disk and on S3
-	ELASTIC_EXT_TEST_LONG=1 $(PY) -m pytest -q -n 2 --dist loadgroup tests
+	ELASTIC_EXT_TEST_LONG=1 ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q -n 2 --dist loadgroup tests
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
 
 lint: $(READY)
@@ -28,6 +28,14 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/restart_reliability.py
 	$(PY) benchmarks/restart.py
 	$(PY) benchmarks/checkpoint_stall.py
+	$(PY) benchmarks/checkpoints.py
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/verdict.py
+	$(PY) benchmarks/classification.py
+	$(PY) benchmarks/rendezvous.py
+	$(PY) benchmarks/node_loss.py
+	$(PY) benchmarks/steady_state.py
+	$(PY) benchmarks/code_bug_waste.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

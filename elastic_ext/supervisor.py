@@ -345,10 +345,15 @@ class Supervisor(AgentSeam):
         """Claim that all workers of this node stall, or take the claim back; it hangs when all nodes claim so."""
         if self._watch is None:
             return
-        before = self._watch.stalled
+        before, expected = self._watch.stalled, self._watch.imminent
         verdict = self._watch.look({local_rank: self._workers.pids[local_rank] for local_rank in self._workers.running})
         if verdict is None:
             return
+        if verdict.imminent and not expected and self._board is not None:
+            workers = [self._board.read(slot) for slot in range(self.spec.local_world_size)]
+            if all(worker.asks_for_saves for worker in workers):
+                logger.info("a checkpoint is asked for, the workers may hang: %s", verdict.reason)
+                self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if verdict.stalled or before:
             self._handler.stalled(verdict.stalled)
         if verdict.stalled != before:

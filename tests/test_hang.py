@@ -96,12 +96,22 @@ def test_the_one_behind_is_named():
 
 def test_the_next_look_is_when_something_can_be_different():
     assert hang.next_look_s([worker(quiet_s=1)]) == 29  # at half of the limit
-    assert hang.next_look_s([worker(quiet_s=30)]) == 30
+    assert hang.next_look_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
     assert hang.next_look_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
     assert hang.next_look_s([worker(quiet_s=70, working=True)]) == 30
     assert hang.next_look_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
     assert hang.next_look_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
     assert hang.next_look_s([]) == 30
+
+
+def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
+    late = worker(0, quiet_s=46, idle_s=15, working=True)  # it has worked until half of the limit
+    assert hang.judge([late, replace(late, rank=1, quiet_s=50)]).imminent
+    assert not hang.judge([late, replace(late, rank=1, quiet_s=44)]).imminent
+    assert not hang.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
+    assert not hang.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
+    assert not hang.judge([replace(late, phase="eval")]).imminent
+    assert not hang.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
 
 
 # Who is to blame.

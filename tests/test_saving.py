@@ -97,6 +97,19 @@ def test_the_users_interrupt_waits_for_no_save(tmp_path):
     assert not list(tmp_path.glob("saved.*"))
 
 
+def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
+    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=8", JOB, tmp_path, "stall"]
+    with Job(command, tmp_path, STOP=str(tmp_path / "stop"), STALL="7") as job:
+        job.wait_for("steps", 2)
+        job.wait_for("saved by", 2)
+        (tmp_path / "stop").touch()
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    saved = steps_saved(tmp_path, 0, 2)
+    assert len(saved[0]) == 1
+    assert saved[0] == saved[1]
+
+
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend):
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""

@@ -35,6 +35,7 @@ WORKING_SHARE = 0.02  # of a processor: less is what threads use that wait with 
 WORKING_BYTES_S = 100_000.0
 RUNNING_SHARE = 0.2  # of a processor: it runs in a circle, perhaps beside others
 STARVED_SHARE = 0.5  # of the time ready to run and not running
+IMMINENT_SHARE = 0.75  # of the limit: from then on a hang is to be expected, if nobody works
 LEAST_LOOK_S = 0.1
 LATE_S = 10.0  # a look that comes so late: this machine had stopped, not the workers
 
@@ -51,6 +52,7 @@ class Worker:
         quiet_s: since the last sign of life, or since it was started.
         gaps: between earlier signs in this phase: how many of less than 2 ** index ms.
         working: it, or what it has started, has used processor time or has read or written, lately; None: not known.
+        idle_s: since it was last seen to work; 0: not known.
         state: of its main thread, a letter of proc(5); "": not known.
         debugged: somebody looks at it with a debugger.
         known: its progress is known at all.
@@ -63,6 +65,7 @@ class Worker:
     phase: str = ""
     gaps: tuple[int, ...] = ()
     working: bool | None = None
+    idle_s: float = 0.0
     state: str = ""
     debugged: bool = False
     known: bool = True
@@ -74,11 +77,15 @@ class Worker:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one node. culprits: ranks of those that are behind, as far as words tell. reason: for people."""
+    """Of one node. culprits: ranks of those that are behind, as far as words tell. reason: for people.
+
+    imminent: not stalled yet, but soon, and nobody works: what can still be saved should be.
+    """
 
     stalled: bool
     culprits: tuple[int, ...]
     reason: str
+    imminent: bool = False
 
 
 def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Verdict:
@@ -97,7 +104,8 @@ def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Verdict:
     for worker in workers:
         limit = limit_s(worker, idle, fixed_s)
         if worker.quiet_s < limit:
-            return Verdict(False, (), f"rank {worker.rank} is within its limit: {worker.quiet_s:.3g} of {limit:.3g} s")
+            within = f"rank {worker.rank} is within its limit: {worker.quiet_s:.3g} of {limit:.3g} s"
+            return Verdict(False, (), within, all(is_imminent(each, fixed_s) for each in workers))
     behind = min((worker.steps, worker.reports) for worker in workers)
     culprits = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == behind)
     longest = max(workers, key=lambda worker: limit_s(worker, idle, fixed_s))
@@ -107,6 +115,12 @@ def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Verdict:
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
         f"(limit {limit_s(longest, idle, fixed_s):.3g} s); the lowest step is {behind[0]}, of rank {culprits[0]}",
     )
+
+
+def is_imminent(worker: Worker, fixed_s: float | None) -> bool:
+    """It has given no sign of life for most of the limit, and has not worked since about half of it."""
+    limit = limit_s(worker, True, fixed_s)
+    return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= (IMMINENT_SHARE - 0.55) * limit
 
 
 def is_idle(workers: Sequence[Worker]) -> bool:
@@ -146,8 +160,8 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
 def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> float:
     """After how many seconds `judge` may say something else.
 
-    At half of the least limit the workers' vitals are read, to be compared at the limit; later, as long as the stall lasts, as
-    often: somebody who works may cease to.
+    At half of the least limit the workers' vitals are read, to be compared when a hang is imminent and at the limit; later, as
+    long as the stall lasts, as often as at first: somebody who works may cease to.
     """
     often = (
         IDLE_FLOOR_S if fixed_s is None else fixed_s
@@ -155,9 +169,8 @@ def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> floa
     known = [(worker.quiet_s, limit_s(worker, True, fixed_s)) for worker in workers if worker.known]
     if not known:
         return often
-    half = max(limit / 2 - quiet_s for quiet_s, limit in known)
-    full = max(limit - quiet_s for quiet_s, limit in known)
-    return max(LEAST_LOOK_S, min(often, half if half > 0 else full if full > 0 else often))
+    until = (max(share * limit - quiet_s for quiet_s, limit in known) for share in (0.5, IMMINENT_SHARE, 1.0))
+    return max(LEAST_LOOK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
 
 
 def needs_vitals(workers: Sequence[Worker], fixed_s: float | None = None) -> bool:

@@ -19,13 +19,13 @@ class HangWatch:
     """Reading words costs microseconds; /proc is read only when all workers have been quiet for half of their limit.
 
     Attributes:
-        stalled: all workers of this node stall, as of the last look.
+        stalled: all workers of this node stall, as of the last look. imminent: they soon will.
         step_s: seconds of a step lately, by local rank; empty: not known yet. Replaced, never changed in place.
     """
 
     def __init__(self, board: ProgressBoard, ranks: Mapping[int, int], fixed_s: float | None) -> None:
         """ranks: of the workers, by local rank. fixed_s: the setting hang_timeout."""
-        self.stalled = False
+        self.stalled = self.imminent = False
         self._board, self._ranks, self._fixed_s = board, dict(ranks), fixed_s
         self._began = time.monotonic()  # the count of who was looked at with a debugger, say, begins anew
         self._next_look = self._began
@@ -57,7 +57,7 @@ class HangWatch:
             self._sample = self._before = None
             self._worked.clear()
         verdict = hang.judge(workers, self._fixed_s)
-        self.stalled = verdict.stalled
+        self.stalled, self.imminent = verdict.stalled, verdict.imminent
         self._next_look = now + hang.next_look_s(workers, self._fixed_s)
         return verdict
 
@@ -118,7 +118,8 @@ class HangWatch:
         if seen is None or worked is None or self._before is None:
             return worker
         # Idle for half of the limit, and quiet for all of it: the first sample was taken at the half.
-        return replace(worker, working=now - worked < 0.4 * hang.limit_s(worker, True, self._fixed_s))
+        idle_s = now - worked
+        return replace(worker, idle_s=idle_s, working=idle_s < 0.4 * hang.limit_s(worker, True, self._fixed_s))
 
     # Once the whole job hangs.
 

@@ -1,7 +1,7 @@
 """Steps with one collective each, of uneven length on the ranks, until $STOP is there; saves when the agent asks.
 
-saving_job.py DIR [slow|deaf]     DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second longer;
-                                  deaf: it never asks whether to save
+saving_job.py DIR [slow|deaf|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second
+                                      longer; deaf: it never asks whether to save; stall: nothing happens for $STALL seconds once
 """
 
 import os
@@ -24,6 +24,9 @@ while True:
     over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
     dist.all_reduce(over)
     step += 1
+    elastic_ext.report_progress()
+    if step == 3 and "stall" in how:
+        time.sleep(float(os.environ["STALL"]))
     if step == 3:
         print(f"steps {rank} attempt {attempt}", flush=True)
     if "deaf" not in how and elastic_ext.save_requested():
@@ -34,6 +37,7 @@ while True:
             file.write(f"{step}\n")
         dist.barrier()
         elastic_ext.report_saved(step, time.monotonic() - begin)
+        print(f"saved by {rank}", flush=True)
     if over.item():
         break
 dist.destroy_process_group()

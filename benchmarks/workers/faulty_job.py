@@ -32,7 +32,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 
 COLLECTIVES = 5
-STANDBYS_STAY_S, START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
+START_TIME_FIELD = 22  # of /proc/PID/stat, counted from 1; see proc_pid_stat(5)
 
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 RANK = int(os.environ["RANK"])

@@ -69,7 +69,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def assert_one_verdict(nodes: Nodes, names: str, jobs: list[Job], code: int) -> dict:
     """All agents have left with this code and the same verdict, none of them with an error of torch's rendezvous."""
     done = [job.finish() for job in jobs]
-    assert [each.returncode for each in done] == [code] * len(jobs), [each.err for each in done]
+    assert [each.returncode for each in done] == [code] * len(jobs), "\n----\n".join(each.err for each in done)
     verdicts = [nodes.verdict(name) for name in names]
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert verdicts[0]["decision"]["exit_code"] == code

@@ -25,11 +25,11 @@ from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.crew import ROOT, Crew
 
 pytest.importorskip("torchdata")
-pytestmark = [pytest.mark.timeout(600)]
 
 JOB = ROOT / "tests" / "scripts" / "checkpointed_job.py"
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "20"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
+pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
 
 
 @pytest.fixture

@@ -299,6 +299,7 @@ def waits(pid: int) -> bool:
     return "standby_server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
 
 
+@pytest.mark.timeout(max(180, 8 * RESTARTS))
 def test_many_warm_restarts_leave_nothing_behind(tmp_path):
     """200 with ELASTIC_EXT_TEST_RESTARTS=200."""
     (tmp_path / "rules.toml").write_text(FREE)

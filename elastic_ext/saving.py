@@ -54,17 +54,21 @@ def _step_s(worker: Progress) -> float:
     return (worker.last_step_ns - worker.first_step_ns) / 1e9 / (worker.steps - 1) if worker.steps > 1 else 0.0
 
 
-def grace_s(platform_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float) -> float:
+def grace_s(
+    platform_grace_s: float | None, pod_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float
+) -> float:
     """Seconds until this agent, which was told to leave, is killed.
 
     Args:
         platform_grace_s: the setting.
+        pod_grace_s: what Kubernetes says of the pod that it deletes.
         shutdown_timeout_s: torchrun's `--shutdown-timeout`: what users give for a clean end where nothing else is known.
         environ: Slurm tells there when the job ends.
         now: Unix time; this host's clock is compared with Slurm's, which runs the job here.
     """
     end = slurm.read_environment(environ).end_time
-    known = [platform_grace_s if platform_grace_s is not None else shutdown_timeout_s]
+    told = (platform_grace_s, pod_grace_s, shutdown_timeout_s)
+    known = [next(seconds for seconds in told if seconds is not None)]
     if end is not None and end > now:
         known.append(end - now)
     return min(known)

@@ -238,7 +238,10 @@ class Settings:
         None, _text, "what this node is called in verdicts, strikes and metrics; default: the host's name"
     )
     platform_grace: float | None = _setting(
-        None, _seconds, "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter"
+        None,
+        _seconds,
+        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; default: what "
+        "`pod_file`, `pod_api` or Slurm says",
     )
     pod_api: bool = _setting(False, _boolean, "Kubernetes: ask the API server about this pod when a worker has failed")
     pod_file: str | None = _setting(None, _text, "Kubernetes: file with this pod or its status as JSON, kept by somebody else")

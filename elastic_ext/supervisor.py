@@ -37,6 +37,7 @@ from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.host import Host
 from elastic_ext.failures.matching import ASKED
 from elastic_ext.failures.report import FailedWorker
+from elastic_ext.failures.sources import deletion_grace_s
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
@@ -383,7 +384,7 @@ class Supervisor(AgentSeam):
             return
         if self._workers.failed or not self._workers.running:
             return
-        grace_s = self._left_s()
+        grace_s = self._left_s() if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
         workers = [self._board.read(slot) for slot in range(self.spec.local_world_size)]
         plan = saving.plan(grace_s, self._grace_s, workers)
         if plan.wait_s <= 0:
@@ -408,7 +409,9 @@ class Supervisor(AgentSeam):
         self.shorten_shutdown(max(1.0, grace_s - took_s))
 
     def _left_s(self) -> float:
-        return saving.grace_s(self._settings.platform_grace, self.shutdown_timeout_s, os.environ, time.time())
+        settings = self._settings
+        pod_grace_s = deletion_grace_s(os.environ, settings.pod_file, settings.pod_api)
+        return saving.grace_s(settings.platform_grace, pod_grace_s, self.shutdown_timeout_s, os.environ, time.time())
 
     # Rounds.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext import saving
+from elastic_ext.failures import sources
 from elastic_ext.workers.progress import Progress
 from tests.jobs import AGENT, TORCHRUN, Job
 
@@ -41,19 +44,43 @@ def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
 
 
 @pytest.mark.parametrize(
-    ("platform_grace_s", "environ", "expected"),
+    ("platform_grace_s", "pod_grace_s", "environ", "expected"),
     [
-        (None, {}, 30),
-        (100, {}, 100),
-        (10, {}, 10),
-        (None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1020"}, 20),
-        (100, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1090"}, 90),
-        (None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "5000"}, 30),
-        (None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "900"}, 30),  # Slurm lets it run on for its KillWait
+        (None, None, {}, 30),
+        (100, None, {}, 100),
+        (10, None, {}, 10),
+        (None, 60, {}, 60),
+        (100, 60, {}, 100),  # who says so knows better
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1020"}, 20),
+        (100, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1090"}, 90),
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "5000"}, 30),
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "900"}, 30),  # Slurm lets it run on for its KillWait
     ],
 )
-def test_until_when(platform_grace_s, environ, expected):
-    assert saving.grace_s(platform_grace_s, 30, environ, now=1000.0) == expected
+def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
+    assert saving.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
+
+
+def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):
+    """Half a second for a save: there is no time, and the pod says so, whatever --shutdown-timeout is."""
+    pod = tmp_path / "pod.json"
+    pod.write_text('{"metadata": {"deletionTimestamp": "2026-11-21T00:00:00Z", "deletionGracePeriodSeconds": 1}}')
+    conf = f"--rdzv-conf=stop_grace=0.9,pod_file={pod}"
+    variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
+    with Job([*AGENT, "--nproc-per-node=1", conf, JOB, tmp_path, "slow"], tmp_path, **variables) as job:
+        job.wait_for("steps")
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    assert re.search(r"0\.\d+ s are left", done.err), done.err
+
+
+@pytest.mark.parametrize("seconds", [None, "30", True, 0, -1])
+def test_a_pod_that_does_not_tell_its_grace(tmp_path, seconds):
+    pod = tmp_path / "pod.json"
+    pod.write_text(json.dumps({"metadata": {"deletionGracePeriodSeconds": seconds}}))
+    assert sources.deletion_grace_s({}, str(pod)) is None
+    assert sources.deletion_grace_s({}, str(tmp_path / "none")) is None
 
 
 def steps_saved(folder: Path, attempt: int, ranks: int) -> list[list[str]]:

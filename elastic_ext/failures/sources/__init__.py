@@ -7,12 +7,13 @@ such file, no right to read it, no answer in time. It is never "fine".
 from elastic_ext.failures.sources.gpu import RecoveryAction, recovery_actions
 from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
 from elastic_ext.failures.sources.memory import oom_counts, oom_kills_since
-from elastic_ext.failures.sources.platforms import detect
+from elastic_ext.failures.sources.platforms import deletion_grace_s, detect
 
 __all__ = [
     "KernelLog",
     "RecoveryAction",
     "Xid",
+    "deletion_grace_s",
     "detect",
     "oom_counts",
     "oom_kills_since",

@@ -55,6 +55,12 @@ def last_termination(pod: Mapping[str, Any] | None, container: str) -> str | Non
     return None
 
 
+def deletion_grace_s(pod: Mapping[str, Any] | None) -> float | None:
+    """`deletionGracePeriodSeconds`: what the pod is granted once its deletion was asked for; None before, and where not known."""
+    seconds = _mapping(_mapping(pod).get("metadata")).get("deletionGracePeriodSeconds")
+    return float(seconds) if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0 else None
+
+
 def read_pod(path: str) -> dict[str, Any] | None:
     """The JSON object in a file; None if it is not there, too large or none."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.sources import kubernetes, slurm
@@ -21,8 +22,15 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
     if slurm.job_id(environ):
         return slurm.ask(environ)
     if kubernetes.HOST in environ or pod_file:
-        pod = kubernetes.read_pod(pod_file) if pod_file else None
-        if pod is None and pod_api:
-            pod = kubernetes.get_pod(environ)
-        return kubernetes.platform_of(pod)
+        return kubernetes.platform_of(_pod(environ, pod_file, pod_api))
     return Platform()
+
+
+def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
+    """Seconds that Kubernetes grants our pod, which it deletes, from SIGTERM to SIGKILL; None: not known. As `detect`."""
+    return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api))
+
+
+def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> dict[str, Any] | None:
+    pod = kubernetes.read_pod(pod_file) if pod_file else None
+    return kubernetes.get_pod(environ) if pod is None and pod_api else pod

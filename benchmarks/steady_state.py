@@ -36,6 +36,7 @@ import crew
 FEWER_BYTES = 100.0  # times, than stock
 MONITOR_INTERVAL_S = 0.1  # torchrun's default
 READY_S = 180.0
+QUIET_S = 0.5  # without anything but keep-alives: then the round has formed
 _ALONE = "ELASTIC_EXT_BENCHMARK_ALONE"  # set for the copy of this process that runs in its own network namespace
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, linux/if.h
 
@@ -93,7 +94,20 @@ def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
                 served = crew.traffic(endpoint)
                 return served.requests, sum(answer["cpu_s"] for answer in members.ask(READY_S, do="cpu")), served.cpu_s
 
+            await_quiet(endpoint)
             return observe(seconds, ask)
+
+
+def await_quiet(endpoint: str) -> None:
+    """Until the last node that has joined has its watches: what forms a round is not what keeps it."""
+    deadline = time.monotonic() + READY_S
+    before = crew.traffic(endpoint)
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S)
+        after = crew.traffic(endpoint)
+        if (after - before).requests.keys() <= {"LeaseKeepAlive"}:
+            return
+        before = after
 
 
 def stock(agents: int, seconds: float, processes: int) -> Idle:

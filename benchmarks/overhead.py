@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,9 @@ from typing import Any
 
 import jobs
 import measure
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.etcd_server import free_port
 
 SCRIPT = Path(__file__).parent.parent / "entrypoints" / "train_fsdp.py"
 LEAST_RATIO = 0.99  # of our throughput to stock's
@@ -79,12 +81,6 @@ def beside_the_workers(agent: int) -> float:
         if b"\0LOCAL_RANK=" in environ:
             pids.discard(pid)
     return sum(map(cpu_s, pids))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scrape(port: int) -> dict[str, float]:

@@ -104,7 +104,7 @@ class SaveOnDemand:
         over = self.over(wanted)
         if over == "kept" and self._kept != wanted:
             self._kept = wanted
-            job.saved(wanted, max(self._board.read(slot).saved_step or 0 for slot in range(self._workers)))
+            job.saved(wanted, max(word.saved_step or 0 for word in self._board.read_all()))
         return over
 
     def show(self, number: int) -> None:
@@ -135,7 +135,7 @@ class SaveOnDemand:
 
     def over(self, number: int) -> str | None:
         """What became of it: "kept" or "failed" as soon as one worker here says so; None: not yet known."""
-        words = [self._board.read(slot) for slot in range(self._workers)]
+        words = self._board.read_all()
         if any(word.save_kept >= number for word in words):
             return "kept"
         return "failed" if any(word.save_failed >= number for word in words) else None

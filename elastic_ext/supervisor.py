@@ -190,8 +190,9 @@ class Supervisor(AgentSeam):
         except BadCheckpoints as error:
             return self._stopped_elsewhere(self._without_checkpoint(str(error)))
         except SignalException as error:
-            self._leave_by = time.monotonic() + self._left_s()
-            self._save_first(error.sigval)
+            grace_s = self._left_s()
+            self._leave_by = time.monotonic() + grace_s
+            self._save_first(error.sigval, grace_s)
             self._handler.leaving(f"{error.sigval.name}, sent to its agent")
             raise
 
@@ -215,7 +216,7 @@ class Supervisor(AgentSeam):
                     self._saves.look(self._handler)
                 self._look_for_hangs()
                 if self._copier is not None and self._board is not None:
-                    self._copier.saved(sum(self._board.read(slot).saves for slot in range(self.spec.local_world_size)))
+                    self._copier.saved(sum(word.saves for word in self._board.read_all()))
                 if (over := self._handler.round_over()) is None:
                     continue
                 logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
@@ -350,11 +351,10 @@ class Supervisor(AgentSeam):
         verdict = self._watch.look({local_rank: self._workers.pids[local_rank] for local_rank in self._workers.running})
         if verdict is None:
             return
-        if verdict.imminent and not expected and self._board is not None:
-            workers = [self._board.read(slot) for slot in range(self.spec.local_world_size)]
-            if all(worker.asks_for_saves for worker in workers):
-                logger.info("a checkpoint is asked for, the workers may hang: %s", verdict.reason)
-                self._handler.request_save(f"the workers on {self._handler.host} may hang")
+        asks = self._board is not None and all(word.asks_for_saves for word in self._board.read_all())
+        if verdict.imminent and not expected and asks:
+            logger.info("a checkpoint is asked for, the workers may hang: %s", verdict.reason)
+            self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if verdict.stalled or before:
             self._handler.stalled(verdict.stalled)
         if verdict.stalled != before:
@@ -378,15 +378,13 @@ class Supervisor(AgentSeam):
 
     # Saves on demand.
 
-    def _save_first(self, sigval: signal.Signals) -> None:
+    def _save_first(self, sigval: signal.Signals, grace_s: float) -> None:
         """The platform takes this node away: have the job save a checkpoint while there is time. Another signal ends the wait."""
         if sigval in exits.BY_HAND or self._board is None or self._processes is None or self._processes.stopped:
             return
         if self._workers.failed or not self._workers.running:
             return
-        grace_s = self._left_s() if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
-        workers = [self._board.read(slot) for slot in range(self.spec.local_world_size)]
-        plan = saving.plan(grace_s, self._grace_s, workers)
+        plan = saving.plan(grace_s, self._grace_s, self._board.read_all())
         if plan.wait_s <= 0:
             logger.info("%s: no checkpoint is asked for: %s", sigval.name, plan.reason)
             return
@@ -552,7 +550,7 @@ class Supervisor(AgentSeam):
     def _progress(self) -> list[WorkerProgress]:
         """The workers' progress words, for the metrics; called from the threads of the metrics server."""
         board, watch, now_ns = self._board, self._watch, time.monotonic_ns()  # each may be gone at the next look
-        words = [board.read(slot) for slot in range(self.spec.local_world_size)] if board is not None else []
+        words = board.read_all() if board is not None else []
         step_s = watch.step_s if watch is not None else {}
         usual_s = statistics.median(step_s.values()) if step_s else 0.0
         return [

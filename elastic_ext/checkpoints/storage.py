@@ -106,13 +106,6 @@ class Storage:
         with self.open(name) as file:
             return bytes(file.read())
 
-    def wait_for(self, name: str, deadline: float) -> Entry | None:
-        """Wait until a name that is known to be written shows up: some storages show it late. None: not by the deadline.
-
-        deadline: as `time.monotonic` tells the time. Looks at least once, then after pauses that grow up to LONGEST_PAUSE.
-        """
-        return polled(lambda: self.stat(name), lambda found: found is not None, deadline)
-
 
 def polled(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
     """Look until it is enough or the deadline (monotonic) is over; return what was seen last. No storage tells of a change."""

@@ -65,6 +65,7 @@ class ProgressBoard:
 
     def __init__(self, path: str, workers: int) -> None:
         """path: a file to create, best on tmpfs. workers: how many slots. Raises OSError where there is no room for it."""
+        self._workers = workers
         self.path = path
         size = workers * bootstrap.SLOT_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -104,6 +105,10 @@ class ProgressBoard:
             sign_ns=words[at + bootstrap.SIGN_NS],
             gaps=tuple(words[gaps : gaps + bootstrap.GAP_BUCKETS]),
         )
+
+    def read_all(self) -> list[Progress]:
+        """Of all workers of this node, by slot."""
+        return [self.read(slot) for slot in range(self._workers)]
 
     def want_save(self, slot: int, number: int) -> None:
         """Have this worker look for the agreed step boundary of this save on demand."""

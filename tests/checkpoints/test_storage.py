@@ -18,7 +18,7 @@ import fsspec
 import pytest
 
 from elastic_ext.checkpoints import storage as storage_module
-from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled
 from elastic_ext.errors import UsageError
 
 
@@ -146,7 +146,14 @@ def test_remove(storage: Storage) -> None:
 
 def test_a_name_that_shows_up_late(storage: Storage) -> None:
     storage.put("step_1/a", b"1")
-    assert storage.wait_for("step_2/manifest.json", time.monotonic()) is None
+
+    def look() -> Entry | None:
+        return storage.stat("step_2/manifest.json")
+
+    def is_there(found: Entry | None) -> bool:
+        return found is not None
+
+    assert polled(look, is_there, time.monotonic()) is None
     looked = threading.Event()
     inner = storage.stat
 
@@ -163,7 +170,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = storage.wait_for("step_2/manifest.json", time.monotonic() + 60)
+    found = polled(look, is_there, time.monotonic() + 60)
     writer.join()
     assert found is not None
     assert found.size == 2

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from elastic_ext.checkpoints import catalog, detect, tiers
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.replicate import TARGET, Bucket, Here, Replicator, next_target
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.storage import open_storage, polled
 from elastic_ext.checkpoints.tiers import Held, Offer, newest_of_all, plan_local_prune, rank_of, ranks_of
 from elastic_ext.checkpoints.verify import Mode, verify
 from elastic_ext.checkpoints.writer import joined
@@ -221,7 +221,7 @@ def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, direc
     name = save(nodes[:1], 2, size=300_000)
     storage = open_storage(str(remote))
     with Process(nodes[0], remote, mb_s=0.05) as first:  # one file at once, then six seconds' wait
-        assert storage.wait_for(f"{name}/__0_0.distcp", deadline=monotonic_in(30)) is not None
+        assert polled(lambda: storage.stat(f"{name}/__0_0.distcp"), bool, monotonic_in(30)) is not None
         first.process.kill()
         first.process.wait()
     assert not complete(remote, name)

@@ -150,10 +150,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
     def look() -> Entry | None:
         return storage.stat("step_2/manifest.json")
 
-    def is_there(found: Entry | None) -> bool:
-        return found is not None
-
-    assert polled(look, is_there, time.monotonic()) is None
+    assert polled(look, bool, time.monotonic()) is None
     looked = threading.Event()
     inner = storage.stat
 
@@ -170,7 +167,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = polled(look, is_there, time.monotonic() + 60)
+    found = polled(look, bool, time.monotonic() + 60)
     writer.join()
     assert found is not None
     assert found.size == 2

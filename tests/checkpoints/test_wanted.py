@@ -205,7 +205,7 @@ def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
     name = save_own(tmp_path, 1)
     late = LateStorage(str(tmp_path), 5)
-    found = late.wait_for(f"{name}/{MANIFEST}", time.monotonic() + 60)
+    found = storage.polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
     assert found is not None
     assert late.looks == 6
     assert discovery.Look(late)(next(late.entries())).complete

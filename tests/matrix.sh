@@ -9,7 +9,7 @@ suite=(tests/test_seam.py tests/test_supervisor.py tests/test_c10d.py tests/test
 
 for pair in "$@"; do
   torch=${pair%%:*} python=python${pair##*:}
-  command -v "$python" >/dev/null || { echo "matrix: no $python on this machine, torch $torch runs on python3"; python=python3; }
+  "$python" -c "" 2>/dev/null || { echo "matrix: no $python on this machine, torch $torch runs on python3"; python=python3; }
   env=$dir/$torch
   if [ ! -e "$env/.ready" ]; then
     [ "$torch" = newest ] && wanted=torch || wanted="torch==$torch.*"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -72,11 +73,40 @@ def test_a_killed_worker_comes_back_by_a_standby(tmp_path, kind, workers):
     assert all(each["warm"] and each["losses"] == 2 for each in second), done.all
 
 
+@pytest.fixture
+def numactl(tmp_path, monkeypatch):
+    """The real one; where it is not installed, a few lines that make the same system call."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor: nothing can be bound to another one")
+    if shutil.which("numactl") is None:
+        stand_in = tmp_path / "bin" / "numactl"
+        stand_in.parent.mkdir()
+        bound = "{int(each) for each in sys.argv[1].removeprefix('--physcpubind=').split(',')}"
+        run_it = f"import os, sys\nos.sched_setaffinity(0, {bound})\nos.execvp(sys.argv[2], sys.argv[2:])\n"
+        stand_in.write_text(f"#!{sys.executable} -I\n{run_it}")
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
+
+
 def test_a_standby_is_not_told_from_a_new_process(tmp_path):
+    assert_alike(tmp_path, AGENT)
+
+
+def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
+    agent = [sys.executable, str(SCRIPTS / "agent_with_gpus.py"), "--numa-binding=exclusive"]
+    used = [each["state"]["priority"][2] for each in assert_alike(tmp_path, agent)]
+    assert len(used) == 2
+    assert used[0]
+    assert used[1]
+    assert not set(used[0]) & set(used[1])
+
+
+def assert_alike(tmp_path: Path, agent: "list[str]") -> "list[dict]":
+    """What two workers see that were started by standbys, which is what they see when they were not."""
     found = {}
     for setting in ("on", "off"):
         gate = Gate(tmp_path / "gate")
-        command = [*AGENT, "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / "standby_state.py"), "a", "--b"]
+        command = [*agent, "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / "standby_state.py"), "a", "--b"]
         with Job(command, tmp_path, ELASTIC_EXT_STANDBY=setting, **VERBOSE) as job:
             job.wait_for('(?m)^state .*"attempt": 0', 2)
             if setting == "on":
@@ -90,9 +120,11 @@ def test_a_standby_is_not_told_from_a_new_process(tmp_path):
         assert (warm["many"], cold["many"]) == (True, False)
         warm["state"]["env"].pop("ELASTIC_EXT_STANDBY")
         cold["state"]["env"].pop("ELASTIC_EXT_STANDBY")
-        assert warm["state"] == cold["state"]
+        for part in cold["state"]:
+            assert warm["state"][part] == cold["state"][part], part
     for one, other in zip(found["on"][0]["chance"], found["on"][1]["chance"], strict=True):
         assert one != other
+    return found["on"]
 
 
 # ---- cold, and why
@@ -410,6 +442,33 @@ def test_what_is_worth_preloading():
 )
 def test_what_hides_a_module(beside, expected):
     assert standby_rules.hidden(beside[-1:], {"json", "torch"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "-u", "x.py"], (["python", "-u", "x.py"], None)),
+        (["numactl", "--physcpubind=0-2,8", "python", "x.py"], (["python", "x.py"], frozenset({0, 1, 2, 8}))),
+        (["numactl", "--physcpubind=all", "python"], (["numactl", "--physcpubind=all", "python"], None)),
+        (["numactl", "--membind=0", "python"], (["numactl", "--membind=0", "python"], None)),
+    ],
+)
+def test_what_numactl_was_to_do(command, expected):
+    assert standby_rules.unbound(command) == expected
+
+
+@pytest.mark.parametrize(
+    ("processors", "environ", "expected"),
+    [
+        (None, {}, None),
+        (frozenset({1}), {"OMP_NUM_THREADS": "2"}, None),
+        (frozenset({1}), {}, "OMP_NUM_THREADS is not set"),
+        (frozenset({1, 9}), {"OMP_NUM_THREADS": "2"}, "may not be used"),
+    ],
+)
+def test_when_a_standby_cannot_be_bound(processors, environ, expected):
+    found = standby_rules.unbindable(processors, {0, 1}, environ)
+    assert found is None if expected is None else found is not None and expected in found
 
 
 def test_room():

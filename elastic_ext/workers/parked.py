@@ -238,15 +238,24 @@ class WarmPopen(subprocess.Popen):
     """
 
     def __init__(
-        self, parked: Parked, command: Sequence[str], program: Sequence[str], env: Mapping[str, str], **streams: Any
+        self,
+        parked: Parked,
+        command: Sequence[str],
+        program: Sequence[str],
+        env: Mapping[str, str],
+        processors: frozenset[int] | None = None,
+        **streams: Any,
     ) -> None:
         """command: of the cold start. program: the end of it, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
+
+        processors: that it is to run on, where they are others than this process's.
 
         Raises OSError where the standby has died meanwhile.
         """
         self._parked = parked
         self._program = list(program)
         self._shown = list(command)
+        self._processors = processors
         # The script is not to see the bootstrap.
         super().__init__([*command[: len(command) - len(program) - 1], *program], env=env, start_new_session=True, **streams)
 
@@ -262,6 +271,7 @@ class WarmPopen(subprocess.Popen):
             "shown": self._shown,
             "env": dict(env),
             "open": list(wanted),
+            "processors": sorted(self._processors or ()),
             "ignored": _ignored_signals(),
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import all_suffixes
 
@@ -28,6 +28,8 @@ DEFAULT_MODULES = (
 SERVER_BYTES = 700 << 20  # with what DEFAULT_MODULES import, and as much again of the user's
 STANDBY_BYTES = 64 << 20  # of its own, besides what it shares with the server; measured 4 to 12 MB, before it runs
 RESERVE_BYTES = 512 << 20  # that must be left for the training
+
+_BIND = "--physcpubind="  # torch/numa/binding.py, of 2.9 and newer
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,31 @@ def read_too_early(
             if name in variables:
                 found.setdefault(module, name)
     return found
+
+
+def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | None]:
+    """The command that torchrun's NUMA options have put behind `numactl --physcpubind=0-3,8`, and these processors; else None."""
+    if len(command) < 3 or command[0] != "numactl" or not command[1].startswith(_BIND):
+        return command, None
+    processors: set[int] = set()
+    try:
+        for part in command[1].removeprefix(_BIND).split(","):
+            first, _, last = part.partition("-")
+            processors.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        return command, None
+    return command[2:], frozenset(processors)
+
+
+def unbindable(processors: frozenset[int] | None, allowed: Collection[int], environ: Mapping[str, str]) -> str | None:
+    """Why a standby that is bound to these processors only now could be told from a process that numactl has started, or None."""
+    if processors is None:
+        return None
+    if not processors <= set(allowed):
+        return "numactl is to bind it to processors that may not be used"  # it refuses, and says so
+    if not environ.get("OMP_NUM_THREADS"):
+        return "it is bound to processors and OMP_NUM_THREADS is not set: libraries have counted the processors already"
+    return None
 
 
 def differs(now: Mapping[str, object], at_start: Mapping[str, object]) -> str | None:

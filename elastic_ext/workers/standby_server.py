@@ -10,7 +10,8 @@ and talks to it over the socket CONTROL, one JSON object a message:
 It answers {"ready": {...}}, see `Server._state`, after each preload. Parked standbys speak for themselves: their pid comes out of
 their socket when they wait. What arrives there then, with the descriptors 0, 1 and 2, is how the worker starts:
 
-    {"argv": [...], "orig_argv": [...], "shown": [...], "env": {...}, "open": [0, 1, 2], "ignored": mask, "blocked": [...]}
+    {"argv": [...], "orig_argv": [...], "shown": [...], "env": {...}, "open": [0, 1, 2], "processors": [...],
+     "ignored": mask, "blocked": [...]}
 
 A standby is a child of the agent and not of this process: it is forked by a process that ends at once, while the agent adopts
 orphans (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads a session and a process group of its own.
@@ -265,6 +266,8 @@ class Server:
         removed_here = self._environ.keys() - os.environ.keys() - {MARK}
         os.environ.clear()
         os.environ.update({name: value for name, value in {**told["env"], **set_here}.items() if name not in removed_here})
+        if told["processors"]:
+            os.sched_setaffinity(0, told["processors"])
         _set_signals(told["ignored"])
         signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
         if "numpy.random" in sys.modules:

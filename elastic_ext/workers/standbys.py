@@ -105,7 +105,8 @@ class Standbys:
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; None, with the reason logged, where it must be started the usual way."""
-        reason = self._why_cold(args, env)
+        args, processors = standby_rules.unbound(args)
+        reason = self._why_cold(args, env) or standby_rules.unbindable(processors, os.sched_getaffinity(0), env)
         while reason is None:
             parked = self._take()
             if parked is None:
@@ -113,7 +114,7 @@ class Standbys:
                 break
             program = list(args[len(self._wanted.python) + 1 :])
             try:
-                process = WarmPopen(parked, args, program, env, stdout=stdout, stderr=stderr)
+                process = WarmPopen(parked, args, program, env, processors, stdout=stdout, stderr=stderr)
             except OSError as error:
                 logger.warning("a standby (pid %s) was lost: %s", parked.pid, error)
                 continue
@@ -157,7 +158,7 @@ class Standbys:
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str]) -> str | None:
         command = [*self._wanted.python, self._wanted.bootstrap]
         if list(args[: len(command)]) != command:
-            return f"the command is put behind {args[0]}"  # numactl, of torchrun's NUMA options
+            return f"the command is put behind {args[0]}"
         with self._lock:
             if self._off or self._unfit:
                 return self._off or self._unfit

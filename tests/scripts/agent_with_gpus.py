@@ -1,0 +1,13 @@
+"""The agent where torch finds two GPUs at NUMA node 0, as far as torchrun's NUMA options ask: no machine here has one."""
+
+import sys
+
+from torch.numa import binding
+
+from elastic_ext.agent import main
+
+binding._get_gpu_count = lambda: 2
+binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Every pause of a fixed length in the package, by where it is: nothing between a death and the next collective may be among them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import elastic_ext
+
+PACKAGE = Path(elastic_ext.__file__).parent
+WHY = {
+    "checkpoints/replicate.py:__init__": "the copy's bandwidth is bounded",
+    "checkpoints/storage.py:polled": "a storage tells of no change",
+    "rendezvous/c10d.py:_go_on": "the backoff that was decided, as on the nodes that failed",
+    "workers/flight_recorder.py:dump": "a file of another process; only when all workers hang",
+    "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",
+    "workers/warden.py:_kill_all": "a child between fork and exec; the agent is dead by then",
+}
+
+
+def test_nothing_waits_for_time_to_pass():
+    assert set(pauses()) == WHY.keys()
+
+
+def pauses() -> Iterator[str]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any(is_pause(node) for node in ast.walk(function)):
+                yield f"{path.relative_to(PACKAGE)}:{function.name}"
+
+
+def is_pause(node: ast.AST) -> bool:
+    """time.sleep, called or handed on; select of nothing; waiting for an event that nobody can set."""
+    text = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute, ast.Call)) else ""
+    return text in ("sleep", "time.sleep", "asyncio.sleep") or text.startswith(
+        ("select.select([], [], []", "select.poll().poll(", "threading.Event().wait(")
+    )

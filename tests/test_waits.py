@@ -1,4 +1,4 @@
-"""Every pause of a fixed length in the package, by where it is: nothing between a death and the next collective may be among them."""
+"""Every pause of a fixed length in the package, by where it is. None may lie between a death and the next collective."""
 
 import ast
 from collections.abc import Iterator

@@ -228,6 +228,12 @@ UNSAFE = {
     "which workers would share": "import socket\nlistening = socket.socket()",
     "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])",
     "changes the current directory": "import os\nos.chdir('/')",
+    "changes sys.path": "import sys\nsys.path.insert(0, '/nowhere')",
+    "unsafe reads all variables": "import os\nkept = dict(os.environ)",
+    "unsafe reads all variables when": "import os\nkept = {key.lower(): value for key, value in os.environb.items()}",
+    "seeds random": "import random\nrandom.seed(1)",
+    "makes a temporary file or directory": "import tempfile\nkept = tempfile.TemporaryDirectory()",
+    "a lock or memory that workers would share": "import multiprocessing\nlock = multiprocessing.Lock()",
 }
 
 
@@ -239,6 +245,134 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
     warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
     assert warm == "True"
     assert re.search(f"unsafe is not imported before workers start: .*{why}", said)
+
+
+def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):
+    (tmp_path / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
+    begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
+    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
+    assert warm == "True"
+    assert "is not imported before" not in said
+
+
+LEARNS = """
+import sys
+warm = "ctypes" in sys.modules
+import fcntl, os
+{begin}
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("warm", warm, attempt, flush=True)
+if attempt == "1":
+    with open("gate") as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+if attempt != "2":
+    sys.exit(9)
+"""
+FREE_EXIT = FREE.replace('signal = "SIGKILL"', "exit_code = 9")
+
+
+def learned(tmp_path: Path, until: str, begin: str, **variables: str) -> "tuple[str, str, str]":
+    """A worker that fails twice: what the first has imported is learned, and `until` waited for before the third starts.
+
+    "True" if the third was warm, what all printed, and what was logged. What counts as installed is in tmp_path / "lib".
+    """
+    folder = tmp_path / "job"
+    folder.mkdir()
+    gate = Gate(folder / "gate")
+    (folder / "rules.toml").write_text(FREE_EXIT)
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(folder, LEARNS.format(begin=begin)))]
+    given = {"ELASTIC_EXT_RULES": "rules.toml", "PYTHONPATH": str(tmp_path / "lib"), **VERBOSE, **variables}
+    with Job(command, folder, **given) as job:
+        job.wait_for(r"warm \w+ 1")
+        job.wait_for(until)
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    (warm,) = re.findall(r"warm (\w+) 2", done.out)
+    return warm, done.out, done.err
+
+
+@pytest.fixture
+def lib(tmp_path):
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    return folder
+
+
+READY_TWICE = "(?s)standbys are ready.*standbys are ready.*1 warm standbys wait"
+
+
+def test_a_module_that_the_script_takes_from_elsewhere(tmp_path, lib):
+    """As where a package is installed, and the repository is put first on sys.path."""
+    (lib / "packed.py").write_text("version = 'installed'")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "packed.py").write_text("version = 'repository'")
+    begin = f"sys.path.insert(0, {str(tmp_path / 'source')!r})\nimport packed\nprint(packed.version)"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
+    assert warm == "True"
+    assert (out.count("repository"), out.count("installed")) == (3, 0)
+    assert "packed is not imported before workers start: workers import it from" in said
+
+
+def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
+    (lib / "first.py").write_text("import sys\nif 'torch' in sys.modules: raise ImportError('import me before torch')")
+    until = "first, which the workers import, cannot be imported after torch: ImportError: import me before torch"
+    warm, _, said = learned(tmp_path, until, "if attempt != '1': import first\nimport torch".replace("attempt", CALLED))
+    assert warm == "False"
+    assert said.count(f"without a warm standby: {until}") == 1
+
+
+CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
+
+
+def test_an_interpreter_that_reads_variables_before_anything_else(tmp_path, lib):
+    (lib / "sitecustomize.py").write_text(
+        "import os\nif 'LOCAL_RANK' in os.environ: os.environ['PINNED'] = os.environ['LOCAL_RANK']"
+    )
+    begin = "assert os.environ['PINNED'] == os.environ['LOCAL_RANK']"
+    warm, said = restarted(tmp_path, "sitecustomize.py reads variables in each process", begin, PYTHONPATH=str(lib))
+    assert warm == "False"
+    assert said.count("workers are started without a warm standby: a library: ") == 1
+
+
+def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=""))
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for("1 warm standbys wait")
+        (standby,) = [pid for pid in children(job.process.pid) if waits(pid)]
+        os.kill(standby, signal.SIGSTOP)
+        gate.open()
+        done = job.finish()
+        assert wait_gone([standby]) == []
+    assert done.returncode == 0, done.all
+    assert "warm False 1" in done.out
+    assert f"a standby (pid {standby}) was lost" in done.err
+
+
+def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
+    enter = f'echo $$ > {large_group}/cgroup.procs && exec "$@"'
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=""))
+    command = ["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for("1 warm standbys wait")
+        (limit,) = [path for name in ("memory.max", "memory.limit_in_bytes") if (path := large_group / name).exists()]
+        used = large_group / ("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
+        standbys = [pid for pid in children(job.process.pid) if "standby_server" in command_of(pid)]
+        limit.write_text(str(int(used.read_text()) + (300 << 20)))
+        job.wait_for(r"without a warm standby: \d+ MB of memory are left and standbys need 512")
+        assert standbys
+        assert wait_gone(standbys) == []
+        gate.open()
+        assert job.finish().returncode == 0
+
+
+@pytest.fixture
+def large_group():
+    yield from memory_group(4 << 30)
 
 
 def test_a_device_that_an_import_opens(tmp_path):
@@ -375,7 +509,9 @@ def used(agent: int, run_dir: Path) -> "dict[str, int]":
 
 def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
     nothing = tmp_path / "modules"
-    nothing.write_text(json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": "."}))
+    nothing.write_text(
+        json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}})
+    )
     server = StandbyServer([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(nothing))
     assert server.hear() is not None
@@ -402,7 +538,11 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     ("source", "expected"),
     [
         ("import os\nos.environ['A'] = '1'\nos.environ.setdefault('B', '2')\nos.putenv('C', '3')", {"A", "B", "2", "C", "3"}),
-        ("from os import environ\nenviron.update(A='1', **{'B': '2'})", {"A", "B", "2"}),
+        ("from os import environ\nenviron.update(A='1', **{'B': '2'})", {"A", "1", "B", "2"}),
+        ("import os\nfor k, v in {'A_B': 'x', 'small': '2'}.items():\n    os.environ[k] = v", {"A_B"}),
+        ("import os\nos.environ |= {'A': '1'}\nprint('C')", {"A", "1"}),
+        ("from os import putenv\nputenv('A', '1')", {"A", "1"}),
+        ("import os\nALL = {'A': 'b'}\nos.environ.update(ALL)", {"A"}),
         ("import os\ndel os.environ['A']\nx = os.environ['B']\ny = os.environ.get('C')\nprint('D')", {"A"}),
         ("this is no Python", set()),
     ],

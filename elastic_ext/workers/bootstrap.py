@@ -158,7 +158,7 @@ class _Telling:
         try:
             import json
 
-            found = [(name, _origin(module)) for name, module in list(sys.modules.items())]
+            found = [(name, origin_of(module)) for name, module in list(sys.modules.items())]
             changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
             _replace(path, json.dumps({"modules": found, "changed": changed}))
             self._wake()
@@ -194,7 +194,8 @@ def _exit_code(code: object) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
-def _origin(module: object) -> "str | None":
+def origin_of(module: object) -> "str | None":
+    """The file that a module was loaded from; None: from none."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return origin if isinstance(origin, str) else None
 

@@ -62,12 +62,14 @@ class Parked:
         return not select.select([self.pidfd], [], [], 0)[0]
 
     def release(self, told: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Let it run. Raises OSError where it does not take the message; it is dead then."""
+        """Let it run. Raises OSError where it does not say that it does; it is dead then."""
         text = json.dumps(told).encode()
         try:
             self._waiting.settimeout(RELEASE_S)
             socket.send_fds(self._waiting, [len(text).to_bytes(4, "big")], list(descriptors))
             self._waiting.sendall(text)
+            if not self._waiting.recv(1):
+                raise ConnectionError(f"standby {self.pid} has ended")
         except OSError:
             self.end()
             raise

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import all_suffixes
 
-from elastic_ext.workers.standby_server import PER_WORKER, READ_BY_LIBRARIES
+from elastic_ext.workers.import_checks import PER_WORKER
 
 # All but the first for what DDP, FSDP2, torch.compile and checkpoints import at their first use, some 3 s in all.
 DEFAULT_MODULES = (
@@ -23,6 +23,14 @@ DEFAULT_MODULES = (
     "torch.nn.parallel",
     "torch.optim",
     "torch.distributed.checkpoint",
+)
+
+# Prefixes of variables that C code reads as it is loaded, where no read of os.environ tells of it: the getenv calls of torch 2.13
+# (CPU) at import, by LD_PRELOAD, and for CUDA what its sources read in static initialisers.
+READ_BY_LIBRARIES = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "DNNL_", "ONEDNN_", "MKLDNN_", "KINETO_", "PYTORCH_"),
+    *("TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_CPP_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LINALG_", "TORCH_ROCM_", "TORCH_SHOW_"),
+    *("MALLOC_", "LD_", "PYTHON", "OPENSSL_", "LC_", "LANG"),
 )
 
 SERVER_BYTES = 700 << 20  # with what DEFAULT_MODULES import, and as much again of the user's
@@ -62,6 +70,15 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
     return kept
 
 
+def must_fail(absent: Mapping[str, str], learned: Collection[str]) -> str | None:
+    """A module that a worker has imported and that fails where torch is imported before it: a warm start would fail, too.
+
+    absent: why, by module, as "TypeName: message". One that is not found is on a path that the script sets up.
+    """
+    failed = (name for name, why in absent.items() if name in learned and not why.startswith("ModuleNotFoundError"))
+    return next(failed, None)
+
+
 def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:
     """What in the script's folder would be imported in place of a module that is imported already.
 
@@ -76,30 +93,47 @@ def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str
 
 
 def variables_set(source: str) -> frozenset[str]:
-    """Names of the variables that a script's text sets or removes by os.environ, os.putenv or os.unsetenv."""
+    """Names of the variables that a script's text sets or removes: by os.environ, os.putenv or os.unsetenv.
+
+    Where it does not say there which ones (in a loop, from a constant), all names in capitals that are in the text.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return frozenset()  # it will not run either
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and _ends(node.value) == "environ":
-            found |= _strings(node.slice)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            on_environ = _ends(node.func.value) == "environ" and node.func.attr in ("setdefault", "update", "pop", "__setitem__")
-            if on_environ or node.func.attr in ("putenv", "unsetenv"):
-                found |= {keyword.arg for keyword in node.keywords if keyword.arg}
-                unnamed = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg is None)]
-                found = found.union(*map(_strings, unnamed))
+    for told in filter(None, map(_what_is_set, ast.walk(tree))):
+        names = {name for each in told for name in _names(each)}
+        if not names:
+            return frozenset(name for name in _names(tree) if name.isupper() and name.isidentifier())
+        found |= names
     return frozenset(found)
+
+
+def _what_is_set(node: ast.AST) -> Sequence[ast.AST]:
+    """Where a statement or call that sets variables says which; nothing for any other."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and _ends(node.value) == "environ":
+        return [node.slice]
+    if isinstance(node, ast.AugAssign) and _ends(node.target) == "environ":
+        return [node.value]
+    if isinstance(node, ast.Call):
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        on_environ = of is not None and _ends(of) == "environ" and _ends(node.func) in _SETS
+        if on_environ or _ends(node.func) in ("putenv", "unsetenv"):
+            return [*node.args, *node.keywords]
+    return []
+
+
+_SETS = ("setdefault", "update", "pop", "__setitem__")
 
 
 def _ends(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _strings(node: ast.expr) -> set[str]:
-    return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+def _names(node: ast.AST) -> set[str]:
+    texts = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return texts | {each.arg for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg is not None}
 
 
 def read_too_early(

@@ -8,7 +8,7 @@ and talks to it over the socket CONTROL, one JSON object a message:
     end of file               the agent is gone or wants no more: end
 
 It answers {"ready": {...}}, see `Server._state`, after each preload. Parked standbys speak for themselves: their pid comes out of
-their socket when they wait. What arrives there then, with the descriptors 0, 1 and 2, is how the worker starts:
+their socket when they wait. What arrives there then, with the descriptors 0, 1 and 2, is how the worker starts, and is answered:
 
     {"argv": [...], "orig_argv": [...], "shown": [...], "env": {...}, "open": [0, 1, 2], "processors": [...],
      "ignored": mask, "blocked": [...]}
@@ -16,9 +16,9 @@ their socket when they wait. What arrives there then, with the descriptors 0, 1 
 A standby is a child of the agent and not of this process: it is forked by a process that ends at once, while the agent adopts
 orphans (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads a session and a process group of its own.
 
-Fork copies one thread and all locks. So nothing may run here beside the main thread, and what a module opens when it is
-imported (a device, a socket) would be shared by all workers. Both are looked at after each import. A module that breaks this, or
-that reads when it is imported what differs between workers (RANK ...), is reported: the agent starts a server without it.
+Fork copies one thread and all locks, and what a module works out when it is imported would be the same in all workers: each
+import is checked (`import_checks.py`). A module that must not come before the fork is reported: the agent starts a server
+without it.
 
 What a worker can notice of not having been started by exec: modules are imported already; all standbys of one server share the
 seed of hash(), as with PYTHONHASHSEED.
@@ -32,6 +32,7 @@ _AT_START = frozenset(sys.modules)
 
 # ruff: noqa: E402
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -51,26 +52,12 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-PER_WORKER = frozenset(
-    {
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"),
-        *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-        *("CUDA_VISIBLE_DEVICES", "ELASTIC_EXT_WORKER", "ELASTIC_EXT_RESUME_FROM", "ELASTIC_EXT_RESUME_STEP"),
-        *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_CHECKPOINT_DIR", "ELASTIC_EXT_LOCAL_DIR"),
-        *("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),  # of flight_recorder
-    }
-)
-"""Variables that the agent gives to each worker. Nothing that is preloaded may have read them."""
+    from elastic_ext.workers import bootstrap as _bootstrap
+    from elastic_ext.workers import import_checks as _import_checks
 
 MARK = "_ELASTIC_EXT_AGENT"
 """Variable that the server and its standbys have and workers do not: by the token in it the warden finds them."""
 
-READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_CPP_LOG_LEVEL")
-"""Prefixes of variables that are read by C code as it is loaded, where no read of os.environ tells of it."""
-
-DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/hl", "/dev/xdna")
-HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
 MEMORY_KILL_FIRST = 1000  # oom_score_adj: a standby costs nothing but time
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
 _HEADER = 4  # bytes of length before a release
@@ -79,41 +66,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _shown: "list[mmap.mmap]" = []  # what /proc shows must stay in memory
 
 
-class _WatchedVariables(dict):
-    """What os.environ keeps its values in, while modules are imported: notes which variables are read by their names.
-
-    Who goes over all of them, as for a copy, reads none by name: then the values are asked for in the order of the keys.
-    """
-
-    def __init__(self, values: "dict[Any, Any]") -> None:
-        super().__init__(values)
-        self.read: set[str] = set()
-        self._going_over: list[Any] = []
-
-    def __iter__(self) -> "Iterator[Any]":
-        keys = list(super().__iter__())
-        self._going_over = keys[::-1]
-        return iter(keys)
-
-    def __getitem__(self, key: "Any") -> "Any":
-        if self._going_over and self._going_over[-1] == key:
-            self._going_over.pop()
-        else:
-            self._going_over.clear()
-            self.read.add(os.fsdecode(key))
-        return super().__getitem__(key)
-
-
 class Server:
     """One message after the other; `serve` returns in a standby that has been released, with what it is to run."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._environ = dict(os.environ)
-        self._files = _open_files()
+        self._checks = _import_checks.ImportChecks()
         self._ignored = _mask("SigIgn")
-        self._read: dict[str, set[str]] = {}  # variables that the import of a module has read
-        self._unsafe: dict[str, str] = {}
+        site = _import_checks.site_reads_variables(_AT_START)
+        self._unsafe: dict[str, str] = {"": site} if site else {}
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
@@ -134,59 +96,51 @@ class Server:
 
     # Preloading.
 
-    def _preload(self, modules: "list[str]", wanted: "list[str]", excluded: "list[str]", script_dir: str) -> None:
-        """wanted: named by the user, who may mean modules beside the script. excluded: what must not come in with others."""
+    def _preload(
+        self,
+        modules: "list[str]",
+        wanted: "list[str]",
+        excluded: "list[str]",
+        script_dir: str,
+        program: "list[str]",
+        origins: "dict[str, str]",
+    ) -> None:
+        """Import modules.
+
+        wanted: named by the user, who may mean modules beside the script. excluded: what must not come in with others. program:
+        what the workers run, for modules that look at sys.argv. origins: the files of what the workers have imported, by module.
+        """
         began = time.monotonic()
-        plain = os.environ._data  # type: ignore[attr-defined]
-        os.environ._data = watched = _WatchedVariables(plain)  # type: ignore[attr-defined]
-        for name in [*modules, *wanted]:
-            if name in sys.modules or name in self._unsafe:
-                continue
-            watched.read.clear()
-            if name in wanted:
-                sys.path.insert(0, script_dir)
-            try:
-                importlib.import_module(name)
-            except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will say so
-                self._absent[name] = f"{type(error).__name__}: {error}"[:200]
-            finally:
-                if name in wanted:
-                    sys.path.remove(script_dir)
-            self._read[name] = set(watched.read)
-            why = self._unsafe_now(watched.read)
-            if why is None and (banned := [each for each in excluded if each in sys.modules]):
-                why = f"it imports {banned[0]}, which is not to be imported"
-                excluded.remove(banned[0])  # for all that follow it is there already
-            if why is not None:
-                self._unsafe[name] = why
-        plain.clear()
-        plain.update(watched.items())
-        os.environ._data = plain  # type: ignore[attr-defined]
+        checks = self._checks
+        checks.begin()
+        with _as_if_it_ran(program):
+            for name in [*modules, *wanted]:
+                if name in sys.modules or name in self._unsafe:
+                    continue
+                checks.before()
+                self._import(name, script_dir if name in wanted else None)
+                why = checks.why_unsafe(name)
+                if why is None and (banned := [each for each in excluded if each in sys.modules]):
+                    why = f"it imports {banned[0]}, which is not to be imported"
+                    excluded.remove(banned[0])  # for all that follow it is there already
+                if why is not None:
+                    self._unsafe[name] = why
+        checks.end()
+        self._unsafe.update(_import_checks.elsewhere(origins, _bootstrap.origin_of))
         gc.collect()
         gc.freeze()  # the collector must not write into pages that are shared
         self._say({"ready": self._state(time.monotonic() - began, script_dir)})
 
-    def _unsafe_now(self, read: "set[str]") -> "str | None":
-        """What makes it unsafe to fork from this process now, as the last import has left it."""
-        if own := sorted(read & PER_WORKER):
-            return f"it reads {own[0]} when it is imported, which differs between workers"
-        if os.getcwd() != _CWD:
-            return "it changes the current directory when it is imported"
-        if opened := _open_files() - self._files:
-            self._files |= opened
-            device = next((path for _, path in opened if path.startswith(DEVICES)), None)
-            return f"it opens {device or sorted(opened)[0][1]} when it is imported, which workers would share"
-        if _threads() > 1:
-            # OpenBLAS stops its threads at a fork and starts them again at need, in both processes. Others do not.
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-            os.waitpid(child, 0)
-            if _threads() > 1:
-                return "it starts a thread when it is imported"
-        if _children():
-            return "it starts a process when it is imported"
-        return None
+    def _import(self, name: str, folder: "str | None") -> None:
+        if folder is not None:
+            sys.path.insert(0, folder)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will say so
+            self._absent[name] = f"{type(error).__name__}: {error}"[:200]
+        finally:
+            if folder is not None:
+                sys.path.remove(folder)
 
     def _state(self, seconds: float, script_dir: str) -> "dict[str, Any]":
         """
@@ -202,9 +156,9 @@ class Server:
             "seconds": seconds,
             "unsafe": self._unsafe,
             "absent": self._absent,
-            "threads": _threads(),
+            "threads": _import_checks.threads(),
             "names": sorted(names),
-            "read": {name: sorted(read) for name, read in self._read.items() if read},
+            "read": {name: sorted(read) for name, read in self._checks.read.items() if read},
             "changed": sorted(changed),
         }
 
@@ -251,6 +205,10 @@ class Server:
         if not data:
             return None
         told: dict[str, Any] = json.loads(text)
+        try:
+            waiting.send(b".")  # from here on it runs: who hears nothing takes another one
+        except ConnectionError:
+            return None
         waiting.close()
         self._become(told, descriptors)
         return told
@@ -276,6 +234,8 @@ class Server:
             sys.modules["torch"].default_generator.seed()  # of the CPU: those of devices begin with a fixed seed
         if "multiprocessing.process" in sys.modules:
             sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+        if "threading" in sys.modules:
+            sys.modules["threading"].main_thread()._set_native_id()  # Python before 3.13 leaves the parent's
         sys.orig_argv[:] = told["orig_argv"]
         _show_as(told["shown"], os.environ)
 
@@ -349,31 +309,6 @@ def _mask(name: str) -> int:
         return next(int(line.split()[1], 16) for line in status if line.startswith(name + ":"))
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _children() -> str:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as children:
-            return children.read().strip()
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return ""
-
-
-def _open_files() -> "set[tuple[int, str]]":
-    """Descriptor and path of all that is open, but for what harms nobody."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            path = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the listing's own
-        if path not in HARMLESS_FILES:
-            found.add((int(name), path))
-    return found
-
-
 def _exchange_oom_score(score: str) -> str:
     """Set oom_score_adj; what it was before is returned, nothing where it cannot be set."""
     try:
@@ -386,9 +321,25 @@ def _exchange_oom_score(score: str) -> str:
         return ""
 
 
-def _load(path: str) -> "ModuleType":
-    """The bootstrap, without a name in sys.modules."""
-    spec = importlib.util.spec_from_file_location("elastic_ext_bootstrap", path)
+@contextlib.contextmanager
+def _as_if_it_ran(program: "list[str]") -> "Iterator[None]":
+    """Inside, a module that looks at the command line or at `__main__` finds what it finds in a worker."""
+    server = sys.modules["__main__"]
+    main = type(sys)("__main__")
+    if program[0] != "-m":
+        main.__file__ = program[0]
+    sys.modules["__main__"] = main
+    sys.argv[:] = program[1:] if program[0] == "-m" else program
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = server
+
+
+def _load(name: str) -> "ModuleType":
+    """A file beside this one, without a name in sys.modules."""
+    path = os.path.join(os.path.dirname(os.path.realpath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"elastic_ext_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -397,8 +348,8 @@ def _load(path: str) -> "ModuleType":
 
 
 if __name__ == "__main__":
-    _CWD = os.getcwd()
-    _bootstrap = _load(os.path.join(os.path.dirname(os.path.realpath(__file__)), "bootstrap.py"))
+    _bootstrap = _load("bootstrap")
+    _import_checks = _load("import_checks")
     atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -14,20 +14,24 @@ import select
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import Any
 
 from elastic_ext.wakeup import Wakeup
 from elastic_ext.workers import memory, standby_rules, warden
+from elastic_ext.workers.import_checks import PER_WORKER
 from elastic_ext.workers.parked import Parked, ServerState, StandbyServer, WarmPopen
 from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Learned
-from elastic_ext.workers.standby_server import MARK, PER_WORKER
+from elastic_ext.workers.standby_server import MARK
 
 logger = logging.getLogger(__name__)
 
+MEMORY_LOOK_S = 5.0  # nothing tells of memory that gets short, not in all kernels and groups
 REFILL_AFTER_S = 0.3  # what has just been started has the processors to itself for so long
 MOST_SERVERS = 8  # of one job: what cannot be made to work by then never will
 NOT_READY = "none was ready"
@@ -209,7 +213,10 @@ class Standbys:
         if timeout_s == 0:
             self._refill()
             timeout_s = None
-        self._wait(timeout_s)
+        if self._server is not None and (reason := standby_rules.room(memory.available(), 0, server_runs=True)) is not None:
+            self._give_up(reason)  # the training needs it more
+        looks = None if self._server is None else MEMORY_LOOK_S
+        self._wait(looks if timeout_s is None or looks is None else min(timeout_s, looks))
 
     def _wait(self, timeout_s: float | None) -> None:
         poll = select.poll()
@@ -273,8 +280,12 @@ class Standbys:
     def _preload(self, server: StandbyServer) -> None:
         path = os.path.join(self._run_dir, "standby.modules")
         modules = [name for name in (*DEFAULT_MODULES, *self._modules) if not standby_rules.covered(name, self._excluded)]
+        with self._lock:
+            learned = self._learned.modules if self._learned is not None else ()
         told = {
             "modules": modules,
+            "program": self._wanted.program,
+            "origins": {name: origin for name, origin in learned if origin is not None and not name.startswith("__")},
             "wanted": [name for name in self._wanted.preload if not standby_rules.covered(name, self._excluded)],
             "excluded": sorted(self._excluded),
             "script_dir": self._wanted.folder,
@@ -301,19 +312,14 @@ class Standbys:
             server.lower_priority(False)
         for name, why in {**state.absent, **state.unsafe}.items():
             level = logging.WARNING if name in state.unsafe and name in self._wanted.preload else logging.INFO
-            logger.log(level, "%s is not imported before workers start: %s", name, why)
-        early = self._read_too_early(state)
-        if state.unsafe or early:
-            unsafe = {**state.unsafe, **early}
-            if hopeless := unsafe.keys() & {"", "torch"}:  # of libraries, or of what all others import
-                name = min(hopeless)
-                self._give_up(f"{name or 'a library'}: {unsafe[name]}")
-                return
+            logger.log(level, "%s is not imported before workers start: %s", name or "what the interpreter begins with", why)
+        unsafe = {**state.unsafe, **self._read_too_early(state)}
+        if (hopeless := self._why_hopeless(state, unsafe)) is not None:
+            self._give_up(hopeless)
+            return
+        if unsafe:
             self._excluded |= unsafe.keys()
             self._end_all()  # and the next one without them
-            return
-        if state.threads > 1:
-            self._give_up(f"their server has {state.threads} threads")
             return
         beside = standby_rules.hidden(_listed(self._wanted.folder), state.names)
         with self._lock:
@@ -324,10 +330,20 @@ class Standbys:
             self._say(self._unfit)
         logger.info("warm standbys are ready after %.2g s of imports", state.seconds)
 
+    def _why_hopeless(self, state: ServerState, unsafe: Mapping[str, str]) -> str | None:
+        """Why another server would not do better, or None."""
+        failed = standby_rules.must_fail(state.absent, self._modules)
+        if failed is not None:
+            return f"{failed}, which the workers import, cannot be imported after torch: {state.absent[failed]}"
+        for name in ("", "torch"):  # libraries, or what all others import
+            if name in unsafe:
+                return f"{name or 'a library'}: {unsafe[name]}"
+        return f"their server has {state.threads} threads" if state.threads > 1 and not unsafe else None
+
     def _read_too_early(self, state: ServerState) -> dict[str, str]:
         with self._lock:
             changed = self._learned.changed if self._learned is not None else frozenset()
-        changed |= standby_rules.variables_set(_source(self._wanted.program))
+        changed |= standby_rules.variables_set(_source(self._wanted.program, self._wanted.folder))
         found = standby_rules.read_too_early(changed, state.read, state.changed)
         return {module: f"the script sets {name}, which is read when it is imported" for module, name in found.items()}
 
@@ -405,6 +421,20 @@ def _listed(folder: str) -> list[tuple[str, bool]]:
     return [(name, _is_package(os.path.join(folder, name)) if is_folder else False) for name, is_folder in found]
 
 
+def _file_of(module: str, folder: str) -> str:
+    """What `python -m module` runs; found without importing anything. "": it is not there, or no file."""
+    search: Sequence[str] | None = [folder, *sys.path]
+    spec = None
+    for part in (*module.split("."), "__main__"):
+        if search is None:
+            break
+        found = PathFinder.find_spec(part if spec is None else f"{spec.name}.{part}", search)
+        if found is None:
+            return ""
+        spec, search = found, found.submodule_search_locations
+    return spec.origin or "" if spec is not None else ""
+
+
 def _is_package(folder: str) -> bool:
     try:
         return any(name.startswith("__init__.") for name in os.listdir(folder))
@@ -412,9 +442,9 @@ def _is_package(folder: str) -> bool:
         return False
 
 
-def _source(program: Collection[str]) -> str:
-    """The text of the script; nothing where it is none."""
-    path = next(iter(program))
+def _source(program: Sequence[str], folder: str) -> str:
+    """The text of the script; nothing where it is none. folder: where modules are looked for first."""
+    path = program[0] if program[0] != "-m" else _file_of(program[1], folder)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return ""

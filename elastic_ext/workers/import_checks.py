@@ -1,0 +1,225 @@
+"""What importing a module in one process leaves to all that are forked from it afterwards, and must not.
+
+Fork copies one thread and all locks; what is open stays shared; a value that is worked out at import is the same in every fork. A
+cold start does all of that once in each process. So after each import somebody looks whether one could tell the difference.
+
+Standard library only: `standby_server.py` loads this by its path, with an interpreter that perhaps has no elastic_ext.
+"""
+
+import os
+import random
+import sys
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from typing import Any
+
+PER_WORKER = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"),
+        *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        *("CUDA_VISIBLE_DEVICES", "ELASTIC_EXT_WORKER", "ELASTIC_EXT_RESUME_FROM", "ELASTIC_EXT_RESUME_STEP"),
+        *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_CHECKPOINT_DIR", "ELASTIC_EXT_LOCAL_DIR"),
+        *("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),  # of flight_recorder
+    }
+)
+"""Variables that the agent gives to each worker. Nothing that is preloaded may have read them."""
+
+ONLY_THEIR_OWN = frozenset({"tqdm", "fsspec", "networkx"})
+"""Packages that go over all variables at import and keep those with a prefix of their own: read in their sources."""
+
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/hl", "/dev/xdna")
+HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
+_MAPPING = ("os", "_collections_abc", "collections.abc")  # modules whose frames stand between os.environ and who asks it
+
+
+class _WatchedVariables(dict):
+    """What os.environ keeps its values in, while modules are imported: notes which variables are read, and by whom all of them.
+
+    Who goes over all of them, as for a copy, reads none by name: then the values are asked for in the order of the keys.
+    """
+
+    def __init__(self, values: "dict[Any, Any]") -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+        self.copied_by: str | None = None  # a module that went over all
+        self._going_over: list[Any] = []
+
+    def __iter__(self) -> "Iterator[Any]":
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in _MAPPING:
+            frame = frame.f_back
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in ONLY_THEIR_OWN:
+            self.copied_by = name
+        keys = list(super().__iter__())
+        self._going_over = keys[::-1]
+        return iter(keys)
+
+    def __getitem__(self, key: "Any") -> "Any":
+        if self._going_over and self._going_over[-1] == key:
+            self._going_over.pop()
+        else:
+            self._going_over.clear()
+            self.read.add(os.fsdecode(key))
+        return super().__getitem__(key)
+
+
+class ImportChecks:
+    """Of this process. Between `begin` and `end`, `before` and `why_unsafe` stand around each import.
+
+    Attributes:
+        read: variables that imports have read by their names, by module that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[str, set[str]] = {}
+        self._cwd = os.getcwd()
+        self._files = _open_files()
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._plain = os.environ._data  # type: ignore[attr-defined]
+        self._watched = _WatchedVariables(self._plain)
+        os.environ._data = os.environb._data = self._watched  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        self._plain.clear()
+        self._plain.update(self._watched.items())
+        os.environ._data = os.environb._data = self._plain  # type: ignore[attr-defined]
+
+    def before(self) -> None:
+        self._watched.read.clear()
+        self._watched.copied_by = None
+        if "tempfile" in sys.modules:
+            sys.modules["tempfile"]._name_sequence = None  # type: ignore[attr-defined]
+        _draw_on()
+        self._before = {"generators": _generators(), "shared": _shared_memory(), "path": list(sys.path)}
+
+    def why_unsafe(self, name: str) -> "str | None":
+        """What makes it unsafe to fork from this process now, as the import of `name` has left it."""
+        self.read[name] = set(self._watched.read)
+        return self._variables() or self._shared() or self._values()
+
+    def _variables(self) -> "str | None":
+        if own := sorted(self._watched.read & PER_WORKER):
+            return f"it reads {own[0]} when it is imported, which differs between workers"
+        if self._watched.copied_by is not None:
+            return f"{self._watched.copied_by} reads all variables when it is imported, and some differ between workers"
+        return None
+
+    def _shared(self) -> "str | None":
+        if opened := _open_files() - self._files:
+            self._files |= opened
+            device = next((path for _, path in opened if path.startswith(DEVICES)), None)
+            return f"it opens {device or sorted(opened)[0][1]} when it is imported, which workers would share"
+        if mapped := _shared_memory() - self._before["shared"]:
+            return f"it maps {min(mapped)} when it is imported, a lock or memory that workers would share"
+        if threads() > 1:
+            # OpenBLAS stops its threads at a fork and starts them again at need, in both processes. Others do not.
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            if threads() > 1:
+                return "it starts a thread when it is imported"
+        if _children():
+            return "it starts a process when it is imported"
+        return None
+
+    def _values(self) -> "str | None":
+        if os.getcwd() != self._cwd:
+            return "it changes the current directory when it is imported"
+        if sys.path != self._before["path"]:
+            return "it changes sys.path when it is imported, where the directory of the script is not yet"
+        before, now = self._before["generators"], _generators()
+        if seeded := [kind for kind in before if now.get(kind) != before[kind]]:
+            return f"it seeds {seeded[0]} when it is imported, and each worker gets a seed of its own"
+        # CPython's private name for who makes up names of temporary files: None until the first one.
+        if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
+            return "it makes a temporary file or directory when it is imported, which workers would share"
+        return None
+
+
+def elsewhere(origins: "Mapping[str, str]", origin_of: "Any") -> "dict[str, str]":
+    """Modules that came from another file than in the workers, with the reason. origins: the workers', by module."""
+    found = {}
+    for name, theirs in origins.items():
+        ours = origin_of(sys.modules.get(name))
+        if ours is not None and os.path.isabs(ours) and os.path.isabs(theirs) and ours != theirs:
+            found[name] = f"workers import it from {theirs}, and here it is {ours}"
+    return found
+
+
+def site_reads_variables(names: "Collection[str]") -> "str | None":
+    """Why what the interpreter runs before anything else may do something else in each worker, or None. names: of sys.modules."""
+    for name in ("sitecustomize", "usercustomize"):
+        path = getattr(sys.modules.get(name), "__file__", None) if name in names else None
+        if path is None:
+            continue
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            continue
+        if "environ" in text or "getenv" in text:
+            return f"{path} reads variables in each process, and some differ between workers"
+    return None
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _draw_on() -> None:
+    """Draw until the next few draws leave most of the state as it is: a Mersenne Twister makes 624 words anew at a time."""
+    while random.getstate()[1][-1] > 600:
+        random.random()
+    numpy = sys.modules.get("numpy.random")
+    while hasattr(numpy, "get_state") and numpy.get_state()[2] > 600:  # type: ignore[union-attr]
+        numpy.random()  # type: ignore[union-attr]
+
+
+def _generators() -> "dict[str, object]":
+    """What changes when a generator of random numbers is seeded, and not when somebody draws from it a few times."""
+    found: dict[str, object] = {"random": hash(random.getstate()[1][:-1])}
+    numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    if hasattr(numpy, "get_state"):
+        found["numpy.random"] = hash(numpy.get_state()[1].tobytes())  # type: ignore[union-attr]
+    if hasattr(torch, "default_generator"):
+        found["torch"] = torch.default_generator.initial_seed()  # type: ignore[union-attr]
+    return found
+
+
+def _shared_memory() -> "set[str]":
+    """Where memory is mapped that a fork would share, by the path it has."""
+    found = set()
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            address, access, _, _, _, *path = line.split(None, 5)
+            if access[3] == "s":
+                found.add(path[0].strip() if path else address)
+    return found
+
+
+def _children() -> str:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as children:
+            return children.read().strip()
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return ""
+
+
+def _open_files() -> "set[tuple[int, str]]":
+    """Descriptor and path of all that is open, but for what harms nobody."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the listing's own
+        if path not in HARMLESS_FILES:
+            found.add((int(name), path))
+    return found

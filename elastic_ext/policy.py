@@ -14,16 +14,19 @@ from elastic_ext.failures.kinds import (
     DEVICE_MEMORY,
     HARDWARE,
     HOST_MEMORY,
+    NETWORK,
     NUMERIC,
     PREEMPTION,
     STORAGE,
     USER_STOP,
     Verdict,
 )
+from elastic_ext.failures.matching import USERS
 from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
 FREE_OF_WAIT = 1  # charged restarts in a row that begin at once: most failures are over with the first
+WARM_START = "warm-start"  # rule
 CEILING = 3  # how often the same failure may happen with no progress, whatever the budget
 
 # Exit codes of the agent (sysexits.h where there is one).
@@ -81,6 +84,7 @@ class Decision:
         verdict: what the job does; None where no rule was asked.
         checkpoints_back: 1: resume from the checkpoint before the newest.
         delay_s: seconds to wait before the restart.
+        cold: the workers are not to be started by warm standbys.
     """
 
     action: Action
@@ -92,6 +96,7 @@ class Decision:
     verdict: Verdict | None = None
     checkpoints_back: int = 0
     delay_s: float = 0.0
+    cold: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def decide(
     past = tuple(diagnosis.evidence.history if history is None else history)
     spare = nodes is None or nodes - 1 >= max(min_nodes or 1, 1)
     outcome = _after_the_table(_from_table(diagnosis, past), diagnosis, past, alone=nodes == 1, spare=spare)
+    if max_restarts == NO_LIMIT or restarts_charged < max_restarts:
+        outcome = _once_more_cold(outcome, diagnosis)
     limit = (kind_limits or {}).get(outcome.kind, NO_LIMIT)
     outcome = _within_kind(outcome, (kinds_charged or {}).get(outcome.kind, 0), limit)
     outcome = _within_budget(outcome, restarts_charged, max_restarts)
@@ -178,6 +185,7 @@ def decide(
         outcome.verdict,
         back if action is Action.RESTART else 0,
         backoff.delay_s(restarts_charged + 1, jitter) if outcome.verdict in _CHARGED else 0.0,
+        cold=outcome.verdict in _CHARGED and _warm_start_to_blame(diagnosis, outcome.kind),
     )
 
 
@@ -224,6 +232,25 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Past, 
         reason = f"{outcome.reason}; the same for the {surely_stuck + 1}. time with no progress"
         return _Outcome(Verdict.STOP, outcome.kind, reason, "ceiling", exit_code)
     return outcome
+
+
+def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis) -> _Outcome:
+    """Before the first step a failure may come of what is different in a warm standby: no bug until a usual start fails, too."""
+    ends = outcome.verdict is Verdict.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USERS
+    if not ends or not _warm_start_to_blame(diagnosis, outcome.kind):
+        return outcome
+    reason = f"{outcome.reason}; but its process was a warm standby: once more without"
+    return _Outcome(Verdict.CONFIRM, outcome.kind, reason, WARM_START)
+
+
+def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
+    """Whether the failure may come of how the process was started: it had not got far, and nobody else did it."""
+    evidence = diagnosis.evidence
+    by_itself = kind not in _BY_OTHERS and evidence.signal != "SIGKILL"
+    return bool(evidence.warm) and evidence.first_step_done is False and by_itself
+
+
+_BY_OTHERS = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Past]) -> bool:

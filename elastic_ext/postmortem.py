@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -28,6 +28,7 @@ class Round:
         node: the name of this host.
         ranks: the workers' global ranks.
         exits: of those that have been seen to end.
+        warm: those whose processes were warm standbys.
         hung: those that the others waited for.
         torch_failures: what torch saw fail of a function's processes, by global rank.
         all_asked: who was asked to end has not failed.
@@ -41,6 +42,7 @@ class Round:
     error_files: Mapping[int, str]
     stderr: StderrTails
     board: ProgressBoard | None = None
+    warm: Collection[int] = ()
     hung: Mapping[int, Stuck] = field(default_factory=dict)
     torch_failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     all_asked: bool = False
@@ -64,8 +66,10 @@ def failed_workers(ended: Round, rules: Sequence[UserRule]) -> list[FailedWorker
                 exitcode = 1
             else:
                 continue
-        hung = ended.hung.get(local_rank)
-        evidence = _of_hang(hung, ended) if hung is not None else _of_exit(ended, local_rank, exitcode, exit_, error_file)
+        if local_rank in ended.hung:
+            evidence = _of_hang(ended, local_rank)
+        else:
+            evidence = _of_exit(ended, local_rank, exitcode, exit_, error_file)
         failed.append(FailedWorker(local_rank, pid, exitcode, error_file, classify(evidence, rules)))
     return failed
 
@@ -109,13 +113,15 @@ def _of_exit(ended: Round, local_rank: int, exitcode: int, exit_: Exit | None, e
         node=ended.node,
         step=progress.steps if progress and progress.pid else None,
         first_step_done=progress.first_step_done if progress else None,
+        warm=local_rank in ended.warm,
         stopped_by_agent=exit_ is None or exit_.was_asked(error_file.raised_ns),
         ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
     )
 
 
-def _of_hang(hung: Stuck, ended: Round) -> Evidence:
+def _of_hang(ended: Round, local_rank: int) -> Evidence:
     """How it ended is how we ended it, and says nothing."""
+    hung = ended.hung[local_rank]
     return Evidence(
         rank=hung.rank,
         xids=ended.host.xids,
@@ -124,6 +130,7 @@ def _of_hang(hung: Stuck, ended: Round) -> Evidence:
         node=ended.node,
         step=hung.steps,
         first_step_done=hung.steps > 0,
+        warm=local_rank in ended.warm,
         hang=True,
         hang_reason=hung.reason,
         hang_blame=hung.blame,

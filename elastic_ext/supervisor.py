@@ -98,6 +98,7 @@ class Supervisor(AgentSeam):
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
         self._cold = ""  # why there are no standbys
+        self._warm: set[int] = set()  # local ranks of this round that standbys have taken
         self._watch: HangWatch | None = None
         self._flight: FlightRecorder | None = None
         self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
@@ -244,6 +245,8 @@ class Supervisor(AgentSeam):
                 return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, failures))
             if decision.charged:
                 self.charge_restart()
+            if decision.cold and self._standbys is not None:
+                self._standbys.rest("the last round failed before its first step")
             if decision.checkpoints_back and verdict.node == self._handler.node_id:
                 self._put_aside(decision)
             self._pause(decision.delay_s)
@@ -321,6 +324,7 @@ class Supervisor(AgentSeam):
             error_files=self._logs.error_files,
             stderr=self._stderr,
             board=self._board,
+            warm=self._warm,
             hung=self._hung,
             torch_failures=result.failures,
             all_asked=result.state is WorkerState.UNHEALTHY,
@@ -445,7 +449,8 @@ class Supervisor(AgentSeam):
         with self._phase("start"), started_by(self._standbys.start if self._standbys is not None else None):
             pids = super().start_workers()
         if self._standbys is not None:
-            self._standbys.round_started()
+            released = self._standbys.round_started()
+            self._warm = {local_rank for local_rank, pid in pids.items() if pid in released}
         else:
             for _ in pids:
                 self._metrics.worker_started("cold", self._cold)

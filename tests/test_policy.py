@@ -100,6 +100,31 @@ def test_the_history_of_the_evidence_is_used_where_no_other_is_given():
     assert decide(of("KeyError", history=(SAME_THERE,)), history=()).rule == "arguments"
 
 
+WARM = {"warm": True, "first_step_done": False}
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "charged", "decision", "rule", "cold"),
+    [
+        (of("SyntaxError", **WARM), 0, "confirm", "warm-start", True),
+        (of("KeyError", **WARM), 0, "confirm", "warm-start", True),
+        (of("KeyError", **{**WARM, "warm": False}), 0, "stop", "arguments-at-start", False),
+        (of("KeyError", **{**WARM, "first_step_done": True}), 0, "confirm", "arguments", False),
+        (of("KeyError", **WARM), 3, "stop", "arguments-at-start", False),  # no restart is left
+        (of(signal="SIGSEGV", **WARM), 0, "confirm", "crash", True),
+        (of(exit_code=1, **WARM), 0, "restart", "no-evidence", True),
+        (of(hang=True, **WARM), 0, "restart", "hang", True),
+        (of("ConnectionError", **WARM), 0, "restart", "network", False),
+        (of(signal="SIGKILL", **WARM), 0, "restart", None, False),
+        (of(agent_signal="SIGINT", **WARM), 0, "stop", None, False),
+    ],
+)
+def test_a_warm_start_is_no_proof_of_a_bug(diagnosis, charged, decision, rule, cold):
+    decided = decide(diagnosis, charged, 3)
+    assert (decided.verdict.value, decided.cold) == (decision, cold), decided
+    assert rule is None or decided.rule == rule
+
+
 def test_exit_codes_of_the_presets():
     node, again, bug = of(xids=(79,)), of(agent_signal="SIGTERM"), of("NameError")
     user = of(agent_signal="SIGINT")

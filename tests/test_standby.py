@@ -325,6 +325,23 @@ def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
 CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 
 
+def test_what_fails_in_a_standby_only_is_tried_once_more_without(tmp_path):
+    """Whatever the reason: a wrong end of the job is worse than a slow start."""
+    gate = Gate(tmp_path / "gate")
+    (tmp_path / "rules.toml").write_text(FREE_EXIT)
+    script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("False", "2")]
+    assert "but its process was a warm standby: once more without" in done.err
+    assert done.err.count("without a warm standby: the last round failed before its first step") == 1
+
+
 def test_an_interpreter_that_reads_variables_before_anything_else(tmp_path, lib):
     (lib / "sitecustomize.py").write_text(
         "import os\nif 'LOCAL_RANK' in os.environ: os.environ['PINNED'] = os.environ['LOCAL_RANK']"

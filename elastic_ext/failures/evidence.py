@@ -90,6 +90,7 @@ class Evidence:
         exception: what left the script, from the error file.
         step: optimizer steps that this worker had done.
         first_step_done: this worker had done an optimizer step.
+        warm: its process was a warm standby.
         stopped_by_agent: it was well until the agent told it to end.
         ended_ns: time.monotonic_ns() when the cause showed: the exception caught, else the exit seen.
         stderr_tail: the last that it wrote to stderr.
@@ -112,6 +113,7 @@ class Evidence:
     exception: RaisedException | None = None
     step: int | None = None
     first_step_done: bool | None = None
+    warm: bool | None = None
     stopped_by_agent: bool = False
     ended_ns: int = 0
     stderr_tail: str = ""

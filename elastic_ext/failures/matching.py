@@ -10,7 +10,7 @@ from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.kinds import Verdict
 
 Text = str | tuple[str, ...]
-ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY = 1, 2, 3, 4  # the tiers
+USERS, ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY = range(5)  # the tiers
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ DEFAULT_MODULES = (
 # Prefixes of variables that C code reads as it is loaded, where no read of os.environ tells of it: the getenv calls of torch 2.13
 # (CPU) at import, by LD_PRELOAD, and for CUDA what its sources read in static initialisers.
 READ_BY_LIBRARIES = (
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "DNNL_", "ONEDNN_", "MKLDNN_", "KINETO_", "PYTORCH_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "DNNL_", "ONEDNN_", "MKLDNN_", "KINETO_"),
     *("TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_CPP_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LINALG_", "TORCH_ROCM_", "TORCH_SHOW_"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_API_USAGE"),
     *("MALLOC_", "LD_", "PYTHON", "OPENSSL_", "LC_", "LANG"),
 )
 
@@ -52,6 +53,12 @@ def covered(name: str, packages: Collection[str]) -> bool:
     """Whether the module is one of these or lies in one of these."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in packages for length in range(1, len(parts) + 1))
+
+
+def blamed(name: str) -> str:
+    """What to leave out where an import was not safe: the package, which any part of it brings in; of torch the part."""
+    package = name.partition(".")[0]
+    return name if package == "torch" else package
 
 
 def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collection[str]) -> list[str]:

@@ -119,11 +119,10 @@ class Server:
                     continue
                 checks.before()
                 self._import(name, script_dir if name in wanted else None)
-                why = checks.why_unsafe(name)
-                if why is None and (banned := [each for each in excluded if each in sys.modules]):
-                    why = f"it imports {banned[0]}, which is not to be imported"
-                    excluded.remove(banned[0])  # for all that follow it is there already
-                if why is not None:
+                banned = [each for each in excluded if each in sys.modules]
+                excluded = [each for each in excluded if each not in banned]  # for all that follow they are there already
+                why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which is not to be imported")
+                if why:
                     self._unsafe[name] = why
         checks.end()
         self._unsafe.update(_import_checks.elsewhere(origins, _bootstrap.origin_of))

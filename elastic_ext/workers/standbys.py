@@ -94,6 +94,8 @@ class Standbys:
         self._refill_at = 0.0
         self._learned: Learned | None = None
         self._busy = False  # workers run
+        self._rests: str | None = None  # why the next start is a cold one
+        self._released: list[int] = []  # pids, since the last round was started
         # Of the thread only:
         self._server: StandbyServer | None = None
         self._importing = self._lowered = False
@@ -123,16 +125,25 @@ class Standbys:
                 logger.warning("a standby (pid %s) was lost: %s", parked.pid, error)
                 continue
             self._started("warm", "")
+            self._released.append(process.pid)
             return process
         self._say_cold(reason or NOT_READY)
         return None
 
-    def round_started(self) -> None:
-        """All workers of a round have been started: what they have taken is to be replaced."""
+    def rest(self, reason: str) -> None:
+        """The next round is to be started the usual way."""
+        with self._lock:
+            self._rests = reason
+
+    def round_started(self) -> list[int]:
+        """All workers of a round have been started: what they have taken is to be replaced. Return the pids of the warm ones."""
         with self._lock:
             self._refill_at = time.monotonic() + REFILL_AFTER_S
             self._busy = True
+            self._rests = None
         self._wakeup.set()
+        released, self._released = self._released, []
+        return released
 
     def learn(self, path: str) -> None:
         """A worker may have written there what it has imported; the first that has is believed."""
@@ -164,8 +175,8 @@ class Standbys:
         if list(args[: len(command)]) != command:
             return f"the command is put behind {args[0]}"
         with self._lock:
-            if self._off or self._unfit:
-                return self._off or self._unfit
+            if self._off or self._unfit or self._rests:
+                return self._off or self._unfit or self._rests
             if not self._parked:
                 return NOT_READY
             changed = standby_rules.differs(_surroundings(env), self._surroundings)
@@ -310,16 +321,16 @@ class Standbys:
         self._importing = False
         if self._lowered:
             server.lower_priority(False)
-        for name, why in {**state.absent, **state.unsafe}.items():
-            level = logging.WARNING if name in state.unsafe and name in self._wanted.preload else logging.INFO
-            logger.log(level, "%s is not imported before workers start: %s", name or "what the interpreter begins with", why)
-        unsafe = {**state.unsafe, **self._read_too_early(state)}
+        unsafe = {standby_rules.blamed(name): why for name, why in {**state.unsafe, **self._read_too_early(state)}.items()}
+        for name, why in {**state.absent, **unsafe}.items():
+            level = logging.WARNING if name in unsafe and name in self._wanted.preload else logging.INFO
+            logger.log(level, "%s is not imported before workers start: %s", name or "a library", why)
         if (hopeless := self._why_hopeless(state, unsafe)) is not None:
             self._give_up(hopeless)
             return
         if unsafe:
             self._excluded |= unsafe.keys()
-            self._end_all()  # and the next one without them
+            self._end_server()  # and the next one without them; those that wait are as good as they were
             return
         beside = standby_rules.hidden(_listed(self._wanted.folder), state.names)
         with self._lock:
@@ -385,11 +396,14 @@ class Standbys:
         for each in parked:
             each.end()
 
-    def _end_all(self) -> None:
+    def _end_server(self) -> None:
         server, self._server = self._server, None
         self._importing = False
         if server is not None:
             server.end()
+
+    def _end_all(self) -> None:
+        self._end_server()
         self._end_parked()
         self._shown(0, 0)
 

@@ -314,6 +314,21 @@ def test_a_module_that_the_script_takes_from_elsewhere(tmp_path, lib):
     assert "packed is not imported before workers start: workers import it from" in said
 
 
+def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_path, lib):
+    """As Lightning does. Each of its parts brings in all of it: to leave them out one by one would take as many servers."""
+    (lib / "wide").mkdir()
+    parts = [f"part{number}" for number in range(12)]
+    for part in parts:
+        (lib / "wide" / f"{part}.py").write_text("")
+    (lib / "wide" / "__init__.py").write_text(f"import os\nrank = os.environ['LOCAL_RANK']\nfrom . import {', '.join(parts)}\n")
+    (lib / "plain.py").write_text("")
+    begin = "print('plain' in sys.modules, 'wide' in sys.modules)\nimport plain, wide"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
+    assert warm == "True"
+    assert "True False" in out
+    assert "wide is not imported before workers start: it reads LOCAL_RANK" in said
+
+
 def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
     (lib / "first.py").write_text("import sys\nif 'torch' in sys.modules: raise ImportError('import me before torch')")
     until = "first, which the workers import, cannot be imported after torch: ImportError: import me before torch"

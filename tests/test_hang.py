@@ -133,6 +133,14 @@ BACKWARD = """Current thread 0x00007e (most recent call first):
 """
 
 
+STORING = """Current thread 0x00007e (most recent call first):
+  File "/v/site-packages/torch/distributed/checkpoint/filesystem.py", line 452 in _write_files_from_queue
+  File "/v/site-packages/torch/distributed/checkpoint/filesystem.py", line 743 in write_data
+  File "/v/site-packages/torch/distributed/checkpoint/state_dict_saver.py", line 505 in write_data
+"""
+PLANNING = STORING.replace("checkpoint/filesystem.py", "distributed_c10d.py")
+
+
 def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) -> Stuck:
     return Stuck(rank, steps, 0, 70.0, "", state, "asleep", stack)
 
@@ -142,7 +150,11 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     [
         ([stuck(0), stuck(1, stack=LOADING), stuck(2)], [1]),
         ([stuck(0, stack=BACKWARD), stuck(1, stack=LOADING)], [1]),
-        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [1]),  # fewer steps say more than a stack
+        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # who waits is not waited for
+        ([stuck(0, 0), stuck(1, 20, stack=LOADING)], [1]),  # one without an optimizer
+        ([stuck(0, 11, stack=LOADING), stuck(1, 10, stack=LOADING), stuck(2, 9)], [1]),  # both do their own part
+        ([stuck(0, stack=PLANNING), stuck(1, stack=STORING)], [1]),
+        ([stuck(0, stack=PLANNING), stuck(1, stack=STORING.replace("filesystem", "_fsspec_filesystem"))], [1]),
         ([stuck(0), stuck(1, 11, "T", "")], [1]),
         ([stuck(0), stuck(1, 10, "D", ""), stuck(2, stack=LOADING)], [1]),
         ([stuck(0), stuck(1, stack="")], [1]),
@@ -393,6 +405,21 @@ def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
         assert at in found["stacks"]
         assert found["stacks"].index(at) < found["stacks"].index("in all_reduce")  # the culprit first
     assert "in all_reduce" in found["stacks"]  # of the others
+    assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
+
+
+@pytest.mark.parametrize("faults", [["frozen:0", "deadlock:1"], ["storage:1"]])
+def test_who_is_ahead_or_has_torch_at_the_top_of_its_stack_is_found_too(tmp_path, faults):
+    """Rank 0 waits for it: with fewer steps, or inside the same torch.distributed.checkpoint.save."""
+    verdict = tmp_path / "verdict"
+    env = {"STOP": str(tmp_path / "stop"), "CHECKPOINT": str(tmp_path / "checkpoint"), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, *faults]
+    with Job(command, tmp_path, **env) as job:
+        done = job.finish()
+    assert done.returncode == 1, done.err
+    found = verdict_of(verdict)
+    assert (found["rank"], found["decision"]["kind"]) == (1, "hang"), done.err
+    assert "waits for other ranks" not in found["decision"]["reason"]
     assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
 
 

@@ -40,7 +40,7 @@ LEAST_LOOK_S = 0.1
 LATE_S = 10.0  # a look that comes so late: this machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
-SURE, STUCK, WAITS = 0, 1, 2  # how much speaks for it that a worker is the one that the others wait for
+SURE, STUCK, WAITS = 0, 1, 2  # how little speaks for it that a worker is the one that the others wait for
 
 
 @dataclass(frozen=True)
@@ -225,13 +225,15 @@ class Stuck:
     def blame(self) -> tuple[int, ...]:
         """The lowest of a job is the one that the others wait for.
 
-        One that was stopped comes first, for no other can be stopped so. Else it is the one with the fewest steps, and among
-        those that have the same number one that does not wait in a collective itself.
+        One that was stopped comes first, for no other can be stopped so. One that waits in a collective comes last: the number of
+        its steps says little, it may have nothing to optimize. Else it is the one with the fewest steps, and among those that
+        have the same number one that sleeps in the kernel.
         """
         if self.state == STOPPED:
             return (SURE, self.steps, self.reports, SURE)
-        waits = WAITS if waits_for_others(self.stack) else SURE if self.state == ASLEEP_IN_KERNEL else STUCK
-        return (STUCK, self.steps, self.reports, waits)
+        if waits_for_others(self.stack):
+            return (WAITS, self.steps, self.reports, WAITS)
+        return (STUCK, self.steps, self.reports, SURE if self.state == ASLEEP_IN_KERNEL else STUCK)
 
     @property
     def reason(self) -> str:
@@ -251,12 +253,28 @@ _WAITING = (
     ("/torch/cuda/streams.py", "synchronize"),
     ("/torch/_ops.py", "__call__"),  # functional collectives
 )
+# And where it does its own part all the same: a disk or a store that does not answer holds it, and the others wait for it.
+_STORING = tuple(
+    f"/torch/distributed/checkpoint/{name}.py"
+    for name in (
+        "filesystem",
+        "_fsspec_filesystem",
+        "storage",
+        "hf_storage",
+        "quantized_hf_storage",
+        "_hf_utils",
+        "_storage_utils",
+        "_extension",
+    )
+)
 
 
 def waits_for_others(stack: str) -> bool:
     """Whether the main thread is inside a collective. stack: faulthandler's, with the main thread at the end."""
     thread = stack[max(stack.rfind("\nThread 0x"), stack.rfind("\nCurrent thread 0x"), 0) :]
     frame = next((line for line in thread.splitlines() if line.lstrip().startswith("File ")), "")
+    if any(path in frame for path in _STORING):
+        return False
     return any(path in frame and frame.endswith(function) for path, function in _WAITING)
 
 

@@ -7,13 +7,11 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from torch.distributed import TCPStore
 
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.workers import bootstrap, hang, pace, vitals
+from elastic_ext.workers import bootstrap, hang, pace
 from elastic_ext.workers.hang import Stuck, Worker
 from elastic_ext.workers.pace import Mark
 from tests import jobs
@@ -56,6 +54,11 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
         (worker(working=True), None, 1800),
         (worker(working=None), None, 1800),
         (worker(working=True, state="T"), None, 60),
+        (worker(asleep_in_kernel=True), None, 1800),  # fsync to a file server that is away
+        (worker(asleep_in_kernel=True, gaps=(0,) * 10 + (500,) + (0,) * 11 + (1,)), None, 2 * 4194.304),
+        (worker(asleep_in_kernel=True, state="T"), None, 60),
+        (worker(asleep_in_kernel=True, steps=0), None, 1800),  # stuck in an import, say
+        (worker(asleep_in_kernel=True, steps=0, working=True), None, float("inf")),
         (worker(steps=0), None, 1800),
         (worker(steps=0, reports=1), None, 60),
         (worker(steps=0, working=True), None, float("inf")),
@@ -63,6 +66,8 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
         (worker(phase="data"), None, 60),
         (worker(gaps=(0,) * 15 + (100,)), 5, 5),
         (worker(working=True), 5, 5),
+        (worker(asleep_in_kernel=True), 5, 5),
+        (worker(asleep_in_kernel=True, steps=0), 5, 50),
         (worker(steps=0), 5, 50),
         (worker(steps=0, working=True), 5, 1800),
         *((worker(phase=phase), 5, 1800) for phase in ("compile", "checkpoint", "eval", "exit")),
@@ -70,7 +75,7 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
     ],
 )
 def test_limits(one, fixed_s, limit_s):
-    assert hang.limit_s(one, hang.is_idle([one]), fixed_s) == pytest.approx(limit_s)
+    assert hang.limit_s(one, hang.activity_of([one]), fixed_s) == pytest.approx(limit_s)
     if limit_s < float("inf"):
         assert not hang.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
         assert hang.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
@@ -82,6 +87,7 @@ def test_one_that_goes_on_is_enough():
     assert not hang.judge([*still, worker(4, quiet_s=1)]).stalled
     assert not hang.judge([*still, worker(4, debugged=True)]).stalled
     assert not hang.judge([*still, worker(4, known=False)]).stalled
+    assert not hang.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
     assert not hang.judge([*still, worker(4, working=True)]).stalled
     assert not hang.judge([*still, worker(4, phase="checkpoint")]).stalled
     assert not hang.judge([]).stalled
@@ -111,7 +117,24 @@ def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     assert not hang.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
     assert not hang.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
     assert not hang.judge([replace(late, phase="eval")]).imminent
+    assert not hang.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
+    assert hang.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
     assert not hang.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+
+
+@pytest.mark.parametrize(
+    ("cpu_share", "bytes_s", "works"),
+    [
+        (0.0, 0.0, False),
+        (0.019, 99_000.0, False),
+        (0.02, 0.0, True),
+        (0.0, 100_000.0, True),
+        (None, 0.0, True),
+        (0.0, None, True),  # not known is not idle
+    ],
+)
+def test_what_is_work(cpu_share, bytes_s, works):
+    assert hang.works(cpu_share, bytes_s) == works
 
 
 # Who is to blame.
@@ -289,69 +312,6 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
     clock.pass_time(2100)
     assert clock.alarms, "the clock and its workers would never raise one"
     assert float(re.findall(r"at (\d+) s", clock.alarms[0])[0]) - before > 59
-
-
-# What the kernel says.
-
-
-@contextmanager
-def process(code: str) -> Iterator[subprocess.Popen]:
-    """A process of its own group that has run `code` up to its `ready()`."""
-    begin = "import sys, os, time\ndef ready(): print('ready', flush=True)\n"
-    with subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE, start_new_session=True) as started:
-        try:
-            assert started.stdout is not None
-            assert started.stdout.readline() == b"ready\n"
-            yield started
-        finally:
-            os.killpg(started.pid, signal.SIGKILL)
-
-
-def sure_of(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    """Wait for what the kernel tells in no other way than when it is asked."""
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
-
-
-def test_vitals_of_a_group():
-    """The child works, and writes; its parent sleeps."""
-    code = """
-if os.fork() == 0:
-    while time.process_time() < 0.3: pass
-    with open('/dev/null', 'w') as null: null.write('x' * 3_000_000)
-    ready()
-time.sleep(100)
-"""
-    with process(code) as one:
-        found = vitals.read([one.pid])[one.pid]
-    assert found.state in "SR"
-    assert 0.25 <= found.cpu_s < 5
-    assert found.io_bytes >= 3_000_000
-    assert not found.debugged
-    assert vitals.read([one.pid]) == {}
-
-
-def test_who_is_stopped_or_sits_in_a_debugger():
-    with process("ready()\ntime.sleep(100)") as one:
-        os.kill(one.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, one.pid, os.WSTOPPED)
-        assert vitals.read([one.pid])[one.pid].state == "T"
-    code = "import os, pdb, sys\nsys.stdin = open(0)\npdb.set_trace()\n"
-    controller, terminal = os.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
-    ) as one:
-        try:
-            text = b""
-            while b"(Pdb)" not in text:
-                text += os.read(controller, 1000)
-            sure_of(lambda: vitals.read([one.pid])[one.pid].debugged)  # from the prompt to the wait for an answer
-        finally:
-            one.kill()
-            os.close(controller)
-            os.close(terminal)
 
 
 # Who is slow.

@@ -17,9 +17,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from elastic_ext import launch
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.settings import Settings
 from elastic_ext.workers import bootstrap, hang, pace
 from elastic_ext.workers.hang import Stuck, Worker
 from elastic_ext.workers.pace import Mark
@@ -120,6 +123,35 @@ def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     assert not hang.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
     assert hang.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
     assert not hang.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+
+
+@pytest.mark.parametrize("fixed_s", [None, 5])
+def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
+    """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
+    others = [worker(rank, quiet_s=1801) for rank in range(3)]
+    assert not hang.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
+    verdict = hang.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
+    assert (verdict.stalled, verdict.culprits) == (True, (3,))
+    assert not hang.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
+    assert not hang.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
+    assert not hang.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "has_one"),
+    [
+        (sys.executable, ("-u", str(JOB)), True),
+        (sys.executable, ("-u", "-m", "json.tool"), True),
+        ("/bin/true", (), False),
+        (sys.executable, ("-c", "pass"), False),
+        (print, (), False),
+    ],
+)
+def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, has_one):
+    """Functions and other programs run without the bootstrap: their progress is not known for as long as they run."""
+    spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
+    assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
+    assert not launch.has_bootstrap(launch.prepare(spec, Settings(bootstrap=False)))
 
 
 @pytest.mark.parametrize(

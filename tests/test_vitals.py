@@ -161,14 +161,21 @@ program = struct.pack("@HP", len(rules), ctypes.addressof(text))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
-from elastic_ext.workers import traffic, vitals
+"""
+UNCOUNTED = """
+import sys
+from pathlib import Path
+from elastic_ext.workers import hang, traffic, vitals
+from tests.test_vitals import watched
 found = vitals.read([os.getpid()])[os.getpid()]
-print(traffic.by_inode(), found.state, found.sockets)
+hang.IDLE_FLOOR_S = 1.0
+print(traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
 """
 
 
-def test_where_the_kernel_does_not_tell_of_sockets_their_traffic_is_not_known():
-    assert python(REFUSED) == "None R None\n"
+def test_where_the_kernel_does_not_tell_of_sockets_nobody_is_taken_for_idle(tmp_path):
+    with process("ready()\ntime.sleep(100)") as one:
+        assert python(REFUSED + UNCOUNTED, str(tmp_path), str(one.pid)) == "None R None False\n"
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
@@ -377,3 +384,15 @@ def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick,
         assert not verdict.stalled, verdict.reason
         (tmp_path / "progress").unlink()
         assert watched(tmp_path, [one.pid, other.pid], 20, fixed_s=2.0).stalled  # who sets the limit has it
+
+
+def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
+    """It sleeps in the kernel before its bootstrap: its interpreter lies on a file server that is away, say."""
+    monkeypatch.setattr(hang, "WORKING_FLOOR_S", 3.0)
+    os.mkfifo(tmp_path / "server")
+    with process(IN_KERNEL + MAIN_THREAD, str(tmp_path / "server")) as one, process(PAUSE) as other:
+        begin = time.monotonic()
+        verdict = watched(tmp_path, [other.pid, one.pid], 20, up=1)
+        took_s = time.monotonic() - begin
+    assert (verdict.stalled, verdict.culprits) == (True, (1,)), verdict.reason
+    assert took_s >= 3

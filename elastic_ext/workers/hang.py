@@ -107,8 +107,8 @@ def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Verdict:
         workers: those that run.
         fixed_s: the setting hang_timeout; None: the limits are learned.
     """
-    if not workers or not all(worker.known for worker in workers):
-        return Verdict(False, (), "the progress of the workers is not known")
+    if not workers or any(not worker.known and worker.quiet_s < START_FLOOR_S for worker in workers):
+        return Verdict(False, (), "the progress of the workers is not known")  # later: stuck before its first step, like others
     held = [worker.rank for worker in workers if worker.debugged]
     if held:
         return Verdict(False, (), f"rank {held[0]} is in a debugger")
@@ -197,7 +197,7 @@ def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> floa
     often = (
         IDLE_FLOOR_S if fixed_s is None else fixed_s
     ) / 2  # the first step, or the end of an evaluation, makes limits this short
-    quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers if worker.known]
+    quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
     if not quiet:
         return often
     until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, IMMINENT_SHARE, 1.0))

@@ -34,6 +34,7 @@ class HangWatch:
         self._sample: tuple[float, dict[int, Vitals]] | None = None  # of this stall: when, and what was read
         self._before: tuple[float, dict[int, Vitals]] | None = None
         self._worked: dict[int, float] = {}  # when each was last seen to work, or it was not known whether it did
+        self._said_unknown = False
         self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
         self.step_s: dict[int, float] = {}
         self._marks: dict[int, Mark] = {}
@@ -96,6 +97,14 @@ class HangWatch:
             if pid in self._sample[1] and self._sample[1][pid].asleep_in_kernel:
                 self._slept[local_rank] = now
 
+        unknown = [self._ranks[local_rank] for local_rank, pid in pids.items() if _is_uncounted(self._sample[1].get(pid))]
+        if unknown and not self._said_unknown:
+            self._said_unknown = True
+            logger.warning(
+                "elastic_ext: what rank %s reads, writes, sends or receives cannot be counted here; it is never taken for idle",
+                unknown[0],
+            )
+
     def _rates(self, pid: int) -> Rates:
         """Since the sample before."""
         if self._before is None or self._sample is None:
@@ -153,3 +162,7 @@ class HangWatch:
                 stack,
             )
         return found
+
+
+def _is_uncounted(seen: Vitals | None) -> bool:
+    return seen is not None and (seen.io_bytes is None or seen.sockets is None)

@@ -76,12 +76,18 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     return spec
 
 
+def has_bootstrap(spec: WorkerSpec) -> bool:
+    """Whether the workers of a prepared spec run through the bootstrap."""
+    program = python_program(spec.entrypoint, spec.args)
+    return program is not None and program.program == BOOTSTRAP
+
+
 def standbys(spec: WorkerSpec, settings: Settings, token: str) -> Wanted | str:
     """What warm standbys of a prepared spec stand by for, or why there are none. token: of the agent."""
     if not settings.standby or not settings.bootstrap:
         return "off"
     program = python_program(spec.entrypoint, spec.args)
-    if program is None or program.program != BOOTSTRAP:
+    if program is None or not has_bootstrap(spec):
         return "not a Python program"
     return Wanted(
         python=(str(spec.entrypoint), *program.options),

@@ -458,7 +458,8 @@ class Supervisor(AgentSeam):
         self._leaving = Leaving(self._board, pids, self._news)
         self._stacks.clear()
         self._hung = {}
-        if self._settings.hang and self._settings.bootstrap and self._board is not None and self.leads_groups:
+        # Without the bootstrap nobody's progress is ever known: that is no sign of a hang.
+        if self._settings.hang and launch.has_bootstrap(self.spec) and self._board is not None and self.leads_groups:
             self._watch = HangWatch(self._board, self._ranks, self._settings.hang_timeout)
         self._guard.watch(pids.values(), self._handler.last_will())
         self._host.round_started(pids.values())

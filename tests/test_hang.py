@@ -7,22 +7,23 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from elastic_ext import launch
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.workers import bootstrap, hang, pace, vitals
+from elastic_ext.settings import Settings
+from elastic_ext.workers import bootstrap, hang, pace
 from elastic_ext.workers.hang import Stuck, Worker
 from elastic_ext.workers.pace import Mark
 from tests import jobs
@@ -56,6 +57,11 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
         (worker(working=True), None, 1800),
         (worker(working=None), None, 1800),
         (worker(working=True, state="T"), None, 60),
+        (worker(asleep_in_kernel=True), None, 1800),  # fsync to a file server that is away
+        (worker(asleep_in_kernel=True, gaps=(0,) * 10 + (500,) + (0,) * 11 + (1,)), None, 2 * 4194.304),
+        (worker(asleep_in_kernel=True, state="T"), None, 60),
+        (worker(asleep_in_kernel=True, steps=0), None, 1800),  # stuck in an import, say
+        (worker(asleep_in_kernel=True, steps=0, working=True), None, float("inf")),
         (worker(steps=0), None, 1800),
         (worker(steps=0, reports=1), None, 60),
         (worker(steps=0, working=True), None, float("inf")),
@@ -63,6 +69,8 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
         (worker(phase="data"), None, 60),
         (worker(gaps=(0,) * 15 + (100,)), 5, 5),
         (worker(working=True), 5, 5),
+        (worker(asleep_in_kernel=True), 5, 5),
+        (worker(asleep_in_kernel=True, steps=0), 5, 50),
         (worker(steps=0), 5, 50),
         (worker(steps=0, working=True), 5, 1800),
         *((worker(phase=phase), 5, 1800) for phase in ("compile", "checkpoint", "eval", "exit")),
@@ -70,7 +78,7 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
     ],
 )
 def test_limits(one, fixed_s, limit_s):
-    assert hang.limit_s(one, hang.is_idle([one]), fixed_s) == pytest.approx(limit_s)
+    assert hang.limit_s(one, hang.activity_of([one]), fixed_s) == pytest.approx(limit_s)
     if limit_s < float("inf"):
         assert not hang.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
         assert hang.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
@@ -82,6 +90,7 @@ def test_one_that_goes_on_is_enough():
     assert not hang.judge([*still, worker(4, quiet_s=1)]).stalled
     assert not hang.judge([*still, worker(4, debugged=True)]).stalled
     assert not hang.judge([*still, worker(4, known=False)]).stalled
+    assert not hang.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
     assert not hang.judge([*still, worker(4, working=True)]).stalled
     assert not hang.judge([*still, worker(4, phase="checkpoint")]).stalled
     assert not hang.judge([]).stalled
@@ -111,7 +120,53 @@ def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     assert not hang.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
     assert not hang.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
     assert not hang.judge([replace(late, phase="eval")]).imminent
+    assert not hang.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
+    assert hang.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
     assert not hang.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+
+
+@pytest.mark.parametrize("fixed_s", [None, 5])
+def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
+    """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
+    others = [worker(rank, quiet_s=1801) for rank in range(3)]
+    assert not hang.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
+    verdict = hang.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
+    assert (verdict.stalled, verdict.culprits) == (True, (3,))
+    assert not hang.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
+    assert not hang.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
+    assert not hang.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "has_one"),
+    [
+        (sys.executable, ("-u", str(JOB)), True),
+        (sys.executable, ("-u", "-m", "json.tool"), True),
+        ("/bin/true", (), False),
+        (sys.executable, ("-c", "pass"), False),
+        (print, (), False),
+    ],
+)
+def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, has_one):
+    """Functions and other programs run without the bootstrap: their progress is not known for as long as they run."""
+    spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
+    assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
+    assert not launch.has_bootstrap(launch.prepare(spec, Settings(bootstrap=False)))
+
+
+@pytest.mark.parametrize(
+    ("cpu_share", "bytes_s", "works"),
+    [
+        (0.0, 0.0, False),
+        (0.019, 99_000.0, False),
+        (0.02, 0.0, True),
+        (0.0, 100_000.0, True),
+        (None, 0.0, True),
+        (0.0, None, True),  # not known is not idle
+    ],
+)
+def test_what_is_work(cpu_share, bytes_s, works):
+    assert hang.works(cpu_share, bytes_s) == works
 
 
 # Who is to blame.
@@ -133,6 +188,14 @@ BACKWARD = """Current thread 0x00007e (most recent call first):
 """
 
 
+STORING = """Current thread 0x00007e (most recent call first):
+  File "/v/site-packages/torch/distributed/checkpoint/filesystem.py", line 452 in _write_files_from_queue
+  File "/v/site-packages/torch/distributed/checkpoint/filesystem.py", line 743 in write_data
+  File "/v/site-packages/torch/distributed/checkpoint/state_dict_saver.py", line 505 in write_data
+"""
+PLANNING = STORING.replace("checkpoint/filesystem.py", "distributed_c10d.py")
+
+
 def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) -> Stuck:
     return Stuck(rank, steps, 0, 70.0, "", state, "asleep", stack)
 
@@ -142,7 +205,11 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     [
         ([stuck(0), stuck(1, stack=LOADING), stuck(2)], [1]),
         ([stuck(0, stack=BACKWARD), stuck(1, stack=LOADING)], [1]),
-        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [1]),  # fewer steps say more than a stack
+        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # who waits is not waited for
+        ([stuck(0, 0), stuck(1, 20, stack=LOADING)], [1]),  # one without an optimizer
+        ([stuck(0, 11, stack=LOADING), stuck(1, 10, stack=LOADING), stuck(2, 9)], [1]),  # both do their own part
+        ([stuck(0, stack=PLANNING), stuck(1, stack=STORING)], [1]),
+        ([stuck(0, stack=PLANNING), stuck(1, stack=STORING.replace("filesystem", "_fsspec_filesystem"))], [1]),
         ([stuck(0), stuck(1, 11, "T", "")], [1]),
         ([stuck(0), stuck(1, 10, "D", ""), stuck(2, stack=LOADING)], [1]),
         ([stuck(0), stuck(1, stack="")], [1]),
@@ -279,69 +346,6 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
     assert float(re.findall(r"at (\d+) s", clock.alarms[0])[0]) - before > 59
 
 
-# What the kernel says.
-
-
-@contextmanager
-def process(code: str) -> Iterator[subprocess.Popen]:
-    """A process of its own group that has run `code` up to its `ready()`."""
-    begin = "import sys, os, time\ndef ready(): print('ready', flush=True)\n"
-    with subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE, start_new_session=True) as started:
-        try:
-            assert started.stdout is not None
-            assert started.stdout.readline() == b"ready\n"
-            yield started
-        finally:
-            os.killpg(started.pid, signal.SIGKILL)
-
-
-def sure_of(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    """Wait for what the kernel tells in no other way than when it is asked."""
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.01)
-
-
-def test_vitals_of_a_group():
-    """The child works, and writes; its parent sleeps."""
-    code = """
-if os.fork() == 0:
-    while time.process_time() < 0.3: pass
-    with open('/dev/null', 'w') as null: null.write('x' * 3_000_000)
-    ready()
-time.sleep(100)
-"""
-    with process(code) as one:
-        found = vitals.read([one.pid])[one.pid]
-    assert found.state in "SR"
-    assert 0.25 <= found.cpu_s < 5
-    assert found.io_bytes >= 3_000_000
-    assert not found.debugged
-    assert vitals.read([one.pid]) == {}
-
-
-def test_who_is_stopped_or_sits_in_a_debugger():
-    with process("ready()\ntime.sleep(100)") as one:
-        os.kill(one.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, one.pid, os.WSTOPPED)
-        assert vitals.read([one.pid])[one.pid].state == "T"
-    code = "import os, pdb, sys\nsys.stdin = open(0)\npdb.set_trace()\n"
-    controller, terminal = os.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
-    ) as one:
-        try:
-            text = b""
-            while b"(Pdb)" not in text:
-                text += os.read(controller, 1000)
-            sure_of(lambda: vitals.read([one.pid])[one.pid].debugged)  # from the prompt to the wait for an answer
-        finally:
-            one.kill()
-            os.close(controller)
-            os.close(terminal)
-
-
 # Who is slow.
 
 
@@ -393,6 +397,21 @@ def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
         assert at in found["stacks"]
         assert found["stacks"].index(at) < found["stacks"].index("in all_reduce")  # the culprit first
     assert "in all_reduce" in found["stacks"]  # of the others
+    assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
+
+
+@pytest.mark.parametrize("faults", [["frozen:0", "deadlock:1"], ["storage:1"]])
+def test_who_is_ahead_or_has_torch_at_the_top_of_its_stack_is_found_too(tmp_path, faults):
+    """Rank 0 waits for it: with fewer steps, or inside the same torch.distributed.checkpoint.save."""
+    verdict = tmp_path / "verdict"
+    env = {"STOP": str(tmp_path / "stop"), "CHECKPOINT": str(tmp_path / "checkpoint"), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, *faults]
+    with Job(command, tmp_path, **env) as job:
+        done = job.finish()
+    assert done.returncode == 1, done.err
+    found = verdict_of(verdict)
+    assert (found["rank"], found["decision"]["kind"]) == (1, "hang"), done.err
+    assert "waits for other ranks" not in found["decision"]["reason"]
     assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
 
 

@@ -7,18 +7,20 @@ when one of them goes on, and the job hangs when all nodes claim so.
 Progress is a sign of life of the training: a step of an optimizer, a report, a change of phase. How long is too long is learned
 from the gaps between the signs so far in the same phase, and is never less than a floor:
 
-- IDLE_FLOOR_S where nobody does anything: no processor time, no reading or writing;
-- WORKING_FLOOR_S where somebody works. It may be an evaluation or a save that nobody told us of, and the others wait for it;
+- IDLE_FLOOR_S where nobody does anything: no processor time, no reading, writing, sending or receiving;
+- WORKING_FLOOR_S where somebody works. It may be an evaluation or a save that nobody told us of, and the others wait for it. The
+  same where somebody sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
 - LONG_FLOOR_S in a phase that is long by nature, START_FLOOR_S before the first sign.
 
-With the setting hang_timeout that is the limit, START_FACTOR times that before the first sign where nobody does anything; the
-long phases, and a start at which somebody works, keep theirs.
+With the setting hang_timeout that is the limit, also where somebody sleeps in the kernel, and START_FACTOR times that before the
+first sign where nobody does anything; the long phases, and a start at which somebody works, keep theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 IDLE_FLOOR_S = 60.0
 WORKING_FLOOR_S = 1800.0
@@ -40,7 +42,7 @@ LEAST_LOOK_S = 0.1
 LATE_S = 10.0  # a look that comes so late: this machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
-SURE, STUCK, WAITS = 0, 1, 2  # how much speaks for it that a worker is the one that the others wait for
+SURE, STUCK, WAITS = 0, 1, 2  # how little speaks for it that a worker is the one that the others wait for
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,12 @@ class Worker:
         steps, reports: signs of life so far.
         quiet_s: since the last sign of life, or since it was started.
         gaps: between earlier signs in this phase: how many of less than 2 ** index ms.
-        working: it, or what it has started, has used processor time or has read or written, lately; None: not known.
+        working: it, or what it has started, has used processor time or has moved bytes, lately; None: not known.
+        asleep_in_kernel: it, or what it has started, has been seen in state D lately.
         idle_s: since it was last seen to work; 0: not known.
         state: of its main thread, a letter of proc(5); "": not known.
         debugged: somebody looks at it with a debugger.
-        known: its progress is known at all.
+        known: its progress is known at all: its bootstrap is in place.
     """
 
     rank: int
@@ -65,6 +68,7 @@ class Worker:
     phase: str = ""
     gaps: tuple[int, ...] = ()
     working: bool | None = None
+    asleep_in_kernel: bool = False
     idle_s: float = 0.0
     state: str = ""
     debugged: bool = False
@@ -73,6 +77,14 @@ class Worker:
     @property
     def started(self) -> bool:
         return self.steps + self.reports > 0
+
+
+class Activity(Enum):
+    """What the workers of a node do, all together."""
+
+    NONE = "nothing"
+    KERNEL = "asleep in the kernel"
+    WORK = "work"
 
 
 @dataclass(frozen=True)
@@ -95,47 +107,66 @@ def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Verdict:
         workers: those that run.
         fixed_s: the setting hang_timeout; None: the limits are learned.
     """
-    if not workers or not all(worker.known for worker in workers):
-        return Verdict(False, (), "the progress of the workers is not known")
+    if not workers or any(not worker.known and worker.quiet_s < START_FLOOR_S for worker in workers):
+        return Verdict(False, (), "the progress of the workers is not known")  # later: stuck before its first step, like others
     held = [worker.rank for worker in workers if worker.debugged]
     if held:
         return Verdict(False, (), f"rank {held[0]} is in a debugger")
-    idle = is_idle(workers)
+    activity = activity_of(workers)
     for worker in workers:
-        limit = limit_s(worker, idle, fixed_s)
+        limit = limit_s(worker, activity, fixed_s)
         if worker.quiet_s < limit:
             within = f"rank {worker.rank} is within its limit: {worker.quiet_s:.3g} of {limit:.3g} s"
             return Verdict(False, (), within, all(is_imminent(each, fixed_s) for each in workers))
     behind = min((worker.steps, worker.reports) for worker in workers)
     culprits = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == behind)
-    longest = max(workers, key=lambda worker: limit_s(worker, idle, fixed_s))
+    longest = max(workers, key=lambda worker: limit_s(worker, activity, fixed_s))
     return Verdict(
         True,
         culprits,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
-        f"(limit {limit_s(longest, idle, fixed_s):.3g} s); the lowest step is {behind[0]}, of rank {culprits[0]}",
+        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {behind[0]}, of rank {culprits[0]}",
     )
 
 
 def is_imminent(worker: Worker, fixed_s: float | None) -> bool:
     """It has given no sign of life for most of the limit, and has not worked since about half of it."""
-    limit = limit_s(worker, True, fixed_s)
+    limit = limit_s(worker, Activity.NONE, fixed_s)
+    if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
+        return False
     return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= (IMMINENT_SHARE - 0.55) * limit
 
 
-def is_idle(workers: Sequence[Worker]) -> bool:
-    """Nobody here does anything, or one has been stopped by a signal: no work of the others can bring that one back."""
-    return any(worker.state == STOPPED for worker in workers) or all(worker.working is False for worker in workers)
+def works(cpu_share: float | None, bytes_s: float | None) -> bool:
+    """Whether a worker does something. What is not known counts as work: a job that works must not be ended.
+
+    Args:
+        cpu_share: of a processor that it and what it has started used lately.
+        bytes_s: that they moved in a second, by files and sockets.
+    """
+    if cpu_share is None or bytes_s is None:
+        return True
+    return cpu_share >= WORKING_SHARE or bytes_s >= WORKING_BYTES_S
 
 
-def limit_s(worker: Worker, idle: bool, fixed_s: float | None) -> float:
-    """How long this worker may give no sign of life."""
+def activity_of(workers: Sequence[Worker]) -> Activity:
+    """Once one has been stopped by a signal nothing that the others do counts: it cannot bring that one back."""
+    if any(worker.state == STOPPED for worker in workers):
+        return Activity.NONE
+    if any(worker.working is not False for worker in workers):  # what is not known may be work
+        return Activity.WORK
+    return Activity.KERNEL if any(worker.asleep_in_kernel for worker in workers) else Activity.NONE
+
+
+def limit_s(worker: Worker, activity: Activity, fixed_s: float | None) -> float:
+    """How long this worker may give no sign of life. activity: of all workers of its node."""
+    works, idle = activity is Activity.WORK, activity is Activity.NONE
     if worker.phase in LONG_PHASES:
         return max(LONG_FLOOR_S, learned_s(worker.gaps, idle=False))
     if not worker.started:
         if fixed_s is not None:  # imports and data sets take as long as they take, on a busy machine at least
-            return START_FACTOR * fixed_s if idle else max(START_FLOOR_S, START_FACTOR * fixed_s)
-        return START_FLOOR_S if idle else float("inf")  # a script without steps, at work
+            return max(START_FLOOR_S, START_FACTOR * fixed_s) if works else START_FACTOR * fixed_s
+        return float("inf") if works else START_FLOOR_S  # a script without steps, at work
     if fixed_s is not None:
         return fixed_s
     return max(IDLE_FLOOR_S if idle else WORKING_FLOOR_S, learned_s(worker.gaps, idle))
@@ -166,16 +197,16 @@ def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> floa
     often = (
         IDLE_FLOOR_S if fixed_s is None else fixed_s
     ) / 2  # the first step, or the end of an evaluation, makes limits this short
-    known = [(worker.quiet_s, limit_s(worker, True, fixed_s)) for worker in workers if worker.known]
-    if not known:
+    quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
+    if not quiet:
         return often
-    until = (max(share * limit - quiet_s for quiet_s, limit in known) for share in (0.5, IMMINENT_SHARE, 1.0))
+    until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, IMMINENT_SHARE, 1.0))
     return max(LEAST_LOOK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
 
 
 def needs_vitals(workers: Sequence[Worker], fixed_s: float | None = None) -> bool:
     """All have been quiet for so long that what the kernel says of them counts."""
-    return all(worker.quiet_s >= 0.45 * limit_s(worker, True, fixed_s) for worker in workers)
+    return all(worker.quiet_s >= 0.45 * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:
@@ -225,13 +256,15 @@ class Stuck:
     def blame(self) -> tuple[int, ...]:
         """The lowest of a job is the one that the others wait for.
 
-        One that was stopped comes first, for no other can be stopped so. Else it is the one with the fewest steps, and among
-        those that have the same number one that does not wait in a collective itself.
+        One that was stopped comes first, for no other can be stopped so. One that waits in a collective comes last: the number of
+        its steps says little, it may have nothing to optimize. Else it is the one with the fewest steps, and among those that
+        have the same number one that sleeps in the kernel.
         """
         if self.state == STOPPED:
             return (SURE, self.steps, self.reports, SURE)
-        waits = WAITS if waits_for_others(self.stack) else SURE if self.state == ASLEEP_IN_KERNEL else STUCK
-        return (STUCK, self.steps, self.reports, waits)
+        if waits_for_others(self.stack):
+            return (WAITS, self.steps, self.reports, WAITS)
+        return (STUCK, self.steps, self.reports, SURE if self.state == ASLEEP_IN_KERNEL else STUCK)
 
     @property
     def reason(self) -> str:
@@ -251,12 +284,28 @@ _WAITING = (
     ("/torch/cuda/streams.py", "synchronize"),
     ("/torch/_ops.py", "__call__"),  # functional collectives
 )
+# And where it does its own part all the same: a disk or a store that does not answer holds it, and the others wait for it.
+_STORING = tuple(
+    f"/torch/distributed/checkpoint/{name}.py"
+    for name in (
+        "filesystem",
+        "_fsspec_filesystem",
+        "storage",
+        "hf_storage",
+        "quantized_hf_storage",
+        "_hf_utils",
+        "_storage_utils",
+        "_extension",
+    )
+)
 
 
 def waits_for_others(stack: str) -> bool:
     """Whether the main thread is inside a collective. stack: faulthandler's, with the main thread at the end."""
     thread = stack[max(stack.rfind("\nThread 0x"), stack.rfind("\nCurrent thread 0x"), 0) :]
     frame = next((line for line in thread.splitlines() if line.lstrip().startswith("File ")), "")
+    if any(path in frame for path in _STORING):
+        return False
     return any(path in frame and frame.endswith(function) for path, function in _WAITING)
 
 

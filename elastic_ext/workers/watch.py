@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_ext.workers import hang, pace, stacks, vitals
+from elastic_ext.workers.hang import Activity
 from elastic_ext.workers.pace import Mark
 from elastic_ext.workers.progress import Progress, ProgressBoard
-from elastic_ext.workers.vitals import Vitals
+from elastic_ext.workers.vitals import Rates, Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,9 @@ class HangWatch:
         self._next_look = self._began
         self._sample: tuple[float, dict[int, Vitals]] | None = None  # of this stall: when, and what was read
         self._before: tuple[float, dict[int, Vitals]] | None = None
-        self._worked: dict[int, float] = {}  # when each was last seen to work
+        self._worked: dict[int, float] = {}  # when each was last seen to work, or it was not known whether it did
+        self._said_unknown = False
+        self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
         self.step_s: dict[int, float] = {}
         self._marks: dict[int, Mark] = {}
         self._slow: frozenset[int] = frozenset()
@@ -55,7 +59,7 @@ class HangWatch:
                 self._begin_anew(now)
         elif self._sample is not None:
             self._sample = self._before = None
-            self._worked.clear()
+            self._forget_activity()
         verdict = hang.judge(workers, self._fixed_s)
         self.stalled, self.imminent = verdict.stalled, verdict.imminent
         self._next_look = now + hang.next_look_s(workers, self._fixed_s)
@@ -78,24 +82,37 @@ class HangWatch:
 
     def _begin_anew(self, now: float) -> None:
         self._began = now
+        self._forget_activity()
+
+    def _forget_activity(self) -> None:
         self._worked.clear()
+        self._slept.clear()
 
     def _take_vitals(self, pids: Mapping[int, int], now: float) -> None:
         self._before, self._sample = self._sample, (now, vitals.read(pids.values()))
         for local_rank, pid in pids.items():
-            cpu_share, _, bytes_s = self._rates(pid)
-            if cpu_share is None or cpu_share >= hang.WORKING_SHARE or bytes_s >= hang.WORKING_BYTES_S:
+            rates = self._rates(pid)
+            if hang.works(rates.cpu_share, rates.bytes_s):
                 self._worked[local_rank] = now
+            if pid in self._sample[1] and self._sample[1][pid].asleep_in_kernel:
+                self._slept[local_rank] = now
 
-    def _rates(self, pid: int) -> tuple[float | None, float | None, float]:
-        """Since the sample before: shares of a processor used and waited for, and bytes read and written in a second."""
+        unknown = [self._ranks[local_rank] for local_rank, pid in pids.items() if _is_uncounted(self._sample[1].get(pid))]
+        if unknown and not self._said_unknown:
+            self._said_unknown = True
+            logger.warning(
+                "elastic_ext: what rank %s reads, writes, sends or receives cannot be counted here; it is never taken for idle",
+                unknown[0],
+            )
+
+    def _rates(self, pid: int) -> Rates:
+        """Since the sample before."""
         if self._before is None or self._sample is None:
-            return None, None, 0.0
+            return Rates()
         (before_at, before), (at, sample) = self._before, self._sample
         if pid not in before or pid not in sample or at <= before_at:
-            return None, None, 0.0
-        old, new, took_s = before[pid], sample[pid], at - before_at
-        return (new.cpu_s - old.cpu_s) / took_s, (new.waited_s - old.waited_s) / took_s, (new.io_bytes - old.io_bytes) / took_s
+            return Rates()
+        return vitals.rates(before[pid], sample[pid], at - before_at)
 
     def _workers(self, pids: Mapping[int, int], now: float) -> list[hang.Worker]:
         return [self._worker(local_rank, pid, self._board.read(local_rank), now) for local_rank, pid in pids.items()]
@@ -118,8 +135,9 @@ class HangWatch:
         if seen is None or worked is None or self._before is None:
             return worker
         # Idle for half of the limit, and quiet for all of it: the first sample was taken at the half.
-        idle_s = now - worked
-        return replace(worker, idle_s=idle_s, working=idle_s < 0.4 * hang.limit_s(worker, True, self._fixed_s))
+        idle_s, lately_s = now - worked, 0.4 * hang.limit_s(worker, Activity.NONE, self._fixed_s)
+        slept = now - self._slept.get(local_rank, -math.inf) < lately_s
+        return replace(worker, idle_s=idle_s, working=idle_s < lately_s, asleep_in_kernel=slept)
 
     # Once the whole job hangs.
 
@@ -129,8 +147,8 @@ class HangWatch:
         found = {}
         for local_rank, pid in pids.items():
             words, seen = self._board.read(local_rank), sample.get(pid, Vitals(""))
-            cpu_share, waiting_share, _ = self._rates(pid)
-            state = hang.condition(seen.state, seen.wchan, cpu_share, waiting_share)
+            rates = self._rates(pid)
+            state = hang.condition(seen.state, seen.wchan, rates.cpu_share, rates.waiting_share)
             can_answer = words.stacks_armed and seen.state not in (hang.STOPPED, hang.ASLEEP_IN_KERNEL)
             stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
             found[local_rank] = hang.Stuck(
@@ -144,3 +162,7 @@ class HangWatch:
                 stack,
             )
         return found
+
+
+def _is_uncounted(seen: Vitals | None) -> bool:
+    return seen is not None and (seen.io_bytes is None or seen.sockets is None)

@@ -2,6 +2,9 @@
 
 hang_job.py [FAULT:RANK ...]      faults happen in the first attempt only, after STEPS steps; a job without one ends when the file
                                   $STOP is there
+
+frozen:RANK is no fault by itself: this rank has nothing to optimize. storage:RANK: all save a checkpoint, and the storage of this
+one does not answer.
 """
 
 import json
@@ -30,7 +33,10 @@ def step() -> bool:
     over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
     dist.all_reduce(over)
     weight.grad = torch.ones(4)
-    optimizer.step()
+    if "frozen" in faults:
+        elastic_ext.report_progress()
+    else:
+        optimizer.step()
     return bool(over.item())
 
 
@@ -64,6 +70,13 @@ def starve() -> None:
     live_lock()
 
 
+def storage_hangs() -> None:
+    """As fsync(2) of a file server that is away, but a signal handler runs."""
+    lock = threading.Lock()
+    lock.acquire()
+    os.fsync = lock.acquire  # called with the descriptor, which is true
+
+
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": deadlock,
@@ -72,6 +85,8 @@ FAULTS = {
     "absent": signal.pause,
     "eval": evaluate,
     "starve": starve,
+    "storage": storage_hangs,
+    "frozen": lambda: None,
 }
 
 if "never" in faults:
@@ -86,6 +101,10 @@ while True:
         sys.stdout.flush()
         for fault in faults:
             FAULTS[fault]()
+        if attempt == 0 and any(argument.startswith("storage:") for argument in sys.argv):
+            from torch.distributed import checkpoint  # takes a second
+
+            checkpoint.save({f"weight {rank}": torch.zeros(4)}, checkpoint_id=os.environ["CHECKPOINT"])
     if over:
         break
     time.sleep(0.01)

@@ -244,7 +244,7 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
     begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
     warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
     assert warm == "True"
-    assert re.search(f"unsafe is not imported before workers start: .*{why}", said)
+    assert re.search(f"unsafe is not imported before workers start: .*{why}", said), said
 
 
 def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):

@@ -108,7 +108,10 @@ class EmbeddedRendezvous(RendezvousHandler):
             backend, self._store = create_backend(params)
             self._inner = create_handler(self._store, backend, params)
             self.poll_interval_s = 0.1
-            self._hosts = isinstance(self._store, TCPStore) and listens_on(self._store.port)
+            if isinstance(self._store, TCPStore):
+                self._hosts = listens_on(self._store.port)
+                where = f"{self._store.host}:{self._store.port}"
+                logger.info("the rendezvous store is at %s, %s", where, "in this agent" if self._hosts else "in another process")
             with self._while_the_store_lives():
                 self._shared = StoreJob(self._store, params.run_id, self.node_id, self._hosts, self._ledger.ledger)
                 self._ledger.ledger = self._shared.ledger()

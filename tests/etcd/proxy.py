@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
+from tests.ports import free_port
+
 
 class Proxy:
     """Listens on a port of its own, the same over `stop` and `start`."""
@@ -20,7 +22,7 @@ class Proxy:
         self._delay_s = 0.0
         self._deaf = False
         self._stopped = threading.Event()
-        self.port = 0
+        self.port = free_port()
         self.start()
 
     def __enter__(self) -> Proxy:
@@ -37,7 +39,6 @@ class Proxy:
         self._stopped.clear()
         self._deaf = False
         self._listener = socket.create_server((self._host, self.port), family=self._family)
-        self.port = self._listener.getsockname()[1]
         self._spawn(self._accept, self._listener)
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import AGENT, TORCHRUN, Gate, Job
-from tests.test_c10d import free_port
+from tests.ports import free_port
 from tests.test_etcd_jobs import ELASTIC, GLOO, reports, seen
 
 # No time here decides anything but how long a node that was killed is waited for.
@@ -46,11 +46,11 @@ class Nodes:
                 jobs[0].wait_for("metrics: serving")  # whoever comes first has the store by then
         return jobs
 
-    def bug_of_b(self, done: str = "") -> str:
+    def bug_of_b(self, done: str = "", bug: str = "raise NameError('a bug on one node')") -> str:
         """A script whose worker on node "b" has a bug behind the gate, and on node `done` has finished before it."""
         script = self.tmp_path / "bug_of_b.py"
         early = f"import os\nif os.environ['NODE'] == '{done}': raise SystemExit(print('finished'))\n"
-        script.write_text(early + Path(ELASTIC).read_text() + "if env['NODE'] == 'b': raise NameError('a bug on one node')\n")
+        script.write_text(early + Path(ELASTIC).read_text() + f"if env['NODE'] == 'b': {bug}\n")
         return str(script)
 
     def verdict(self, name: str) -> dict:
@@ -202,6 +202,20 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
     assert done.returncode == 65, done.err
     assert done.err.count("each node judges failures for itself") == 1
     assert nodes.verdict("b")["decision"]["kind"] == "code"
+
+
+def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
+    """The host of the store is killed: what is at fault is the infrastructure, and a scheduler may start the job again."""
+    jobs = nodes.start_all("ab", "2", nodes.bug_of_b(bug="os._exit(3)"))
+    for job in jobs:
+        job.wait_for(seen(2, 0))
+    jobs[0].process.kill()
+    jobs[0].process.wait()
+    jobs[1].wait_for("training goes on without it")
+    nodes.gate.open()
+    done = jobs[1].finish()
+    assert done.returncode == 75, done.err
+    assert "RendezvousConnectionError" in done.err
 
 
 def test_an_agent_that_is_told_to_stop_closes_nothing_and_is_not_waited_for(nodes):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.etcd.proxy import Proxy
 from tests.jobs import AGENT, TORCHRUN, Gate, Job
 from tests.ports import free_port
 from tests.test_etcd_jobs import ELASTIC, GLOO, reports, seen
@@ -26,11 +27,11 @@ class Nodes:
         self.tmp_path = tmp_path
         self.gate = Gate(tmp_path / "gate")
         self._stack = stack
-        self._port = free_port()
+        self.port = free_port()
         self._launchers = [TORCHRUN, AGENT]
 
-    def start(self, name: str, nnodes: str, *script: str, conf: str = CONF, restarts: int = 3, **env: str) -> Job:
-        where = [f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={conf}"]
+    def start(self, name: str, nnodes: str, *script: str, conf: str = CONF, restarts: int = 3, port: int = 0, **env: str) -> Job:
+        where = [f"--rdzv-endpoint=localhost:{port or self.port}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={conf}"]
         launcher = self._launchers[ord(name) % 2]
         command = [*launcher, "--rdzv-backend=ext_c10d", *where, f"--max-restarts={restarts}", *script]
         files = {f"ELASTIC_EXT_{key.upper()}_FILE": str(self.tmp_path / f"{key}-{name}") for key in ("verdict", "ledger")}
@@ -204,6 +205,34 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
     assert nodes.verdict("b")["decision"]["kind"] == "code"
 
 
+@pytest.mark.parametrize(
+    ("new", "said", "judges"),
+    [
+        (False, "it is asked again on new connections", "all together"),
+        (True, "each node judges failures for itself", "b alone"),
+    ],
+)
+def test_a_store_that_is_slow_when_the_verdict_is_due_costs_nobody_the_verdict(nodes, new, said, judges):
+    """What b asks takes longer than a call may; the second time for so long that b gives it up, judges alone and closes."""
+    with Proxy(nodes.port) as proxy:
+        jobs = [nodes.start("a", "3", nodes.bug_of_b())]
+        jobs[0].wait_for("metrics: serving")
+        jobs.append(nodes.start("b", "3", nodes.bug_of_b(), conf=CONF + ",is_host=0", port=proxy.port))
+        jobs.append(nodes.start("c", "3", nodes.bug_of_b()))
+        for job in jobs:
+            job.wait_for(seen(3, 0))
+        proxy.hold(but=1, new=new)  # the first one is torch's own; all its agents stand still when that does
+        nodes.gate.open()
+        jobs[1].wait_for(said)
+        proxy.release()
+        done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [65] * 3, "\n----\n".join(each.err for each in done)
+    verdicts = [nodes.verdict(name) for name in "abc"]
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert verdicts[0]["host"] == "b"
+    assert ("is lost" in done[1].err) == (judges == "b alone")
+
+
 def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
     """The host of the store is killed: what is at fault is the infrastructure, and a scheduler may start the job again."""
     jobs = nodes.start_all("ab", "2", nodes.bug_of_b(bug="os._exit(3)"))
@@ -216,6 +245,18 @@ def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
     done = jobs[1].finish()
     assert done.returncode == 75, done.err
     assert "RendezvousConnectionError" in done.err
+
+
+def test_the_users_interrupt_is_theirs_without_the_store_too(nodes):
+    jobs = nodes.start_all("ab", "2", ELASTIC)
+    for job in jobs:
+        job.wait_for(seen(2, 0))
+    jobs[0].process.kill()
+    jobs[0].process.wait()
+    jobs[1].wait_for("training goes on without it")
+    jobs[1].process.send_signal(signal.SIGINT)
+    done = jobs[1].finish()
+    assert done.returncode == 130, done.err
 
 
 def test_an_agent_that_is_told_to_stop_closes_nothing_and_is_not_waited_for(nodes):

@@ -14,6 +14,8 @@ from elastic_ext.rendezvous import store_calls, store_job
 from elastic_ext.rendezvous.store_calls import NOTHING, StoreCalls, StoreLost
 from elastic_ext.rendezvous.store_job import Part, StoreJob
 from tests.etcd.proxy import Proxy
+from tests.ports import free_port
+from tests.store_server import StoreServer
 from tests.test_job import PEER, RULES, report
 
 LONG_S = 60.0
@@ -22,6 +24,7 @@ LONG_S = 60.0
 class Node:
     def __init__(self, store: TCPStore, rank: int, nodes: int, name: str, ledger: job.Ledger | None = None) -> None:
         self.job = StoreJob(store, "job", f"{name}-id", hosts=rank == 0, ledger=ledger or job.Ledger())
+        self.job.come_in()
         self.part = Part(1, rank, nodes)
         self.judged: list[set[str]] = []
 
@@ -158,3 +161,66 @@ def test_a_store_behind_a_cut_link_holds_up_nobody(store, monkeypatch):
         assert time.monotonic() - begin < LONG_S / 2
         proxy.stop()
         calls.end(LONG_S)
+
+
+def client_of(port: int) -> TCPStore:
+    return TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+
+
+def test_a_store_that_was_slow_is_asked_again_and_knows_all(monkeypatch):
+    """The call that was given up holds its connection, and is carried out in the end: nothing is told twice."""
+    monkeypatch.setattr(store_calls, "CALL_S", 1.0)
+    with StoreServer() as server:
+        nodes = make(client_of(server.port), "ab")
+        a, b = nodes
+        told = report("a", signal="SIGKILL")
+        server.pause()
+        with pytest.raises(StoreLost, match="no answer"):
+            a.conclude(told, settle_s=0.1)
+        begin = time.monotonic()
+        with pytest.raises(StoreLost):
+            a.job.reconnect()  # not yet there
+        assert time.monotonic() - begin < 5 * store_calls.CALL_S
+        server.resume()
+        a.job.reconnect()
+        ledger, verdict = a.conclude(told, settle_s=0.1)
+        assert (ledger.charged, len(ledger.failures), verdict.host) == (1, 1, "a")
+        assert b.conclude(report("b", **PEER)) == (ledger, verdict)
+        for node in nodes:
+            node.job.calls.end(LONG_S)
+
+
+def test_of_a_host_that_is_gone_that_is_known_at_once():
+    """Torch alone would try to connect for five minutes."""
+    with StoreServer() as server:
+        (node,) = make(client_of(server.port), "a")
+        server.kill()
+        begin = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(StoreLost):
+                node.job.reconnect()
+        node.job.calls.end(LONG_S)
+        assert time.monotonic() - begin < store_calls.CALL_S
+
+
+def test_a_store_in_the_place_of_the_lost_one_is_told_nothing():
+    """A pod that was started again serves there: a new job, in which what we know of rounds and verdicts is wrong."""
+    port = free_port()
+    with StoreServer(port):
+        (node,) = make(client_of(port), "a")
+    with StoreServer(port):
+        (other,) = make(client_of(port), "b")
+        with pytest.raises(StoreLost, match="another store"):
+            node.job.reconnect()
+        with pytest.raises(StoreLost, match="another store"):
+            node.job.stop(job.judge({"a": report("a")}, job.Ledger(), RULES, 1)[1])
+        assert other.job.stopped() is None
+
+
+def test_a_store_that_cannot_be_reached_at_the_start_is_lost():
+    server = StoreServer()
+    client = client_of(server.port)
+    server.kill()
+    shared = StoreJob(client, "job", "a-id", hosts=False, ledger=job.Ledger())
+    with pytest.raises(StoreLost):
+        shared.come_in()

@@ -38,21 +38,41 @@ class Part:
 
 
 class StoreJob:
-    """One agent's view of it. Raises StoreLost from each method.
+    """One agent's view of it. Raises StoreLost from each method; after it each may be called again once `reconnect` has been.
 
     Keys: N/report/R and N/verdict/R of the node of rank R in round N, N/judge, ledger, ledger.before (of an earlier agent's
-    ledger_file), stopped (the verdict that ended the job), refused/HOST, host, agents, gone/NUMBER, orders.
+    ledger_file), stopped (the verdict that ended the job), refused/HOST, host, first (id of the node that came in first), agents,
+    gone/NUMBER, orders.
     """
 
     def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: job.Ledger) -> None:
         """hosts: the store lives in this process. ledger: what this node knows of earlier failures."""
         self.calls = StoreCalls(store, f"elastic_ext/{run_id}/")
         self._node_id = node_id
-        self._number = self.calls.add("agents", 1)
-        if hosts:
-            self.calls.put("host", node_id)
-        if ledger != job.Ledger():
-            self.calls.swap("ledger.before", "", job.encode_ledger(ledger))
+        self._hosts = hosts
+        self._known = ledger
+        self._first = ""
+        self._number = 0  # of this agent; 0: it has not come in
+
+    def come_in(self) -> job.Ledger:
+        """Before all else. Returns the ledger of the job."""
+        self._first = self.calls.swap("first", "", self._node_id)
+        if self._hosts:
+            self.calls.put("host", self._node_id)
+        if self._known != job.Ledger():
+            self.calls.swap("ledger.before", "", job.encode_ledger(self._known))
+        self._number = self._number or self.calls.add("agents", 1)
+        return self.ledger()
+
+    def reconnect(self) -> None:
+        """Ask again. Raises StoreLost, too, where another store listens there now: that of the agent that was started in place of
+        the lost one. It knows nothing of this job's rounds, and what is told there would be taken for news of its own.
+        """
+        self.calls.reconnect()
+        if not self._number:
+            self.come_in()
+        elif self.calls.read("first") != self._first:
+            raise self.calls.lose("another store has taken its place")
 
     def conclude(self, part: Part, report: job.Report, judge: Judge, settle_s: float) -> tuple[job.Ledger, job.Verdict]:
         """The workers of this node have failed. Return the one verdict of the job, and the ledger after it."""
@@ -80,6 +100,11 @@ class StoreJob:
         text = self.calls.read("stopped")
         return job.decode_verdict(text) if text else None
 
+    def stop(self, verdict: job.Verdict) -> job.Verdict:
+        """The job ends by what one node has judged alone: the others find it closed, and ask why. Returns what holds for all."""
+        self.calls.swap("stopped", "", job.encode_verdict(verdict))
+        return self.stopped() or verdict
+
     def refused(self, host: str) -> str:
         """Why this host may not come back yet; "": it may."""
         return self.calls.read(f"refused/{host}")
@@ -87,6 +112,7 @@ class StoreJob:
     def forgive(self, host: str, reason: str) -> None:
         """The time of this refusal is over. A store has no clock: the nodes that were there when it began keep the time."""
         self.calls.swap(f"refused/{host}", reason, "")
+        logger.info("host %s may come back", host)
 
     def leave(self) -> None:
         self.calls.put(f"gone/{self._number}", "")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -87,6 +89,39 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(no
     assert {line["attempt"] for line in reports(*jobs)} == {0}
     for job in jobs:
         assert "KeyError" in job.err
+
+
+SLOW_TO_TELL = """
+import fcntl, os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("up", flush=True)
+with open(os.environ["GATE"]) as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+if os.environ["NODE"] == "b":
+    raise KeyError("missing")
+dist.all_reduce(value)
+"""
+
+
+def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes):
+    """The agent of b stands still while the workers of the others die of what its worker did."""
+    script = nodes.tmp_path / "slow_to_tell.py"
+    script.write_text(SLOW_TO_TELL)
+    jobs = nodes.start_all("abc", "3", str(script))
+    for job in jobs:
+        job.wait_for("up")
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
+    nodes.gate.open()
+    with ThreadPoolExecutor(2) as pool:  # one of the two judges
+        waits = [pool.submit(job.wait_for, "not all nodes have told yet", timeout_s=30) for job in (jobs[0], jobs[2])]
+        wait(waits, return_when=FIRST_COMPLETED)
+        jobs[1].process.send_signal(signal.SIGCONT)
+    assert any(each.exception() is None for each in waits)
+    verdict = assert_one_verdict(nodes, "abc", jobs, 65)
+    assert (verdict["host"], verdict["decision"]["kind"]) == ("b", "code")
 
 
 @pytest.mark.parametrize("bad", ["a", "b"])

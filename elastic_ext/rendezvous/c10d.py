@@ -46,7 +46,7 @@ from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
-from elastic_ext.rendezvous.store_job import Part, StoreJob
+from elastic_ext.rendezvous.store_job import JUDGING_S, Part, StoreJob
 from elastic_ext.rendezvous.store_news import ALL_DONE, LEAVES, RoundNews
 from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
 
@@ -59,7 +59,9 @@ ROUND_KEY = "elastic_ext.round"
 LAUNCH_KEY = "elastic_ext.launch"
 LEAVE_TIMEOUT_S = 3.0
 ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
-OTHERS_S = 10.0  # beside their grace and the settle window: that the other nodes may need to tell, judge and read a verdict
+TELL_S = 5.0  # beside its grace and the settle window: that a node with a cause may need to tell of it
+HUNG_S = 10.0  # as much at least: where a job hung all nodes look where their workers are, and then tell
+OTHERS_S = JUDGING_S  # beside their grace and their patience: that the other nodes may need to judge and read a verdict
 
 
 class EmbeddedRendezvous(RendezvousHandler):
@@ -107,7 +109,9 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._stopped = False  # by a verdict, for all nodes
         self._stays_open = False  # this node leaves, the job goes on
         self._refusals: list[tuple[float, str, str]] = []  # when it is over, the host, the reason
-        self._others_s = (DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace) + settings.settle + OTHERS_S
+        grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
+        self._patience_s = max(grace_s + settings.settle + TELL_S, HUNG_S)
+        self._others_s = grace_s + self._patience_s + OTHERS_S
         if params.max_nodes > 1:
             self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
             backend, self._store = create_backend(params)
@@ -215,7 +219,9 @@ class EmbeddedRendezvous(RendezvousHandler):
 
         One verdict for the whole job. Where there is no store for it, this node judges for itself.
         """
-        told = self._ask(lambda shared: shared.conclude(self._part, report, self._judge, self.settings.settle))
+        settle_s = self.settings.settle
+        patience_s = settle_s if self._news is not None and self._news.of_no_failure else self._patience_s
+        told = self._ask(lambda shared: shared.conclude(self._part, report, self._judge, settle_s, patience_s))
         if told is None:
             self._part = Part(self.round, 0, 1)
             ledger, verdict = self._judge({self.node_id: report}, self._ledger.ledger, "")
@@ -257,7 +263,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         """What the job's records in the store of the rendezvous say; None: there is none, or it is lost.
 
         again: a store that does not answer is asked once more: it may have been slow, or what lies between has forgotten an idle
-        connection. Where its host has gone that takes CALL_S at most, and no time where the host refuses the connection.
+        connection. Where its host has gone that takes CALL_S, and no time where the host refuses the connection.
         """
         shared = self._shared
         if shared is None:

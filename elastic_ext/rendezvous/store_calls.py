@@ -9,12 +9,11 @@ and all that is asked here may be asked twice.
 
 from __future__ import annotations
 
-import functools
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.errors import ElasticExtError
 
 CALL_S = 5.0
+CONNECT_S = 12.0  # torch looks up the name of the address, too, and a name server that drops a question is asked again after 5 s
 NOTHING = "-"  # what a wait that ends without an answer leaves in the keys that nobody has set
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 FAILS = (
@@ -43,7 +43,7 @@ class StoreLost(ElasticExtError):
 
 
 class StoreCalls:
-    """The calls of one thread. Raises StoreLost from each of them, after CALL_S at most, and from then on at once.
+    """The calls of one thread. Raises StoreLost from each of them, after CALL_S at most, then at once until it is connected anew.
 
     Invariant: none of them uses the connection of the store that it was made from, and a wait keeps no call waiting.
     """
@@ -51,39 +51,50 @@ class StoreCalls:
     def __init__(self, store: Store, prefix: str) -> None:
         self._connect = lambda: PrefixStore(prefix, _clone(store))
         self._threads: list[threading.Thread] = []
-        self.reconnect()
+        self._lost: str | None = "not connected yet"
+        self._calls: PrefixStore
+        self._waits: PrefixStore
 
-    def reconnect(self) -> None:
-        """Ask again after StoreLost. The connections are made by the first calls that need them, within their deadlines."""
-        self._lost: str | None = None
-        self._calls, self._waits = functools.cache(self._connect), functools.cache(self._connect)
+    @property
+    def connected(self) -> bool:
+        return self._lost is None
+
+    def connect(self) -> None:
+        """At the start, and to ask again after StoreLost: on new connections. Takes CONNECT_S at most."""
+        self._lost = None
+        calls, waits = (self._start(self._connect) for _ in range(2))
+        self._calls, self._waits = self._answer(calls, CONNECT_S), self._answer(waits, CONNECT_S)
 
     def read(self, key: str) -> str:
         """What is there; "" for nothing."""
-        return self.run(lambda: self._calls().get(key).decode() if self._calls().check([key]) else "")
+        return self.run(lambda: self._calls.get(key).decode() if self._calls.check([key]) else "")
 
     def put(self, key: str, value: str) -> None:
         """When this returns all others can read it; torch's set alone is not answered."""
-        self.run(lambda: (self._calls().set(key, value), self._calls().check([key])))
+        self.run(lambda: (self._calls.set(key, value), self._calls.check([key])))
 
     def add(self, key: str, amount: int) -> int:
-        return self.run(lambda: self._calls().add(key, amount))
+        return self.run(lambda: self._calls.add(key, amount))
 
     def swap(self, key: str, before: str, after: str) -> str:
         """Set it if it is `before` ("": not there, or empty); return what it is then."""
-        return self.run(lambda: self._calls().compare_set(key, before, after).decode())
+        return self.run(lambda: self._calls.compare_set(key, before, after).decode())
 
-    def wait_all(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of them are there. Those that are not in time are set to NOTHING."""
-        waits = self.run(self._waits)  # connected within the deadline of a call
-        waiting = self._start(lambda: waits.wait(list(keys), WAIT))
+    def wait_all(self, keys: Sequence[str], timeout_s: float, longer_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Wait until all of them are there. Those that are not in time are set to NOTHING.
+
+        longer_s: asked when the time is over: for how much longer.
+        """
+        waiting = self._start(lambda: self._waits.wait(list(keys), WAIT))
         try:
-            waiting.result(timeout_s)
+            if not wait([waiting], timeout_s).done:
+                wait([waiting], longer_s())
+            waiting.result(0.0)
         except NotInTime:
             self._end_wait(keys)
         except FAILS as error:
             raise self.lose(str(error)) from error
-        except BaseException:  # a signal; nothing may take its place
+        except BaseException:  # a signal, or what longer_s() raises; nothing may take its place
             with suppress(StoreLost):
                 self._end_wait(keys)
             raise
@@ -94,8 +105,9 @@ class StoreCalls:
 
     def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Any other call; it must not use a connection of ours. timeout_s: CALL_S where none is given."""
-        timeout_s = CALL_S if timeout_s is None else timeout_s
-        answer = self._start(work)
+        return self._answer(self._start(work), CALL_S if timeout_s is None else timeout_s)
+
+    def _answer(self, answer: Future[T], timeout_s: float) -> T:
         try:
             return answer.result(timeout_s)
         except NotInTime:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from elastic_ext.errors import ElasticExtError
 from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
@@ -43,7 +43,7 @@ class NodeRefused(ElasticExtError):
 
 # What ends a job without a verdict. A signal that the user gives by hand is theirs; any other comes from the platform.
 BY_HAND = (signal.SIGINT, signal.SIGQUIT)
-_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN))
+_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
 _preset = "design"
 _code: int | None = None  # of a verdict that ends the job: it holds though a signal comes while the agent leaves

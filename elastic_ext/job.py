@@ -57,9 +57,9 @@ class Report:
         return self.diagnosis.decision is kinds.Verdict.FOLLOW
 
     @property
-    def hangs(self) -> bool:
-        """Who is behind is known when all nodes have told."""
-        return self.diagnosis.evidence.hang is True
+    def waits_for_others(self) -> bool:
+        """No verdict on it before those nodes have told that have not: it follows from something else, or the job hung."""
+        return self.follows or self.diagnosis.evidence.hang is True
 
 
 @dataclass(frozen=True)

@@ -57,18 +57,20 @@ def _step_s(worker: Progress) -> float:
 def grace_s(
     platform_grace_s: float | None, pod_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float
 ) -> float:
-    """Seconds until this agent, which was told to leave, is killed.
+    """Seconds until this agent, which was told to leave, is killed: the least of what is known.
+
+    A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed in the middle
+    is lost.
 
     Args:
         platform_grace_s: the setting.
         pod_grace_s: what Kubernetes says of the pod that it deletes.
-        shutdown_timeout_s: torchrun's `--shutdown-timeout`: what users give for a clean end where nothing else is known.
-        environ: Slurm tells there when the job ends.
+        shutdown_timeout_s: torchrun's `--shutdown-timeout`: what users give for a clean end where neither of these is known.
+        environ: Slurm tells there when the job ends; it may kill it before that, so this only shortens the time.
         now: Unix time; this host's clock is compared with Slurm's, which runs the job here.
     """
     end = slurm.read_environment(environ).end_time
-    told = (platform_grace_s, pod_grace_s, shutdown_timeout_s)
-    known = [next(seconds for seconds in told if seconds is not None)]
+    known = [seconds for seconds in (platform_grace_s, pod_grace_s) if seconds is not None] or [shutdown_timeout_s]
     if end is not None and end > now:
         known.append(end - now)
     return min(known)

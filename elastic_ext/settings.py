@@ -240,8 +240,8 @@ class Settings:
     platform_grace: float | None = _setting(
         None,
         _seconds,
-        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; default: what "
-        "`pod_file`, `pod_api` or Slurm says",
+        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; what "
+        "`pod_file`, `pod_api` or Slurm says holds where that is less, and where this is not given",
     )
     pod_api: bool = _setting(False, _boolean, "Kubernetes: ask the API server about this pod when a worker has failed")
     pod_file: str | None = _setting(None, _text, "Kubernetes: file with this pod or its status as JSON, kept by somebody else")

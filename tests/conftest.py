@@ -94,7 +94,7 @@ LONG = {
     "test_c10d_failures.py": (
         *("may_come_back", "of_the_store_stays", "outlives_an_agent", "without_the_store", "waits_for_a_place"),
         *("closes_nothing_and_is_not_waited_for", "crash_twice", "costs_the_job_one_restart"),
-        *("the_budget_is_the_jobs", "stops_the_healthy_ones_too[a]"),
+        *("the_budget_is_the_jobs", "stops_the_healthy_ones_too[a]", "costs_nobody_the_verdict[True"),
     ),
     "test_readme.py": ("losses_of_the_demo",),
 }

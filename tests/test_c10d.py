@@ -1,23 +1,23 @@
 """`ext_c10d` among several agents of this machine: what torch's own c10d gets wrong, one by one."""
 
 import json
+import logging
 import os
 import re
-import socket
 from pathlib import Path
 
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
 from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.rendezvous.c10d import EmbeddedRendezvous
+from elastic_ext.settings import Settings
 from tests.jobs import TORCHRUN, Job
+from tests.ports import free_port
+from tests.store_server import StoreServer
 
 GLOO = str(Path(__file__).with_name("scripts") / "gloo_job.py")
 # No node dies here; with few attempts a busy machine makes torch drop a node that lives, and both parts train on.
 FAST = "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def node(port: int, nnodes: str, *more: str) -> list[str]:
@@ -107,6 +107,27 @@ def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
             with open(tmp_path / "fifo", "w"):
                 pass
             other.wait_for("done")
+
+
+def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):
+    def starts(endpoint: str, **config: str) -> str:
+        caplog.clear()
+        handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", endpoint, "job", 1, 2, **config), Settings())
+        handler.leave()
+        return next(line for line in caplog.messages if "the rendezvous store is" in line)
+
+    port = free_port()
+    with caplog.at_level(logging.INFO), StoreServer() as other:
+        assert starts(f"localhost:{port}") == f"the rendezvous store is at localhost:{port}, in this agent"
+        told = starts(other.endpoint, is_host="0")
+        assert told == f"the rendezvous store is at localhost:{other.port}, in another process"
+
+
+def test_no_stranger_is_given_a_port_of_a_test():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 1
+    assert not any(low <= port <= high for port in ports)
 
 
 def test_addresses():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.etcd.proxy import Proxy
 from tests.jobs import AGENT, TORCHRUN, Gate, Job
-from tests.test_c10d import free_port
+from tests.ports import free_port
 from tests.test_etcd_jobs import ELASTIC, GLOO, reports, seen
 
 # No time here decides anything but how long a node that was killed is waited for.
@@ -26,11 +29,11 @@ class Nodes:
         self.tmp_path = tmp_path
         self.gate = Gate(tmp_path / "gate")
         self._stack = stack
-        self._port = free_port()
+        self.port = free_port()
         self._launchers = [TORCHRUN, AGENT]
 
-    def start(self, name: str, nnodes: str, *script: str, conf: str = CONF, restarts: int = 3, **env: str) -> Job:
-        where = [f"--rdzv-endpoint=localhost:{self._port}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={conf}"]
+    def start(self, name: str, nnodes: str, *script: str, conf: str = CONF, restarts: int = 3, port: int = 0, **env: str) -> Job:
+        where = [f"--rdzv-endpoint=localhost:{port or self.port}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={conf}"]
         launcher = self._launchers[ord(name) % 2]
         command = [*launcher, "--rdzv-backend=ext_c10d", *where, f"--max-restarts={restarts}", *script]
         files = {f"ELASTIC_EXT_{key.upper()}_FILE": str(self.tmp_path / f"{key}-{name}") for key in ("verdict", "ledger")}
@@ -46,11 +49,11 @@ class Nodes:
                 jobs[0].wait_for("metrics: serving")  # whoever comes first has the store by then
         return jobs
 
-    def bug_of_b(self, done: str = "") -> str:
+    def bug_of_b(self, done: str = "", bug: str = "raise NameError('a bug on one node')") -> str:
         """A script whose worker on node "b" has a bug behind the gate, and on node `done` has finished before it."""
         script = self.tmp_path / "bug_of_b.py"
         early = f"import os\nif os.environ['NODE'] == '{done}': raise SystemExit(print('finished'))\n"
-        script.write_text(early + Path(ELASTIC).read_text() + "if env['NODE'] == 'b': raise NameError('a bug on one node')\n")
+        script.write_text(early + Path(ELASTIC).read_text() + f"if env['NODE'] == 'b': {bug}\n")
         return str(script)
 
     def verdict(self, name: str) -> dict:
@@ -86,6 +89,39 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(no
     assert {line["attempt"] for line in reports(*jobs)} == {0}
     for job in jobs:
         assert "KeyError" in job.err
+
+
+SLOW_TO_TELL = """
+import fcntl, os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("up", flush=True)
+with open(os.environ["GATE"]) as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+if os.environ["NODE"] == "b":
+    raise KeyError("missing")
+dist.all_reduce(value)
+"""
+
+
+def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes):
+    """The agent of b stands still while the workers of the others die of what its worker did."""
+    script = nodes.tmp_path / "slow_to_tell.py"
+    script.write_text(SLOW_TO_TELL)
+    jobs = nodes.start_all("abc", "3", str(script))
+    for job in jobs:
+        job.wait_for("up")
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
+    nodes.gate.open()
+    with ThreadPoolExecutor(2) as pool:  # one of the two judges
+        waits = [pool.submit(job.wait_for, "not all nodes have told yet", timeout_s=30) for job in (jobs[0], jobs[2])]
+        wait(waits, return_when=FIRST_COMPLETED)
+        jobs[1].process.send_signal(signal.SIGCONT)
+    assert any(each.exception() is None for each in waits)
+    verdict = assert_one_verdict(nodes, "abc", jobs, 65)
+    assert (verdict["host"], verdict["decision"]["kind"]) == ("b", "code")
 
 
 @pytest.mark.parametrize("bad", ["a", "b"])
@@ -202,6 +238,60 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
     assert done.returncode == 65, done.err
     assert done.err.count("each node judges failures for itself") == 1
     assert nodes.verdict("b")["decision"]["kind"] == "code"
+
+
+@pytest.mark.parametrize(
+    ("new", "said", "judges"),
+    [
+        (False, "it is asked again on new connections", "all together"),
+        (True, "each node judges failures for itself", "b alone"),
+    ],
+)
+def test_a_store_that_is_slow_when_the_verdict_is_due_costs_nobody_the_verdict(nodes, new, said, judges):
+    """What b asks takes longer than a call may; the second time for so long that b gives it up, judges alone and closes."""
+    with Proxy(nodes.port) as proxy:
+        jobs = [nodes.start("a", "3", nodes.bug_of_b())]
+        jobs[0].wait_for("metrics: serving")
+        jobs.append(nodes.start("b", "3", nodes.bug_of_b(), conf=CONF + ",is_host=0", port=proxy.port))
+        jobs.append(nodes.start("c", "3", nodes.bug_of_b()))
+        for job in jobs:
+            job.wait_for(seen(3, 0))
+        proxy.hold(but=1, new=new)  # the first one is torch's own; all its agents stand still when that does
+        nodes.gate.open()
+        jobs[1].wait_for(said)
+        proxy.release()
+        done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [65] * 3, "\n----\n".join(each.err for each in done)
+    verdicts = [nodes.verdict(name) for name in "abc"]
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert verdicts[0]["host"] == "b"
+    assert ("is lost" in done[1].err) == (judges == "b alone")
+
+
+def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
+    """The host of the store is killed: what is at fault is the infrastructure, and a scheduler may start the job again."""
+    jobs = nodes.start_all("ab", "2", nodes.bug_of_b(bug="os._exit(3)"))
+    for job in jobs:
+        job.wait_for(seen(2, 0))
+    jobs[0].process.kill()
+    jobs[0].process.wait()
+    jobs[1].wait_for("training goes on without it")
+    nodes.gate.open()
+    done = jobs[1].finish()
+    assert done.returncode == 75, done.err
+    assert "RendezvousConnectionError" in done.err
+
+
+def test_the_users_interrupt_is_theirs_without_the_store_too(nodes):
+    jobs = nodes.start_all("ab", "2", ELASTIC)
+    for job in jobs:
+        job.wait_for(seen(2, 0))
+    jobs[0].process.kill()
+    jobs[0].process.wait()
+    jobs[1].wait_for("training goes on without it")
+    jobs[1].process.send_signal(signal.SIGINT)
+    done = jobs[1].finish()
+    assert done.returncode == 130, done.err
 
 
 def test_an_agent_that_is_told_to_stop_closes_nothing_and_is_not_waited_for(nodes):

@@ -14,8 +14,9 @@ import pytest
 from elastic_ext.etcd import Batch, EtcdClient
 from elastic_ext.rendezvous.rounds import Header, Node, State, decode
 from elastic_ext.rendezvous.save import Outcome, outcome, save
-from tests.etcd_server import EtcdServer, free_port
+from tests.etcd_server import EtcdServer
 from tests.jobs import TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
+from tests.ports import free_port
 
 JOB = Path(__file__).parent / "scripts" / "saving_job.py"
 CLI = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", "save", "--rdzv-id=job"]

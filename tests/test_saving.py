@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import TCPStore
 
 from elastic_ext import saving
 from elastic_ext.failures import sources
+from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
 from tests.jobs import AGENT, TORCHRUN, Job
 
@@ -50,7 +52,9 @@ def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
         (100, None, {}, 100),
         (10, None, {}, 10),
         (None, 60, {}, 60),
-        (100, 60, {}, 100),  # who says so knows better
+        (120, 5, {}, 5),  # kubectl delete --grace-period=5
+        (60, 100, {}, 60),
+        (100, 60, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1010"}, 10),
         (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1020"}, 20),
         (100, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1090"}, 90),
         (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "5000"}, 30),
@@ -73,6 +77,24 @@ def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):
         done = job.finish()
     assert done.returncode == 75, done.err
     assert re.search(r"0\.\d+ s are left", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    ("end", "left_s"),
+    [
+        ("2026-11-21T00:00:15Z", 15),  # a preStop hook has used 45 s
+        ("2026-11-21T00:01:00Z", 60),
+        ("2026-11-21T01:00:00Z", 60),  # the API server's clock is ahead: never longer
+        ("2026-11-20T23:59:59Z", 60),  # behind: nothing can be learnt from it
+        ("soon", 60),
+        (None, 60),
+        (7, 60),
+    ],
+)
+def test_what_is_left_of_a_pods_grace(end, left_s):
+    now = datetime(2026, 11, 21, tzinfo=timezone.utc).timestamp()
+    pod = {"metadata": {"deletionTimestamp": end, "deletionGracePeriodSeconds": 60}}
+    assert kubernetes.deletion_grace_s(pod, now) == left_s
 
 
 @pytest.mark.parametrize("seconds", [None, "30", True, 0, -1])

@@ -5,11 +5,13 @@ addresses. Here each round gets a store of its own: a new server, in the agent o
 together with the round's number, which is the same for the whole job.
 
 The job's verdicts and its ledger are in the store of torch's rendezvous (`store_job`), which lives as long as the agent that
-hosts it. Once it is lost each node judges for itself, and no node can join or start again.
+hosts it. A store that is slow is asked twice. Once it is lost each node judges for itself, and no node can join or start again;
+if it is there after all, all nodes hear of a verdict that ends the job, whoever has judged.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -43,18 +46,22 @@ from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
-from elastic_ext.rendezvous.store_job import Part, StoreJob
+from elastic_ext.rendezvous.store_job import JUDGING_S, Part, StoreJob
 from elastic_ext.rendezvous.store_news import ALL_DONE, LEAVES, RoundNews
 from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BACKEND = "ext_c10d"
 ROUND_KEY = "elastic_ext.round"
 LAUNCH_KEY = "elastic_ext.launch"
 LEAVE_TIMEOUT_S = 3.0
 ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
-OTHERS_S = 10.0  # beside their grace and the settle window: that the other nodes may need to tell, judge and read a verdict
+TELL_S = 5.0  # beside its grace and the settle window: that a node with a cause may need to tell of it
+HUNG_S = 10.0  # as much at least: where a job hung all nodes look where their workers are, and then tell
+OTHERS_S = JUDGING_S  # beside their grace and their patience: that the other nodes may need to judge and read a verdict
 
 
 class EmbeddedRendezvous(RendezvousHandler):
@@ -102,16 +109,20 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._stopped = False  # by a verdict, for all nodes
         self._stays_open = False  # this node leaves, the job goes on
         self._refusals: list[tuple[float, str, str]] = []  # when it is over, the host, the reason
-        self._others_s = (DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace) + settings.settle + OTHERS_S
+        grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
+        self._patience_s = max(grace_s + settings.settle + TELL_S, HUNG_S)
+        self._others_s = grace_s + self._patience_s + OTHERS_S
         if params.max_nodes > 1:
             self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
             backend, self._store = create_backend(params)
             self._inner = create_handler(self._store, backend, params)
             self.poll_interval_s = 0.1
-            self._hosts = isinstance(self._store, TCPStore) and listens_on(self._store.port)
-            with self._while_the_store_lives():
-                self._shared = StoreJob(self._store, params.run_id, self.node_id, self._hosts, self._ledger.ledger)
-                self._ledger.ledger = self._shared.ledger()
+            if isinstance(self._store, TCPStore):
+                self._hosts = listens_on(self._store.port)
+                where = f"{self._store.host}:{self._store.port}"
+                logger.info("the rendezvous store is at %s, %s", where, "in this agent" if self._hosts else "in another process")
+            self._shared = StoreJob(self._store, params.run_id, self.node_id, self._hosts, self._ledger.ledger)
+            self._ledger.ledger = self._ask(StoreJob.come_in) or self._ledger.ledger
         # When each was charged. Of those before this agent (ledger_file, the store) that is not known: as if it were now.
         self._charged_at = [time.monotonic()] * self._ledger.ledger.charged
 
@@ -149,10 +160,9 @@ class EmbeddedRendezvous(RendezvousHandler):
             with _no_shared_store():
                 joined = inner.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter is for a node beyond max_nodes
-            with self._while_the_store_lives():
-                if self._shared is not None and (verdict := self._shared.stopped()) is not None:
-                    self._learn(self._shared.ledger(), verdict)
-                    raise JobStopped(verdict) from None
+            if (verdict := self._ask(StoreJob.stopped)) is not None:
+                self._learn(self._ask(StoreJob.ledger) or self._ledger.ledger, verdict)
+                raise JobStopped(verdict) from None
             raise
         if joined.rank == 0:
             assert self._store is not None
@@ -174,25 +184,23 @@ class EmbeddedRendezvous(RendezvousHandler):
 
     def _come_in(self) -> None:
         """Before the first round. Raises NodeRefused: this host may not come back yet."""
-        with self._while_the_store_lives():
-            if self._shared is not None and (why := self._shared.refused(self.host)):
-                self._stays_open = True
-                raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
+        if why := self._ask(lambda shared: shared.refused(self.host)):
+            self._stays_open = True
+            raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
 
     def _go_on(self) -> None:
         """From the round that is over. If that was for a failure on other nodes, hear what it means. Raises JobStopped."""
         if self._news is None:
             return
         if self._news.of_failure and self._concluded < self.round:
-            with self._while_the_store_lives():
-                told = self._shared.hear(self._part, self._others_s) if self._shared is not None else None
-                if told is None:
-                    logger.warning("no verdict on round %s came from the node that has failed: all start again", self.round)
-                else:
-                    self._learn(*told)
-                    if told[1].ends_job:
-                        raise JobStopped(told[1])
-                    threading.Event().wait(told[1].decision.delay_s)  # as the nodes that failed do; a round needs all
+            told = self._ask(lambda shared: shared.hear(self._part, self._others_s))
+            if told is None:
+                logger.warning("no verdict on round %s came from the node that has failed: all start again", self.round)
+            else:
+                self._learn(*told)
+                if told[1].ends_job:
+                    raise JobStopped(told[1])
+                threading.Event().wait(told[1].decision.delay_s)  # as the nodes that failed do; a round needs all
         self._news.close()
         self._news = None
 
@@ -211,13 +219,15 @@ class EmbeddedRendezvous(RendezvousHandler):
 
         One verdict for the whole job. Where there is no store for it, this node judges for itself.
         """
-        told = None
-        with self._while_the_store_lives():
-            if self._shared is not None:
-                told = self._shared.conclude(self._part, report, self._judge, self.settings.settle)
+        settle_s = self.settings.settle
+        patience_s = settle_s if self._news is not None and self._news.of_no_failure else self._patience_s
+        told = self._ask(lambda shared: shared.conclude(self._part, report, self._judge, settle_s, patience_s))
         if told is None:
             self._part = Part(self.round, 0, 1)
-            told = self._judge({self.node_id: report}, self._ledger.ledger, "")
+            ledger, verdict = self._judge({self.node_id: report}, self._ledger.ledger, "")
+            if verdict.ends_job:
+                verdict = self._ask(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
+            told = ledger, verdict
         self._learn(*told)
         return told[1]
 
@@ -249,15 +259,32 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._stays_open = verdict.node == self.node_id
             self._refusals.append((time.monotonic() + self.settings.refuse_node, verdict.host, verdict.decision.reason))
 
-    @contextmanager
-    def _while_the_store_lives(self) -> Iterator[None]:
-        """What is inside is left out once the store of the rendezvous is lost."""
+    def _ask(self, question: Callable[[StoreJob], T], again: bool = True) -> T | None:
+        """What the job's records in the store of the rendezvous say; None: there is none, or it is lost.
+
+        again: a store that does not answer is asked once more: it may have been slow, or what lies between has forgotten an idle
+        connection. Where its host has gone that takes CALL_S, and no time where the host refuses the connection.
+        """
+        shared = self._shared
+        if shared is None:
+            return None
         try:
-            yield
+            try:
+                answer = question(shared)
+            except StoreLost as error:
+                if not again:
+                    raise
+                if not self._store_lost:
+                    logger.warning("the rendezvous store does not answer, it is asked again on new connections: %s", error)
+                shared.reconnect()
+                answer = question(shared)
         except StoreLost as error:
             if not self._store_lost:
                 logger.warning("the rendezvous store is lost, from now on each node judges failures for itself: %s", error)
             self._store_lost = True
+            return None
+        self._store_lost = False
+        return answer
 
     def finished(self) -> None:
         """The job has ended well on all nodes."""
@@ -330,11 +357,14 @@ class EmbeddedRendezvous(RendezvousHandler):
     def leave(self) -> None:
         """Leave the job to the others; the end of an agent that was told to stop, or to leave."""
         self._say_goodbye()
-        with self._while_the_store_lives():
-            if self._shared is not None and (inner := self._inner) is not None:
-                self._shared.calls.run(lambda: torch_seam.step_out(inner, LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
-                self._shared.leave()
+        self._ask(self._step_out, again=False)  # there may be no time
         self._end_calls()
+
+    def _step_out(self, shared: StoreJob) -> None:
+        inner = self._inner
+        assert inner is not None, "there is a store"
+        shared.calls.run(lambda: torch_seam.step_out(inner, LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
+        shared.leave()
 
     def num_nodes_waiting(self) -> int:
         if self._inner is None:
@@ -354,10 +384,7 @@ class EmbeddedRendezvous(RendezvousHandler):
     def _forgive(self) -> None:
         while self._refusals and self._refusals[0][0] <= time.monotonic():
             _, host, reason = self._refusals.pop(0)
-            with self._while_the_store_lives():
-                if self._shared is not None:
-                    self._shared.forgive(host, reason)
-                    logger.info("host %s may come back", host)
+            self._ask(functools.partial(StoreJob.forgive, host=host, reason=reason))
 
     def is_closed(self) -> bool:
         return self._inner is not None and self._inner.is_closed()
@@ -375,11 +402,7 @@ class EmbeddedRendezvous(RendezvousHandler):
             return True
         self._say_goodbye()
         closed = self._close(self._inner)
-        with self._while_the_store_lives():
-            if self._shared is not None:
-                self._shared.leave()
-                if self._stopped and (self._hosts or self._server is not None):
-                    self._shared.await_others(self._others_s)  # they have yet to read why
+        self._ask(self._part_from_others, again=False)
         self._end_calls()
         self._server = None
         return closed
@@ -390,6 +413,11 @@ class EmbeddedRendezvous(RendezvousHandler):
         except RendezvousConnectionError as error:
             logger.warning("the rendezvous could not be closed, its store is gone: %s", error)
             return False
+
+    def _part_from_others(self, shared: StoreJob) -> None:
+        shared.leave()
+        if self._stopped and (self._hosts or self._server is not None):
+            shared.await_others(self._others_s)  # they have yet to read why
 
     def _end_calls(self) -> None:
         if self._shared is not None:

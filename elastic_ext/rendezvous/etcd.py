@@ -188,7 +188,7 @@ class EtcdRendezvous(RendezvousHandler):
         Where etcd does not answer for as long as a rendezvous may take, this node judges for itself.
         """
         participant = self._participant
-        participant.report(self.round, job.encode_report(report), report.follows or report.hangs)
+        participant.report(self.round, job.encode_report(report), report.waits_for_others)
         deadline = time.monotonic() + self._join_timeout_s
         with self._changed:
             while True:

@@ -48,7 +48,7 @@ class Node:
         port: a store server of this node that listens already and has never been used.
         reported: the last round whose end it has told of; its workers of that round have been stopped.
         report: what failed here in that round (a record of `job`); "": nothing.
-        follows: the report is of workers that others took along: its cause is elsewhere.
+        follows: see `job.Report.waits_for_others`.
         saved: number of the last save on demand of its round that is complete; saved_step: its step.
         stalled: the round in which all its workers stall now; 0: they do not.
     """

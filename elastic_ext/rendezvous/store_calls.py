@@ -2,45 +2,68 @@
 
 Torch's own deadlines do not hold for every call, and one that they end writes a warning to stderr. So each call has a thread, and
 a wait is ended by giving it what it waits for.
+
+A call that is given up may yet be carried out, and it holds its connection until then. Who asks again does so on new connections,
+and all that is asked here may be asked twice.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.errors import ElasticExtError
 
 CALL_S = 5.0
+CONNECT_S = 12.0  # torch looks up the name of the address, too, and a name server that drops a question is asked again after 5 s
 NOTHING = "-"  # what a wait that ends without an answer leaves in the keys that nobody has set
 WAIT = timedelta(days=365)  # a store's wait needs some limit
-FAILS = (RuntimeError, ValueError, TimeoutError)  # what torch raises where a store does not answer
+FAILS = (
+    RuntimeError,
+    ValueError,
+    OSError,
+    RendezvousConnectionError,
+)  # what torch and a socket raise where a store does not answer
 
 T = TypeVar("T")
 
 
 class StoreLost(ElasticExtError):
-    """The store does not answer. It is not asked again: its host has gone, and a store has no second one."""
+    """The store does not answer. Its host has gone, and a store has no second one; or it was slow, and may yet be there."""
 
 
 class StoreCalls:
-    """The calls of one thread. Raises StoreLost from each of them, after CALL_S at most.
+    """The calls of one thread. Raises StoreLost from each of them, after CALL_S at most, then at once until it is connected anew.
 
     Invariant: none of them uses the connection of the store that it was made from, and a wait keeps no call waiting.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
-        self._calls, self._waits = (PrefixStore(prefix, store.clone()) for _ in range(2))
+        self._connect = lambda: PrefixStore(prefix, _clone(store))
         self._threads: list[threading.Thread] = []
-        self._lost: str | None = None
+        self._lost: str | None = "not connected yet"
+        self._calls: PrefixStore
+        self._waits: PrefixStore
+
+    @property
+    def connected(self) -> bool:
+        return self._lost is None
+
+    def connect(self) -> None:
+        """At the start, and to ask again after StoreLost: on new connections. Takes CONNECT_S at most."""
+        self._lost = None
+        calls, waits = (self._start(self._connect) for _ in range(2))
+        self._calls, self._waits = self._answer(calls, CONNECT_S), self._answer(waits, CONNECT_S)
 
     def read(self, key: str) -> str:
         """What is there; "" for nothing."""
@@ -57,16 +80,21 @@ class StoreCalls:
         """Set it if it is `before` ("": not there, or empty); return what it is then."""
         return self.run(lambda: self._calls.compare_set(key, before, after).decode())
 
-    def wait_all(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of them are there. Those that are not in time are set to NOTHING."""
+    def wait_all(self, keys: Sequence[str], timeout_s: float, longer_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Wait until all of them are there. Those that are not in time are set to NOTHING.
+
+        longer_s: asked when the time is over: for how much longer.
+        """
         waiting = self._start(lambda: self._waits.wait(list(keys), WAIT))
         try:
-            waiting.result(timeout_s)
+            if not wait([waiting], timeout_s).done:
+                wait([waiting], longer_s())
+            waiting.result(0.0)
         except NotInTime:
             self._end_wait(keys)
         except FAILS as error:
-            raise self._lose(str(error)) from error
-        except BaseException:  # a signal; nothing may take its place
+            raise self.lose(str(error)) from error
+        except BaseException:  # a signal, or what longer_s() raises; nothing may take its place
             with suppress(StoreLost):
                 self._end_wait(keys)
             raise
@@ -77,14 +105,15 @@ class StoreCalls:
 
     def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
         """Any other call; it must not use a connection of ours. timeout_s: CALL_S where none is given."""
-        timeout_s = CALL_S if timeout_s is None else timeout_s
-        answer = self._start(work)
+        return self._answer(self._start(work), CALL_S if timeout_s is None else timeout_s)
+
+    def _answer(self, answer: Future[T], timeout_s: float) -> T:
         try:
             return answer.result(timeout_s)
         except NotInTime:
-            raise self._lose(f"no answer in {timeout_s:g} s") from None
+            raise self.lose(f"no answer in {timeout_s:g} s") from None
         except FAILS as error:
-            raise self._lose(str(error)) from error
+            raise self.lose(str(error)) from error
 
     def end(self, timeout_s: float) -> None:
         """The process is about to end; see `RoundNews.end`."""
@@ -92,7 +121,8 @@ class StoreCalls:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _lose(self, why: str) -> StoreLost:
+    def lose(self, why: str) -> StoreLost:
+        """What to raise; no call is made any more."""
         self._lost = why.partition("\n")[0]
         return StoreLost(self._lost)
 
@@ -111,3 +141,10 @@ class StoreCalls:
         self._threads.append(threading.Thread(target=run, name="elastic_ext-store", daemon=True))
         self._threads[-1].start()
         return answer
+
+
+def _clone(store: Store) -> Store:
+    """On a connection of its own. Where nobody listens torch would try again for minutes, and its thread could not be ended."""
+    if isinstance(store, TCPStore):
+        socket.create_connection((store.host, store.port), CALL_S).close()
+    return store.clone()

@@ -1,15 +1,16 @@
 """A job's verdicts and its ledger in the store of torch's c10d rendezvous: `ext_c10d` over several nodes has no etcd.
 
 Each node of a round that has failed puts its report there. Whoever is the first to claim it judges all of them together, once all
-nodes of the round have told or the settle window is over. The ledger is what is decided: it is swapped against the one that was
-judged upon, and its last verdict is the verdict, so that of two judges (one was taken for lost and was not) only one is heard.
+nodes of the round have told or the settle window is over; where all that was told follows from something else, the silent ones
+are waited for longer: the cause may be theirs. The ledger is what is decided: it is swapped against the one that was judged upon,
+and its last verdict is the verdict, so that of two judges (one was taken for lost and was not) only one is heard.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed import Store
@@ -21,8 +22,7 @@ from elastic_ext.rendezvous.store_calls import NOTHING, StoreCalls
 
 logger = logging.getLogger(__name__)
 
-HUNG_S = 10.0  # where a job hung all nodes tell where their workers were: until then it is not known who is behind
-JUDGING_S = HUNG_S + 5.0  # that a judge may take after the settle window before another one takes its place
+JUDGING_S = 10.0  # that a judge may take when it need not wait any more before another one takes its place
 
 # The reports, the ledger before, and the id of the node that hosts the store ("": none does).
 Judge = Callable[[Mapping[str, job.Report], job.Ledger, str], tuple[job.Ledger, job.Verdict]]
@@ -38,33 +38,62 @@ class Part:
 
 
 class StoreJob:
-    """One agent's view of it. Raises StoreLost from each method.
+    """One agent's view of it. Raises StoreLost from each method; after it each may be called again once `reconnect` has been.
 
     Keys: N/report/R and N/verdict/R of the node of rank R in round N, N/judge, ledger, ledger.before (of an earlier agent's
-    ledger_file), stopped (the verdict that ended the job), refused/HOST, host, agents, gone/NUMBER, orders.
+    ledger_file), stopped (the verdict that ended the job), refused/HOST, host, first (id of the node that came in first), agents,
+    gone/NUMBER, orders.
     """
 
     def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: job.Ledger) -> None:
         """hosts: the store lives in this process. ledger: what this node knows of earlier failures."""
         self.calls = StoreCalls(store, f"elastic_ext/{run_id}/")
         self._node_id = node_id
-        self._number = self.calls.add("agents", 1)
-        if hosts:
-            self.calls.put("host", node_id)
-        if ledger != job.Ledger():
-            self.calls.swap("ledger.before", "", job.encode_ledger(ledger))
+        self._hosts = hosts
+        self._known = ledger
+        self._first = ""
+        self._number = 0  # of this agent; 0: it has not come in
 
-    def conclude(self, part: Part, report: job.Report, judge: Judge, settle_s: float) -> tuple[job.Ledger, job.Verdict]:
-        """The workers of this node have failed. Return the one verdict of the job, and the ledger after it."""
+    def come_in(self) -> job.Ledger:
+        """Before all else. Returns the ledger of the job."""
+        if not self.calls.connected:
+            self.calls.connect()
+        self._first = self.calls.swap("first", "", self._node_id)
+        if self._hosts:
+            self.calls.put("host", self._node_id)
+        if self._known != job.Ledger():
+            self.calls.swap("ledger.before", "", job.encode_ledger(self._known))
+        self._number = self._number or self.calls.add("agents", 1)
+        return self.ledger()
+
+    def reconnect(self) -> None:
+        """Ask again. Raises StoreLost, too, where another store listens there now: that of the agent that was started in place of
+        the lost one. It knows nothing of this job's rounds, and what is told there would be taken for news of its own.
+        """
+        self.calls.connect()
+        if self._number == 0:
+            self.come_in()
+        elif self.calls.read("first") != self._first:
+            raise self.calls.lose("another store has taken its place")
+
+    def conclude(
+        self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
+    ) -> tuple[job.Ledger, job.Verdict]:
+        """The workers of this node have failed. Return the one verdict of the job, and the ledger after it.
+
+        Args:
+            settle_s: how long nodes that have not told yet are waited for.
+            patience_s: the same where no report names a cause. A host that has died holds up the job for so long.
+        """
         self._tell(part, job.encode_report(report))
         judging_node = ""
         while True:
             before, judging_node = judging_node, self.calls.swap(f"{part.round}/judge", judging_node, self._node_id)
             if judging_node == self._node_id:
-                return self._judge(part, report, judge, settle_s)
+                return self._judge(part, report, judge, settle_s, patience_s)
             if before:
                 logger.warning("the verdict on round %s did not come in time; now node %s judges", part.round, judging_node)
-            if (told := self._await(part, settle_s + JUDGING_S)) is not None:
+            if (told := self._await(part, max(settle_s, patience_s) + JUDGING_S)) is not None:
                 return told
 
     def hear(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.Verdict] | None:
@@ -80,6 +109,11 @@ class StoreJob:
         text = self.calls.read("stopped")
         return job.decode_verdict(text) if text else None
 
+    def stop(self, verdict: job.Verdict) -> job.Verdict:
+        """The job ends by what one node has judged alone: the others find it closed, and ask why. Returns what holds for all."""
+        self.calls.swap("stopped", "", job.encode_verdict(verdict))
+        return self.stopped() or verdict
+
     def refused(self, host: str) -> str:
         """Why this host may not come back yet; "": it may."""
         return self.calls.read(f"refused/{host}")
@@ -87,6 +121,7 @@ class StoreJob:
     def forgive(self, host: str, reason: str) -> None:
         """The time of this refusal is over. A store has no clock: the nodes that were there when it began keep the time."""
         self.calls.swap(f"refused/{host}", reason, "")
+        logger.info("host %s may come back", host)
 
     def leave(self) -> None:
         self.calls.put(f"gone/{self._number}", "")
@@ -107,8 +142,10 @@ class StoreJob:
         text = self.calls.read(mine)
         return (self.ledger(), job.decode_verdict(text)) if text != NOTHING else None
 
-    def _judge(self, part: Part, report: job.Report, judge: Judge, settle_s: float) -> tuple[job.Ledger, job.Verdict]:
-        reports = self._reports(part, max(settle_s, HUNG_S) if report.hangs else settle_s) or {self._node_id: report}
+    def _judge(
+        self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
+    ) -> tuple[job.Ledger, job.Verdict]:
+        reports = self._await_reports(part, settle_s, patience_s) or {self._node_id: report}
         host = self.calls.read("host")
         while True:
             before = self.calls.read("ledger")
@@ -123,10 +160,24 @@ class StoreJob:
         self._publish(part, verdict)
         return ledger, verdict
 
-    def _reports(self, part: Part, settle_s: float) -> dict[str, job.Report]:
+    def _await_reports(self, part: Part, settle_s: float, patience_s: float) -> dict[str, job.Report]:
         keys = [f"{part.round}/report/{rank}" for rank in range(part.nodes)]
-        self.calls.wait_all(keys, settle_s)
-        told = [json.loads(text) for text in map(self.calls.read, keys) if text != NOTHING]
+
+        def longer_s() -> float:
+            reports = self._reports(keys)
+            if patience_s <= settle_s or not all(report.waits_for_others for report in reports.values()):
+                return 0.0
+            logger.warning(
+                "what failed so far followed from something else, and not all nodes have told yet; they are waited for"
+            )
+            return patience_s - settle_s
+
+        self.calls.wait_all(keys, settle_s, longer_s)
+        return self._reports(keys)
+
+    def _reports(self, keys: Sequence[str]) -> dict[str, job.Report]:
+        """Those that are there, by id of the node."""
+        told = [json.loads(text) for text in map(self.calls.read, keys) if text not in ("", NOTHING)]
         return {node: judging.report_of(text, order) for node, order, text in told if text}
 
     def _publish(self, part: Part, verdict: job.Verdict) -> None:

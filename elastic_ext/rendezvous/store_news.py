@@ -75,6 +75,11 @@ class RoundNews:
         return self.reason not in (None, GONE_ON, ALL_DONE) and self.left_by is None
 
     @property
+    def of_no_failure(self) -> bool:
+        """Nodes have gone on, or left, for another reason than a failure: they will tell of none."""
+        return self.reason == GONE_ON or self.left_by is not None
+
+    @property
     def left_by(self) -> str | None:
         """The node that was told to leave, and with which the round has ended; None: it has not ended so."""
         return self.reason.removeprefix(LEAVES) if self.reason is not None and self.reason.startswith(LEAVES) else None

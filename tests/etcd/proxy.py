@@ -1,9 +1,12 @@
-"""A TCP proxy that a test puts between client and server: it passes, is slow, goes deaf, or is not there."""
+"""A TCP proxy that a test puts between client and server: it passes, is slow, holds back, goes deaf, or is not there."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
+
+from tests.ports import free_port
 
 
 class Proxy:
@@ -20,7 +23,10 @@ class Proxy:
         self._delay_s = 0.0
         self._deaf = False
         self._stopped = threading.Event()
-        self.port = 0
+        self._accepted = 0
+        self._held: Callable[[int], bool] = lambda number: False
+        self._released = threading.Condition()
+        self.port = free_port()
         self.start()
 
     def __enter__(self) -> Proxy:
@@ -37,12 +43,12 @@ class Proxy:
         self._stopped.clear()
         self._deaf = False
         self._listener = socket.create_server((self._host, self.port), family=self._family)
-        self.port = self._listener.getsockname()[1]
         self._spawn(self._accept, self._listener)
 
     def stop(self) -> None:
         """Close all connections and refuse new ones."""
         self._stopped.set()
+        self.release()
         assert self._listener is not None
         self._close(self._listener)
         with self._lock:
@@ -56,6 +62,16 @@ class Proxy:
     def delay(self, seconds: float) -> None:
         """Hold back each piece of data, in both directions, for so long."""
         self._delay_s = seconds
+
+    def hold(self, but: int, new: bool) -> None:
+        """Hold back all data until `release`: of the connections there are, but for so many first ones, and of `new` ones."""
+        there = range(but, self._accepted)
+        self._held = lambda number: number in there or (new and number >= there.stop)
+
+    def release(self) -> None:
+        with self._released:
+            self._held = lambda number: False
+            self._released.notify_all()
 
     def deaf(self) -> None:
         """Accept and swallow all, in both directions; what was swallowed is gone, so only `stop` and `start` end it."""
@@ -87,14 +103,17 @@ class Proxy:
                 return
             with self._lock:
                 self._sockets += [near, far]
-            self._spawn(self._pump, near, far)
-            self._spawn(self._pump, far, near)
+            self._spawn(self._pump, near, far, self._accepted)
+            self._spawn(self._pump, far, near, self._accepted)
+            self._accepted += 1
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, number: int) -> None:
         try:
             while data := source.recv(65536):
                 if self._delay_s:
                     self._stopped.wait(self._delay_s)
+                with self._released:
+                    self._released.wait_for(lambda: not self._held(number))
                 if not self._deaf:
                     sink.sendall(data)
         except OSError:

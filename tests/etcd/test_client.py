@@ -34,7 +34,8 @@ from elastic_ext.etcd.client import PAGE
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.records import Alarm
 from tests.etcd.proxy import Proxy
-from tests.etcd_server import EtcdServer, free_port
+from tests.etcd_server import EtcdServer
+from tests.ports import free_port
 
 
 def nowhere() -> str:

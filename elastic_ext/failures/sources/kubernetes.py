@@ -13,6 +13,7 @@ import queue
 import ssl
 import threading
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -55,10 +56,29 @@ def last_termination(pod: Mapping[str, Any] | None, container: str) -> str | Non
     return None
 
 
-def deletion_grace_s(pod: Mapping[str, Any] | None) -> float | None:
-    """`deletionGracePeriodSeconds`: what the pod is granted once its deletion was asked for; None before, and where not known."""
-    seconds = _mapping(_mapping(pod).get("metadata")).get("deletionGracePeriodSeconds")
-    return float(seconds) if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0 else None
+def deletion_grace_s(pod: Mapping[str, Any] | None, now: float) -> float | None:
+    """Seconds until a pod whose deletion was asked for is killed; None before, and where not known.
+
+    `deletionGracePeriodSeconds` begins when the deletion is asked for, and a preStop hook uses some of it before SIGTERM comes.
+    `deletionTimestamp` is when it ends, by the wall clock of the API server: that of another machine, so it is used only to
+    shorten the time.
+
+    Args:
+        now: Unix time of this host.
+    """
+    metadata = _mapping(_mapping(pod).get("metadata"))
+    seconds, end = metadata.get("deletionGracePeriodSeconds"), _unix_time(metadata.get("deletionTimestamp"))
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds <= 0:
+        return None
+    return end - now if end is not None and 0 < end - now < seconds else float(seconds)
+
+
+def _unix_time(text: Any) -> float | None:
+    """Of "2026-11-21T20:57:24Z", as Kubernetes writes it; None: it is none."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+    except (ValueError, TypeError):
+        return None
 
 
 def read_pod(path: str) -> dict[str, Any] | None:

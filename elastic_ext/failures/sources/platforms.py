@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,8 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
 
 
 def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
-    """Seconds that Kubernetes grants our pod, which it deletes, from SIGTERM to SIGKILL; None: not known. As `detect`."""
-    return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api))
+    """Seconds until Kubernetes, which deletes our pod, kills it; None: not known. As `detect`."""
+    return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
 
 
 def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> dict[str, Any] | None:

@@ -28,12 +28,8 @@ CALL_S = 5.0
 CONNECT_S = 12.0  # torch looks up the name of the address, too, and a name server that drops a question is asked again after 5 s
 NOTHING = "-"  # what a wait that ends without an answer leaves in the keys that nobody has set
 WAIT = timedelta(days=365)  # a store's wait needs some limit
-FAILS = (
-    RuntimeError,
-    ValueError,
-    OSError,
-    RendezvousConnectionError,
-)  # what torch and a socket raise where a store does not answer
+# What torch and a socket raise where a store does not answer.
+FAILS = (RuntimeError, ValueError, OSError, RendezvousConnectionError)
 
 T = TypeVar("T")
 

@@ -109,7 +109,8 @@ def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict
         server = StandbyServer([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
         try:
             nothing = Path(folder, "modules")
-            nothing.write_text(json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd)}))
+            told = {"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
+            nothing.write_text(json.dumps(told))
             server.preload(str(nothing))
             assert server.hear() is not None, server.last_words()
             (parked,) = server.park(1)

@@ -147,7 +147,7 @@ def python(code: str, *arguments: str) -> str:
 
 def test_counts_that_may_not_be_read_are_not_known():
     with process(SHUT) as one:
-        assert python(STRANGER, str(one.pid)) == "S None None\n"
+        assert python(STRANGER, str(one.pid)).split()[1:] == ["None", "None"]
 
 
 # A filter as container runtimes have it: socket(AF_NETLINK, ...) is refused (linux/filter.h, linux/seccomp.h).

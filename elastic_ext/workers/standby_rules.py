@@ -77,13 +77,16 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
     return kept
 
 
-def must_fail(absent: Mapping[str, str], learned: Collection[str]) -> str | None:
+def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
     """A module that a worker has imported and that fails where torch is imported before it: a warm start would fail, too.
 
     absent: why, by module, as "TypeName: message". One that is not found is on a path that the script sets up.
+    unsafe: left out for another reason, which may be why it fails.
     """
-    failed = (name for name, why in absent.items() if name in learned and not why.startswith("ModuleNotFoundError"))
-    return next(failed, None)
+    for name, why in absent.items():
+        if name in learned and blamed(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
+            return name
+    return None
 
 
 def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:

@@ -322,7 +322,8 @@ class Standbys:
         if self._lowered:
             server.lower_priority(False)
         unsafe = {standby_rules.blamed(name): why for name, why in {**state.unsafe, **self._read_too_early(state)}.items()}
-        for name, why in {**state.absent, **unsafe}.items():
+        absent = {name: why for name, why in state.absent.items() if standby_rules.blamed(name) not in unsafe}
+        for name, why in {**absent, **unsafe}.items():
             level = logging.WARNING if name in unsafe and name in self._wanted.preload else logging.INFO
             logger.log(level, "%s is not imported before workers start: %s", name or "a library", why)
         if (hopeless := self._why_hopeless(state, unsafe)) is not None:
@@ -343,7 +344,7 @@ class Standbys:
 
     def _why_hopeless(self, state: ServerState, unsafe: Mapping[str, str]) -> str | None:
         """Why another server would not do better, or None."""
-        failed = standby_rules.must_fail(state.absent, self._modules)
+        failed = standby_rules.must_fail(state.absent, self._modules, unsafe)
         if failed is not None:
             return f"{failed}, which the workers import, cannot be imported after torch: {state.absent[failed]}"
         for name in ("", "torch"):  # libraries, or what all others import

@@ -110,3 +110,5 @@ while True:
     time.sleep(0.01)
 sys.stdout.write(f"finished {rank}\n")
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -61,3 +61,5 @@ trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Te
 trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
 end = trainer.state.global_step
 print(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}", flush=True)
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -67,3 +67,5 @@ print(
     f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - model.batches / ACCUMULATE:g} to {end}",
     flush=True,
 )
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

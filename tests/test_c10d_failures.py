@@ -225,16 +225,22 @@ def test_the_budget_outlives_an_agent_that_is_killed(nodes):
     assert len(nodes.ledger("c")["failures"]) == 3
 
 
-def test_without_the_store_each_node_judges_for_itself(nodes):
-    """The host of the store is killed; a bug on another node still ends that one with 65, and nothing hangs."""
-    jobs = nodes.start_all("ab", "2", nodes.bug_of_b())
+def without_the_store(nodes, script):
+    """Two nodes train, and the host of the store is killed: the job of the other node, which has noticed."""
+    jobs = nodes.start_all("ab", "2", script)
     for job in jobs:
         job.wait_for(seen(2, 0))
     jobs[0].process.kill()
     jobs[0].process.wait()
     jobs[1].wait_for("training goes on without it")
+    return jobs[1]
+
+
+def test_without_the_store_each_node_judges_for_itself(nodes):
+    """The host of the store is killed; a bug on another node still ends that one with 65, and nothing hangs."""
+    b = without_the_store(nodes, nodes.bug_of_b())
     nodes.gate.open()
-    done = jobs[1].finish()
+    done = b.finish()
     assert done.returncode == 65, done.err
     assert done.err.count("each node judges failures for itself") == 1
     assert nodes.verdict("b")["decision"]["kind"] == "code"
@@ -270,27 +276,17 @@ def test_a_store_that_is_slow_when_the_verdict_is_due_costs_nobody_the_verdict(n
 
 def test_who_would_restart_without_the_store_is_to_be_tried_again(nodes):
     """The host of the store is killed: what is at fault is the infrastructure, and a scheduler may start the job again."""
-    jobs = nodes.start_all("ab", "2", nodes.bug_of_b(bug="os._exit(3)"))
-    for job in jobs:
-        job.wait_for(seen(2, 0))
-    jobs[0].process.kill()
-    jobs[0].process.wait()
-    jobs[1].wait_for("training goes on without it")
+    b = without_the_store(nodes, nodes.bug_of_b(bug="os._exit(3)"))
     nodes.gate.open()
-    done = jobs[1].finish()
+    done = b.finish()
     assert done.returncode == 75, done.err
     assert "RendezvousConnectionError" in done.err
 
 
 def test_the_users_interrupt_is_theirs_without_the_store_too(nodes):
-    jobs = nodes.start_all("ab", "2", ELASTIC)
-    for job in jobs:
-        job.wait_for(seen(2, 0))
-    jobs[0].process.kill()
-    jobs[0].process.wait()
-    jobs[1].wait_for("training goes on without it")
-    jobs[1].process.send_signal(signal.SIGINT)
-    done = jobs[1].finish()
+    b = without_the_store(nodes, ELASTIC)
+    b.process.send_signal(signal.SIGINT)
+    done = b.finish()
     assert done.returncode == 130, done.err
 
 

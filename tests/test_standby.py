@@ -17,7 +17,7 @@ from elastic_ext.workers import memory, standby_rules
 from elastic_ext.workers.parked import StandbyServer
 from elastic_ext.workers.standby_rules import Learned
 from tests import jobs
-from tests.jobs import AGENT, Gate, Job, run, wait_gone
+from tests.jobs import AGENT, Finished, Gate, Job, run, wait_gone
 from tests.test_sources import memory_group
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -166,20 +166,25 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+def gated(folder: Path, script: Path, first: str, until: str, **variables: str) -> Finished:
+    """A job of one worker, run to its good end; its gate opens once it has said `first`, and the agent `until`."""
+    gate = Gate(folder / "gate")
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], folder, **{**VERBOSE, **variables}) as job:
+        job.wait_for(first)
+        job.wait_for(until)
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    return done
+
+
 def restarted(tmp_path: Path, until: str, begin: str = "", script: "Path | None" = None, **variables: str) -> "tuple[str, str]":
     """A job whose only worker fails once the agent has said `until`: "True" if its second start was warm, and what was logged.
 
     Its standbys do not import torch, which takes its time, unless the variables say so.
     """
     variables = {"ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", **variables}
-    gate = Gate(tmp_path / "gate")
-    script = script or make(tmp_path, WAITS.format(begin=begin))
-    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path, **{**VERBOSE, **variables}) as job:
-        job.wait_for(r"warm \w+ 0")
-        job.wait_for(until)
-        gate.open()
-        done = job.finish()
-    assert done.returncode == 0, done.all
+    done = gated(tmp_path, script or make(tmp_path, WAITS.format(begin=begin)), r"warm \w+ 0", until, **variables)
     (warm,) = re.findall(r"warm (\w+) 1", done.out)
     return warm, done.err
 
@@ -278,16 +283,9 @@ def learned(tmp_path: Path, until: str, begin: str, **variables: str) -> "tuple[
     """
     folder = tmp_path / "job"
     folder.mkdir()
-    gate = Gate(folder / "gate")
     (folder / "rules.toml").write_text(FREE_EXIT)
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(folder, LEARNS.format(begin=begin)))]
-    given = {"ELASTIC_EXT_RULES": "rules.toml", "PYTHONPATH": str(tmp_path / "lib"), **VERBOSE, **variables}
-    with Job(command, folder, **given) as job:
-        job.wait_for(r"warm \w+ 1")
-        job.wait_for(until)
-        gate.open()
-        done = job.finish()
-    assert done.returncode == 0, done.all
+    given = {"ELASTIC_EXT_RULES": "rules.toml", "PYTHONPATH": str(tmp_path / "lib"), **variables}
+    done = gated(folder, make(folder, LEARNS.format(begin=begin)), r"warm \w+ 1", until, **given)
     (warm,) = re.findall(r"warm (\w+) 2", done.out)
     return warm, done.out, done.err
 
@@ -342,16 +340,9 @@ CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 
 def test_what_fails_in_a_standby_only_is_tried_once_more_without(tmp_path):
     """Whatever the reason: a wrong end of the job is worse than a slow start."""
-    gate = Gate(tmp_path / "gate")
     (tmp_path / "rules.toml").write_text(FREE_EXIT)
     script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
-    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
-    with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
-        job.wait_for(r"warm \w+ 0")
-        job.wait_for("1 warm standbys wait")
-        gate.open()
-        done = job.finish()
-    assert done.returncode == 0, done.all
+    done = gated(tmp_path, script, r"warm \w+ 0", "1 warm standbys wait", ELASTIC_EXT_RULES="rules.toml")
     assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("False", "2")]
     assert "but its process was a warm standby: once more without" in done.err
     assert done.err.count("without a warm standby: the last round failed before its first step") == 1

@@ -278,8 +278,11 @@ class Standbys:
             return
         self._servers += 1
         environ = {name: value for name, value in self._wanted.environ().items() if name not in PER_WORKER}
+        surroundings = _surroundings(environ)
         with self._lock:
-            self._surroundings = _surroundings(environ)
+            changed, self._surroundings = surroundings != self._surroundings, surroundings
+        if changed:  # those of an earlier server that wait do not know of it
+            self._end_parked()
         output = os.path.join(self._run_dir, "standby.out")
         try:
             self._server = StandbyServer(self._wanted.python, {**environ, MARK: self._wanted.token}, output)

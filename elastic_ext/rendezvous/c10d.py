@@ -43,7 +43,7 @@ from elastic_ext.errors import JobStopped, SeamError
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
+from elastic_ext.rendezvous.address import address_towards, check_own, host_of, listens_on
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
 from elastic_ext.rendezvous.store_job import JUDGING_S, Part, StoreJob
@@ -112,6 +112,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
         self._patience_s = max(grace_s + settings.settle + TELL_S, HUNG_S)
         self._others_s = grace_s + self._patience_s + OTHERS_S
+        check_own(params.local_addr, address_towards(self._endpoint_host) if params.max_nodes > 1 else "localhost")
         if params.max_nodes > 1:
             self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
             backend, self._store = create_backend(params)

@@ -31,7 +31,7 @@ from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.rendezvous.address import address_towards, check_own, host_of
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import Refused
@@ -74,6 +74,7 @@ class EtcdRendezvous(RendezvousHandler):
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
         ]
         self._address = params.local_addr or address_towards(host_of(params.endpoint.split(",")[0]))
+        check_own(params.local_addr, self._address)
         self._changed = threading.Condition()
         self._loop = Loop()
         self.host = settings.node_name or platform.node()

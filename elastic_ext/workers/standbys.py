@@ -6,6 +6,7 @@ the worker is started the usual way, and the reason is said once and counted.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 MEMORY_LOOK_S = 5.0  # nothing tells of memory that gets short, not in all kernels and groups
 REFILL_AFTER_S = 0.3  # what has just been started has the processors to itself for so long
 MOST_SERVERS = 8  # of one job: what cannot be made to work by then never will
+AGAIN_S = 5.0  # after a passing lack of descriptors, processes or memory; doubles with each, up to
+AGAIN_MOST_S = 300.0
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 NOT_READY = "none was ready"
 
 
@@ -88,7 +92,8 @@ class Standbys:
         self._lock = threading.Lock()  # guards what follows
         self._parked: list[Parked] = []
         self._surroundings: dict[str, object] = {}
-        self._off: str | None = None  # why there are none and will be none
+        self._off: str | None = None  # why there are none and will be none, but for
+        self._again_at: float | None = None  # when it is tried again after a passing lack
         self._unfit: str | None = None  # why those that there are do not fit
         self._stale = False
         self._refill_at = 0.0
@@ -99,6 +104,7 @@ class Standbys:
         # Of the thread only:
         self._server: StandbyServer | None = None
         self._importing = self._lowered = False
+        self._pause_s = AGAIN_S
         self._servers = 0
         self._excluded = set(wanted.exclude)
         self._modules: list[str] = []
@@ -141,6 +147,8 @@ class Standbys:
             self._refill_at = time.monotonic() + REFILL_AFTER_S
             self._busy = True
             self._rests = None
+            if self._again_at is not None:
+                self._again_at = time.monotonic() + REFILL_AFTER_S
         self._wakeup.set()
         released, self._released = self._released, []
         return released
@@ -209,14 +217,39 @@ class Standbys:
         signal.pthread_sigmask(signal.SIG_BLOCK, warden.DEAF_TO)  # the main thread waits for those
         try:
             while not self._closing:
-                self._step()
+                try:
+                    self._step()
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                    if getattr(error, "errno", errno.EAGAIN) not in PASSING:
+                        raise
+                    self._rest_of(error)
         except Exception:
             logger.exception("warm standbys are off: their keeper failed")
             self._give_up("their keeper failed")
         finally:
             self._end_all()
 
+    def _rest_of(self, error: Exception) -> None:
+        """What standbys need is lacking now: none for a while, at most until the next round has started."""
+        if self._server is not None:
+            self._servers -= 1  # it was not in vain
+        self._end_all()
+        with self._lock:
+            self._off = f"what they need was lacking: {error}"
+            self._again_at = time.monotonic() + self._pause_s
+            reason = self._off
+        self._pause_s = min(2 * self._pause_s, AGAIN_MOST_S)
+        self._say(reason)
+
+    def _try_again(self) -> None:
+        with self._lock:
+            if self._again_at is None or self._again_at > time.monotonic():
+                return
+            self._off = self._again_at = None
+        logger.info("warm standbys are tried again")
+
     def _step(self) -> None:
+        self._try_again()
         self._look_at_news()
         if self._server is None and self._off is None:
             self._start_server()
@@ -226,7 +259,9 @@ class Standbys:
             timeout_s = None
         if self._server is not None and (reason := standby_rules.room(memory.available(), 0, server_runs=True)) is not None:
             self._give_up(reason)  # the training needs it more
-        looks = None if self._server is None else MEMORY_LOOK_S
+        with self._lock:
+            again_s = None if self._again_at is None else max(0.0, self._again_at - time.monotonic())
+        looks = again_s if self._server is None else MEMORY_LOOK_S
         self._wait(looks if timeout_s is None or looks is None else min(timeout_s, looks))
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -287,6 +322,9 @@ class Standbys:
         try:
             self._server = StandbyServer(self._wanted.python, {**environ, MARK: self._wanted.token}, output)
         except OSError as error:
+            if error.errno in PASSING:
+                self._servers -= 1
+                raise
             self._give_up(f"{self._wanted.python[0]} cannot be started: {error}")
             return
         self._preload(self._server)
@@ -387,6 +425,9 @@ class Standbys:
         used = memory.proportional([self._server.pid, *(each.pid for each in parked)])
         self._shown(len(parked), used)
         logger.info("%s warm standbys wait; with their server they use %s MB", len(parked), used >> 20)
+        if self._pause_s > AGAIN_S and len(forked) == missing:
+            self._pause_s = AGAIN_S
+            logger.warning("warm standbys are ready again")
 
     def _give_up(self, reason: str) -> None:
         with self._lock:

@@ -7,13 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastic_ext import settings
 from elastic_ext.checkpoints import commands as checkpoint_commands
 from elastic_ext.errors import EX_CONFIG, UsageError
-from elastic_ext.failures import case, user_rules
+from elastic_ext.failures import case, files, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.policy import EXIT_CODES, decide
@@ -109,7 +108,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """The JSON texts of a file, each with its place for an error message."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        content = files.text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return

@@ -116,12 +116,13 @@ def make_run_dir(workers: int) -> str:
         UsageError: it can be made nowhere.
     """
     troubles = []
-    for parent in (IN_MEMORY, tempfile.gettempdir()):
+    for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
         try:
+            parent = parent or tempfile.gettempdir()
             _check_room(parent, workers)
             return tempfile.mkdtemp(prefix="elastic_ext_", dir=parent)
         except OSError as error:
-            troubles.append(f"{parent}: {error.strerror or error}")
+            troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
         logger.info("the agent's files are not in %s", troubles[-1])
     raise UsageError(
         f"no directory for the agent's own small files can be made ({'; '.join(troubles)}); expected one with "

@@ -131,6 +131,7 @@ class Supervisor(AgentSeam):
             with usage_errors_exit():
                 self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            stack.callback(self._logs.remove)
             self._news = WorkerNews(os.path.join(self._logs.run_dir, "news"))
             stack.callback(self._news.close)
             self._stderr = self._logs.stderr = StderrTails(extras and self._settings.stderr_tail and self._settings.bootstrap)

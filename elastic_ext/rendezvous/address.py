@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import time
 
 from elastic_ext.errors import UsageError
 
 REACH_S = 3.0
+_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
 
 
@@ -62,7 +65,7 @@ def check_own(local_addr: str | None, default: str) -> None:
             trouble = str(error.strerror or error)
     loopback = "" if _loopback_is_up() else "; the interface lo is not up: `ip link set lo up`"
     raise UsageError(
-        f"{'--local-addr' if local_addr else 'the address of this host'}={address}: this host does not reach itself by it ({trouble})"
+        f"{'--local-addr=' if local_addr else ''}{address}: this host does not reach itself by it ({trouble})"
         f"{loopback}; expected an address or a name of this host, which other nodes can use too; nothing was started"
     )
 
@@ -70,16 +73,18 @@ def check_own(local_addr: str | None, default: str) -> None:
 def _reach(family: int, host: str, deadline: float) -> None:
     """Connect to a port of this process's own. Raises OSError where what is sent does not come in."""
     said = os.urandom(16)
-    with socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family) as server:
-        with socket.create_connection((host, server.getsockname()[1]), timeout=_left_s(deadline)) as client:
-            client.sendall(said)
-            while True:
-                server.settimeout(_left_s(deadline))
-                accepted = server.accept()[0]
-                with accepted:
-                    accepted.settimeout(_left_s(deadline))
-                    if accepted.recv(len(said), socket.MSG_WAITALL) == said:
-                        return  # else it is a stranger
+    with (
+        socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family) as server,
+        socket.create_connection((host, server.getsockname()[1]), timeout=_left_s(deadline)) as client,
+    ):
+        client.sendall(said)
+        while True:
+            server.settimeout(_left_s(deadline))
+            accepted = server.accept()[0]
+            with accepted:
+                accepted.settimeout(_left_s(deadline))
+                if accepted.recv(len(said), socket.MSG_WAITALL) == said:
+                    return  # else it is a stranger
 
 
 def _left_s(deadline: float) -> float:
@@ -87,11 +92,14 @@ def _left_s(deadline: float) -> float:
 
 
 def _loopback_is_up() -> bool:
+    """Not by /sys, which may show another network namespace."""
     try:
-        with open("/sys/class/net/lo/flags", encoding="ascii") as flags:
-            return bool(int(flags.read(), 16) & 1)  # IFF_UP
-    except (OSError, ValueError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
+    except OSError:
         return False
+    flags: int = struct.unpack("16sh14x", answer)[1]
+    return bool(flags & 1)  # IFF_UP
 
 
 def listens_on(port: int) -> bool:

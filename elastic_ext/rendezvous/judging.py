@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext import job
+from elastic_ext.errors import UsageError
+from elastic_ext.failures import files
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.policy import Backoff
 from elastic_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+LEDGER_BYTES = 16 << 20
 
 
 def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
@@ -58,8 +62,11 @@ class LedgerFile:
     """
 
     def __init__(self, path: str | None, run_id: str) -> None:
+        """Raises UsageError: the path is of something else than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
+        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would put a file in its place
+            raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
         self.ledger = self._read()
 
     def _read(self) -> job.Ledger:
@@ -67,9 +74,9 @@ class LedgerFile:
         if self._path is None or not self._path.exists():
             return job.Ledger()
         try:
-            record = json.loads(self._path.read_text(encoding="utf-8"))
+            record = json.loads(files.text(str(self._path), LEDGER_BYTES))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
-        except (OSError, ValueError, KeyError, TypeError, job.LedgerError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, job.LedgerError) as error:
             logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, error)
             return job.Ledger()
         return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger

@@ -48,10 +48,7 @@ class Guard:
         except OSError as error:
             self._kill()
             if not self._lacking:
-                logger.warning(
-                    "no reaper can be started (%s): if this agent is killed, its workers may outlive it; tried again at the next round",
-                    error,
-                )
+                logger.warning("no reaper can be started: %s; if this agent is killed, its workers may outlive it", error)
             self._lacking = True
             return
         finally:

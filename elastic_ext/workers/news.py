@@ -15,9 +15,9 @@ _said: set[str] = set()  # why names are not made
 def named_pipe(path: str) -> tuple[str, int, int | None]:
     """Make a pipe that other processes of this user open by its name; return the name and a descriptor to read it by.
 
-    The name is `path`, or, where named pipes are refused (a seccomp profile, a file system), that of the descriptor in /proc. Such
-    a pipe has ended when it has no writer, be it that nobody has come yet: the third is one that keeps it from that, or None.
-    Raises OSError.
+    The name is `path`, or, where named pipes are refused (a seccomp profile, a file system), that of the descriptor in /proc.
+    Such a pipe has ended when it has no writer, be it that nobody has come yet: the third is one that keeps it from that, or
+    None. Raises OSError.
     """
     try:
         os.mkfifo(path, 0o600)

@@ -1,7 +1,7 @@
 """Descriptors that become readable when a child of this process ends: pidfds, or, where there are none, a pipe and a thread.
 
 There are none on Linux before 5.4, under a seccomp profile that does not know them, and with an interpreter that was built
-against old headers. All that is here is for children that this process has not reaped: their numbers cannot belong to anybody else.
+against old headers. All that is here is for children that this process has not reaped: nobody else can have their numbers.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 from elastic_ext.checkpoints import names
 from elastic_ext.errors import UsageError
 from elastic_ext.failures.kinds import KINDS
+from elastic_ext.typed import MOST_NAME, is_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -150,6 +151,13 @@ def _text(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    """It becomes part of keys in etcd, with a number and a process id behind it."""
+    if not is_name(text) or len(text) > MOST_NAME // 2:
+        raise ValueError(text)
+    return text
+
+
 # What a bad value should have been, in the words of the error message.
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _boolean: "on or off",
@@ -166,6 +174,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
     _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
+    _name: f"a name of {MOST_NAME // 2} printable characters at most, without a /",
 }
 
 
@@ -235,7 +244,7 @@ class Settings:
     metrics_host: str = _setting("127.0.0.1", _text, "address that the metrics endpoint is bound to")
     metrics_port: int = _setting(9401, _port, "port of the metrics endpoint; 0: any free one")
     node_name: str | None = _setting(
-        None, _text, "what this node is called in verdicts, strikes and metrics; default: the host's name"
+        None, _name, "what this node is called in verdicts, strikes and metrics; default: the host's name"
     )
     platform_grace: float | None = _setting(
         None,

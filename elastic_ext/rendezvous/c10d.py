@@ -15,7 +15,6 @@ import functools
 import json
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
@@ -42,7 +41,7 @@ from elastic_ext import job, torch_seam
 from elastic_ext.errors import JobStopped, SeamError
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous import judging, run_id
 from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
@@ -81,6 +80,10 @@ class EmbeddedRendezvous(RendezvousHandler):
     is_elastic_ext = True
 
     def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+        """Raises UsageError: the run id, or the address of this node, is none."""
+        run_id.checked(params.run_id)
+        if params.local_addr:
+            run_id.checked_address(params.local_addr)
         self.settings = settings
         self.round = 0
         self.attached = False
@@ -97,7 +100,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._saves_alone = 0
         self.launch = secrets.token_hex(8)
         self._stalled_alone = False
-        self.host = self.node_id = settings.node_name or platform.node()
+        self.host = self.node_id = run_id.host_name(settings)
         self._min_nodes = params.min_nodes
         self._max_restarts = 0
         self._ledger = judging.LedgerFile(settings.ledger_file, params.run_id)

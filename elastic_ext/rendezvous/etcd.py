@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
@@ -30,7 +29,7 @@ from elastic_ext.errors import JobStopped, SeamError, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous import judging, run_id
 from elastic_ext.rendezvous.address import address_towards, host_of
 from elastic_ext.rendezvous.connect import connect
 from elastic_ext.rendezvous.fence import Fence
@@ -61,6 +60,7 @@ class EtcdRendezvous(RendezvousHandler):
         """Raises UsageError: no run id, or etcd cannot be used as configured; the message says why."""
         if params.run_id in ("", "none"):
             raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+        run_id.checked(params.run_id)
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
@@ -73,10 +73,10 @@ class EtcdRendezvous(RendezvousHandler):
         self._endpoints = [
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
         ]
-        self._address = params.local_addr or address_towards(host_of(params.endpoint.split(",")[0]))
+        self._address = run_id.checked_address(params.local_addr or address_towards(host_of(params.endpoint.split(",")[0])))
         self._changed = threading.Condition()
         self._loop = Loop()
-        self.host = settings.node_name or platform.node()
+        self.host = run_id.host_name(settings)
         self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
         self._limits = limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         self._participant = Participant(

@@ -15,7 +15,9 @@ from elastic_ext import job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.policy import Backoff
+from elastic_ext.printable import printable
 from elastic_ext.settings import Settings
+from elastic_ext.typed import MOST_BYTES, RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ def report_of(text: str, order: int) -> job.Report:
     """A node's report; of one that cannot be read, that something failed. A job must not wait for ever for a verdict on it."""
     try:
         return job.decode_report(text, order)
-    except job.LedgerError as error:
-        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", error)
+    except RecordError as error:
+        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", printable(str(error)))
         return job.Report("", replace(classify(Evidence(rank=-1)), order=order))
 
 
@@ -46,8 +48,8 @@ def ledger_of(text: str) -> job.Ledger:
     """A job's ledger; a new one where there is none, or none that can be read."""
     try:
         return job.decode_ledger(text) if text else job.Ledger()
-    except job.LedgerError as error:
-        logger.warning("the job's ledger cannot be read and is begun anew: %s", error)
+    except RecordError as error:
+        logger.warning("the job's ledger cannot be read and is begun anew: %s", printable(str(error)))
         return job.Ledger()
 
 
@@ -67,10 +69,12 @@ class LedgerFile:
         if self._path is None or not self._path.exists():
             return job.Ledger()
         try:
+            if not self._path.is_file() or self._path.stat().st_size > 2 * MOST_BYTES:  # a pipe would be waited for
+                raise ValueError("it is no file that an agent has written")
             record = json.loads(self._path.read_text(encoding="utf-8"))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
-        except (OSError, ValueError, KeyError, TypeError, job.LedgerError) as error:
-            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, error)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, RecordError) as error:
+            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, printable(str(error)))
             return job.Ledger()
         return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from elastic_ext import job
-from elastic_ext.etcd import KeyValue
+from elastic_ext import job, typed
 from elastic_ext.printable import printable
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import Assignment, Header, Node
 from elastic_ext.typed import RecordError, is_name
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import KeyValue
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,10 @@ class Reader:
             return id_
         self._once(f"{_shown(key)} is the key of no node or host", key, b"")
         return None
+
+    def read(self, kind: type[T], text: str, key: str, schema: int) -> T | None:
+        """A record of another kind."""
+        return self._try(lambda: typed.read(kind, text, key, schema), key.encode(), text)
 
     def cannot(self, text: str, kv: KeyValue) -> None:
         """For who reads by other means: tell once why this cannot be read."""

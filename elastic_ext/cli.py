@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="say what a failure means and what would be done about it")
     explain.description = (
         "Read evidence of failures and print one JSON object per case: id, kind, decision, exit_code (null where the agent "
-        "goes on), reason, rule. A bad case is told in one line on stderr, the others are printed; the exit code is 78 then."
+        "goes on), reason, rule. A bad case is told in one line on stderr, the others are printed; the exit code is 78 then. So "
+        "are records of a job that cannot be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or in a .jsonl file one on each line")
     explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
@@ -73,8 +74,11 @@ def _explain_job(endpoint: str, run_id: str) -> int:
     from elastic_ext.rendezvous.connect import connect
 
     with connect(endpoint, settings.read({}, os.environ)) as client:
-        print("\n".join(live.lines(live.read(client, run_id))))
-    return 0
+        found = live.read(client, run_id)
+    print("\n".join(live.lines(found)), flush=True)
+    for fault in found.faults:
+        _complain(fault)
+    return EX_CONFIG if found.faults else 0
 
 
 def _explain_files(args: argparse.Namespace) -> int:

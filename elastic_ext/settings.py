@@ -17,6 +17,7 @@ from elastic_ext.checkpoints import names
 from elastic_ext.errors import UsageError
 from elastic_ext.failures import files
 from elastic_ext.failures.kinds import KINDS
+from elastic_ext.typed import MOST_NAME, is_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -156,8 +157,8 @@ def _text(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    """Part of a key in etcd, a label of metrics, a word in logs."""
-    if not text or len(text) > MOST_CHARACTERS or not text.isprintable() or "/" in text:
+    """It becomes part of keys in etcd, with a number and a process id behind it."""
+    if not is_name(text) or len(text) > MOST_NAME // 2:
         raise ValueError(text)
     return text
 
@@ -178,7 +179,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
     _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
-    _name: f"1 to {MOST_CHARACTERS} printable characters without a /",
+    _name: f"a name of {MOST_NAME // 2} printable characters at most, without a /",
 }
 
 

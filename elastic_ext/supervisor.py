@@ -278,7 +278,7 @@ class Supervisor(AgentSeam):
 
     def _told(self, verdict: job.Verdict, decision: Decision, failures: dict[int, ProcessFailure]) -> exits.Failures:
         """Say the verdict where schedulers look, before any agent leaves."""
-        code = policy.EX_FAILED if decision.exit_code is None else decision.exit_code
+        code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         exits.decided(code)
         exits.tell(json.loads(job.encode_verdict(verdict)), self._settings.verdict_file)
         return exits.Failures(failures, code)

@@ -17,7 +17,9 @@ from elastic_ext.failures import files
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.policy import Backoff
+from elastic_ext.printable import printable
 from elastic_ext.settings import Settings
+from elastic_ext.typed import RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,8 @@ def report_of(text: str, order: int) -> job.Report:
     """A node's report; of one that cannot be read, that something failed. A job must not wait for ever for a verdict on it."""
     try:
         return job.decode_report(text, order)
-    except job.LedgerError as error:
-        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", error)
+    except RecordError as error:
+        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", printable(str(error)))
         return job.Report("", replace(classify(Evidence(rank=-1)), order=order))
 
 
@@ -50,8 +52,8 @@ def ledger_of(text: str) -> job.Ledger:
     """A job's ledger; a new one where there is none, or none that can be read."""
     try:
         return job.decode_ledger(text) if text else job.Ledger()
-    except job.LedgerError as error:
-        logger.warning("the job's ledger cannot be read and is begun anew: %s", error)
+    except RecordError as error:
+        logger.warning("the job's ledger cannot be read and is begun anew: %s", printable(str(error)))
         return job.Ledger()
 
 
@@ -76,8 +78,8 @@ class LedgerFile:
         try:
             record = json.loads(files.text(str(self._path), LEDGER_BYTES))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, job.LedgerError) as error:
-            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, error)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
+            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, printable(str(error)))
             return job.Ledger()
         return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 

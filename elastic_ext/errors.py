@@ -27,6 +27,10 @@ class SeamError(ElasticExtError):
     """This torch does not have the seam that the plug-in stands on. The command exits with 78, nothing is started."""
 
 
+class RoundOver(ElasticExtError):
+    """The round ended before all of its nodes knew what to resume from: no worker was started, the next round chooses again."""
+
+
 class RanksMissing(ElasticExtError):
     """A health barrier was not passed in time. ranks: that did not come."""
 

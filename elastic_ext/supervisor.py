@@ -29,7 +29,7 @@ from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import copier, resolution, tiers
 from elastic_ext.checkpoints.copier import Copier
 from elastic_ext.checkpoints.resolution import Place, Resumption
-from elastic_ext.errors import BadCheckpoints, JobStopped, UsageError
+from elastic_ext.errors import BadCheckpoints, JobStopped, RoundOver, UsageError
 from elastic_ext.failures import kinds, report, user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
@@ -432,8 +432,14 @@ class Supervisor(AgentSeam):
         self.next_round()
 
     def join_round(self) -> None:
-        with self._phase("rendezvous"):
-            super().join_round()
+        while True:
+            with self._phase("rendezvous"):
+                super().join_round()
+            try:
+                self._resumed = self._agree_on_checkpoint()
+                break
+            except RoundOver as over:
+                logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
 
     def start_workers(self) -> dict[int, Any]:
@@ -522,11 +528,13 @@ class Supervisor(AgentSeam):
             self._board.remove()
             self._board = None
 
-    def _resume_variables(self) -> dict[str, str]:
-        """What the workers are told to resume from: the same on every node."""
-        store: Any = self.group.store
+    def _agree_on_checkpoint(self) -> Resumption:
+        """What this round resumes from: the same on every node. Raises RoundOver: the round ended before all knew it."""
         place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
-        self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
+        return resolution.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
+
+    def _resume_variables(self) -> dict[str, str]:
+        """What the workers are told to resume from."""
         if self._settings.checkpoint_dir is None:
             return {}
         if self._resumed.path:

@@ -17,6 +17,8 @@ multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _
     that makes the process of a Popen. Swapped only while the workers of a round are started.
 DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
     Torch's step out of a round at the start of next_rendezvous(), for a node that does not come back.
+_RendezvousState, _NodeDesc
+    What the pickled state of its rendezvous is made of: nothing else may be in it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,13 @@ from elastic_ext.errors import SeamError
 
 logger = logging.getLogger(__name__)
 
+# What the pickled state of torch's c10d rendezvous is made of.
+STATE_CLASSES = frozenset(
+    {
+        *((DynamicRendezvousHandler.__module__, name) for name in ("_RendezvousState", "_NodeDesc")),
+        *(("datetime", name) for name in ("datetime", "timezone", "timedelta")),
+    }
+)
 STOCK_SHUTDOWN_TIMEOUT_S = 30  # torch 2.8 to 2.11 have no --shutdown-timeout; this is what their code waits
 
 

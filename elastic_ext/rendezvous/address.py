@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -13,6 +14,39 @@ from elastic_ext.errors import UsageError
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
+
+
+def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> str:
+    """By which the nodes of the job reach this one. The loopback's where the whole job is on this machine.
+
+    local_addr: torchrun's `--local-addr`. endpoint_host: of the rendezvous.
+    """
+    if local_addr and local_addr not in LOOPBACK_NAMES:
+        return local_addr
+    if local_addr or max_nodes == 1:
+        return loopback()
+    address = address_towards(endpoint_host)
+    return loopback() if address in LOOPBACK_NAMES else address
+
+
+def loopback() -> str:
+    """127.0.0.1, or ::1 on a machine without IPv4. A number: what the name "localhost" stands for is not for us to say."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family) as probe:
+                probe.bind((address, 0))
+                return address
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Of a number or a name that stands for this very machine everywhere."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in LOOPBACK_NAMES
 
 
 def host_of(endpoint: str) -> str:

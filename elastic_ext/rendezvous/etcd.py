@@ -25,18 +25,21 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_ext import job
 from elastic_ext.checkpoints import discovery
+from elastic_ext.checkpoints.resolution import Alone, Exchange
 from elastic_ext.errors import JobStopped, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous import judging, plain, run_id
-from elastic_ext.rendezvous.address import address_towards, check_own, host_of
+from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.connect import connect
+from elastic_ext.rendezvous.etcd_exchange import EtcdExchange
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import Refused
 from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 
@@ -73,7 +76,8 @@ class EtcdRendezvous(RendezvousHandler):
         self._endpoints = [
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
         ]
-        self._address = run_id.checked_address(params.local_addr or address_towards(host_of(params.endpoint.split(",")[0])))
+        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
+        self._address = run_id.checked_address(address)
         check_own(params.local_addr, self._address)
         self._changed = threading.Condition()
         self._loop = Loop()
@@ -133,7 +137,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def _next_round(self) -> RendezvousInfo:
         self._fence.watch(None, 0, 0)
-        server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        server = serve(self._address)
         node = Node(
             after=self.round,
             workers=self._workers,
@@ -141,6 +145,7 @@ class EtcdRendezvous(RendezvousHandler):
             address=self._address,
             port=server.port,
             topology=self.settings.topology or "",
+            local=self.settings.local_dir is not None,
         )
         self._participant.ready(node)
         header, part = self._part = self._await_round()
@@ -254,6 +259,15 @@ class EtcdRendezvous(RendezvousHandler):
             Worker(local, part.base_rank + local, part.base_role_rank + local, header.world, part.role_world)
             for local in range(self._workers)
         ]
+
+    @property
+    def exchange(self) -> Exchange:
+        """By which the nodes of the current round agree what to resume from."""
+        assert self._part is not None, "before the first round"
+        header, part = self._part
+        if header.nodes == 1:
+            return Alone()
+        return EtcdExchange(self._participant, header, part, self._changed, self.round_over)
 
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""

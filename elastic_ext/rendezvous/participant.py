@@ -7,6 +7,7 @@ Keys under /elastic_ext/<run id>/:
     nodes/<id>      a node, under its own lease: gone when the node is
     last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
+    offers/<seal>/<rank>  what the node of this rank could resume from on its own disk, under that node's lease
     ledger          the failures of the job (see `job`), under a lease of its own: it outlives the job
     charges/<round> a restart that counts against the budget, under a lease of the budget's window
     refused/<host>  a host that was told to leave, under a lease that lets it come back
@@ -29,6 +30,7 @@ from elastic_ext.etcd import (
     FROM_NOW,
     Batch,
     Began,
+    Delete,
     EtcdClient,
     EtcdError,
     Get,
@@ -113,6 +115,7 @@ class Participant:
         self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host, self.reader)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
+        self._offered = ""  # key of what this node has offered last
         self._began = 0  # watches that the server has
         self._session: LeaseSession | None = None
         self._watches: list[Watch] = []
@@ -145,6 +148,18 @@ class Participant:
     def request_save(self, round_: int, reason: str) -> None:
         """Have all nodes of round `round_` save a checkpoint at one step boundary."""
         self.post(lambda: self._change_header(round_, lambda header: wanted(header, reason)))
+
+    def offer(self, seal: str, rank: int, text: str) -> None:
+        """Tell the node of rank 0 what this one could resume from on its own disk. seal: of the round."""
+        self.post(lambda: self._offer(f"{self.offers_of(seal)}{rank}", text))
+
+    def offers_of(self, seal: str) -> str:
+        """Where the nodes of a round tell so: the keys' common beginning."""
+        return f"{self.prefix}offers/{seal}/"
+
+    def chosen(self, round_: int, text: str) -> None:
+        """The node of rank 0 has looked: all nodes of round `round_` resume from this."""
+        self.post(lambda: self._change_header(round_, lambda header: dataclasses.replace(header, resume=text)))
 
     def saved(self, number: int, step: int) -> None:
         """The save on demand with this number is complete."""
@@ -509,6 +524,14 @@ class Participant:
         if self._node is not None:
             self._node = dataclasses.replace(self._node, saved=number, saved_step=step)
             self._write_node()
+
+    def _offer(self, key: str, text: str) -> None:
+        """In place of what was offered in the round before."""
+        if self._session is None:
+            return
+        before = [Delete(self._offered)] if self._offered not in ("", key) else []
+        self.client.txn([], [Put(key, text, lease_id=self._session.lease_id), *before])
+        self._offered = key
 
     def _end_round(self, round_: int, state: State, reason: str) -> None:
         self._change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason), state is State.CLOSED)

@@ -50,6 +50,7 @@ class Node:
         follows: see `job.Report.waits_for_others`.
         saved: number of the last save on demand of its round that is complete; saved_step: its step.
         stalled: the round in which all its workers stall now; 0: they do not.
+        local: it saves to a disk of its own first, and may resume from there.
     """
 
     after: Count
@@ -65,6 +66,7 @@ class Node:
     saved: Count = 0
     saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
     stalled: Count = 0
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class Header:
             before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
         verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
         save: number of the save on demand that is wanted in this round; 0: none has been.
+        local: all nodes may resume from disks of their own, and tell the node of rank 0 what they have there.
+        resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0 once it has
+            looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
     """
 
     round: Count = 0
@@ -92,6 +97,8 @@ class Header:
     seal: str = ""
     verdict: str = ""
     save: Annotated[int, Within(0, MOST_SAVES)] = 0
+    local: bool = False
+    resume: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,7 +287,9 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
         base += node.workers
         role_base[node.role] += node.workers
     first = nodes[0]
-    return Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name), assignments
+    local = all(node.local for node in nodes)
+    header = Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name, local=local)
+    return header, assignments
 
 
 def _named(ids: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from elastic_ext.errors import ElasticExtError
 from elastic_ext.observe.files import write_whole
 from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
+from elastic_ext.printable import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 def tell(verdict: Mapping[str, Any], path: str | None) -> None:
     """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
-    text = json.dumps(verdict)
+    text = redacted(json.dumps(verdict))
     if path:
         _write(Path(path), text + "\n", replace=True)
     if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):

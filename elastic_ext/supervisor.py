@@ -42,6 +42,7 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import Block
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
@@ -373,7 +374,8 @@ class Supervisor(AgentSeam):
         self._hung = {local_rank: each for local_rank, each in stuck.items() if each in behind}
         recorded = self._flight.dump(each.rank for each in stuck.values()) if self._flight is not None else ""
         for each in sorted(stuck.values(), key=lambda one: one.blame):
-            logger.warning("elastic_ext: %s%s", each.reason, f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            where = Block(f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            logger.warning("elastic_ext: %s%s", each.reason, where)
             self._stacks.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
         if recorded:
             logger.warning("elastic_ext: %s", recorded)
@@ -550,7 +552,7 @@ class Supervisor(AgentSeam):
                 local_rank,
                 pid,
                 grace_s,
-                f"; it was at:\n{where[:SHOWN_STACKS]}" if where else "",
+                Block(f"; it was at:\n{where[:SHOWN_STACKS]}" if where else ""),
             )
 
     def _progress(self) -> list[WorkerProgress]:

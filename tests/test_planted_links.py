@@ -1,4 +1,4 @@
-"""Files with names that another user of the machine can guess, in a directory that all may write to: no planted link is followed."""
+"""Files with names that another user can guess, in a directory that all may write to: no planted link is followed."""
 
 from __future__ import annotations
 

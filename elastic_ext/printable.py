@@ -7,12 +7,16 @@ what torch prints for us, is made fit where it is printed.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 # user:password@ of a URL. An access key's secret may hold slashes, which people leave as they are; the bound keeps it linear.
 _USERINFO = re.compile(r"://(?:[^\s/@]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
 _SECRET_OPTION = re.compile(
     r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"]+", re.IGNORECASE
 )
+
+_SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET_CHARACTERS = 6  # a shorter value is in too many texts that are none of it
 
 
 def printable(text: str) -> str:
@@ -33,6 +37,14 @@ def redacted(text: str) -> str:
     if "://" not in text:
         return text
     return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub("://***@", text))
+
+
+def masked(text: str, environ: Mapping[str, str]) -> str:
+    """`text` without the values of variables that are named like a secret."""
+    for name, value in environ.items():
+        if len(value) >= SECRET_CHARACTERS and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, "***")
+    return text
 
 
 def shown(text: str) -> str:

@@ -55,6 +55,7 @@ from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.news import WorkerNews
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Leaving, ProgressBoard
+from elastic_ext.workers.standby_rules import ColdReason
 from elastic_ext.workers.standbys import Standbys
 from elastic_ext.workers.stderr_tail import StderrTails
 from elastic_ext.workers.watch import HangWatch
@@ -163,7 +164,7 @@ class Supervisor(AgentSeam):
         wanted = launch.standbys(self.spec, self._settings, self._token)
         if isinstance(wanted, str):
             logger.info("no warm standbys: %s", wanted)
-            self._cold = wanted
+            self._cold = ColdReason.OFF.value
             return None
         return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
 

@@ -16,7 +16,7 @@ from elastic_ext.failures import case, files, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.policy import EXIT_CODES, decide
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
 
 SHOWN = 300  # characters of an error
 
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """Wrong usage is 78 in this project, not argparse's 2."""
 
     def error(self, message: str) -> Any:
-        self.exit(EX_CONFIG, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -134,7 +134,7 @@ def _parsed(text: str | UsageError) -> Any:
 
 
 def _complain(text: str) -> None:
-    print(f"elastic-ext: {printable(' '.join(text.split())[:SHOWN])}", file=sys.stderr)
+    print(f"elastic-ext: {shown(' '.join(text.split()))[:SHOWN]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

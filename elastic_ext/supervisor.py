@@ -41,6 +41,7 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import Block
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
@@ -53,6 +54,7 @@ from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.news import WorkerNews
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Leaving, ProgressBoard
+from elastic_ext.workers.standby_rules import ColdReason
 from elastic_ext.workers.standbys import Standbys
 from elastic_ext.workers.stderr_tail import StderrTails
 from elastic_ext.workers.watch import HangWatch
@@ -167,7 +169,7 @@ class Supervisor(AgentSeam):
         wanted = launch.standbys(self.spec, self._settings, self._token)
         if isinstance(wanted, str):
             logger.info("no warm standbys: %s", wanted)
-            self._cold = wanted
+            self._cold = ColdReason.OFF.value
             return None
         try:
             return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
@@ -383,7 +385,8 @@ class Supervisor(AgentSeam):
         self._hung = {local_rank: each for local_rank, each in stuck.items() if each in behind}
         recorded = self._flight.dump(each.rank for each in stuck.values()) if self._flight is not None else ""
         for each in sorted(stuck.values(), key=lambda one: one.blame):
-            logger.warning("elastic_ext: %s%s", each.reason, f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            where = Block(f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            logger.warning("elastic_ext: %s%s", each.reason, where)
             self._stacks.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
         if recorded:
             logger.warning("elastic_ext: %s", recorded)
@@ -572,7 +575,7 @@ class Supervisor(AgentSeam):
                 local_rank,
                 pid,
                 grace_s,
-                f"; it was at:\n{where[:SHOWN_STACKS]}" if where else "",
+                Block(f"; it was at:\n{where[:SHOWN_STACKS]}" if where else ""),
             )
 
     def _progress(self) -> list[WorkerProgress]:

@@ -144,7 +144,8 @@ def test_programs_and_functions_keep_the_users_limit_too(tmp_path):
         "def limit():\n"
         "    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
         "if __name__ == '__main__':\n"
-        "    config = LaunchConfig(1, 1, 1, run_id='x', rdzv_backend='ext_c10d', rdzv_endpoint='localhost:0', start_method='spawn')\n"
+        "    rendezvous = {'run_id': 'x', 'rdzv_backend': 'ext_c10d', 'rdzv_endpoint': 'localhost:0'}\n"
+        "    config = LaunchConfig(1, 1, 1, **rendezvous, start_method='spawn')\n"
         "    print('limits', elastic_launch(config, limit)()[0], limit())\n"
     )
     job = run(["sh", "-c", 'ulimit -Sn 500; exec "$@"', "sh", sys.executable, "api.py"], tmp_path)

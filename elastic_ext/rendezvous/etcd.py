@@ -30,6 +30,7 @@ from elastic_ext.errors import JobStopped, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
+from elastic_ext.printable import shown
 from elastic_ext.rendezvous import judging, plain, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.connect import connect
@@ -174,7 +175,7 @@ class EtcdRendezvous(RendezvousHandler):
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
-                    raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
+                    raise RendezvousClosedError(f"the job {self._run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.full}" if participant.full is not None else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from elastic_ext.errors import UsageError
 from elastic_ext.failures import files
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.observe.files import write_whole
 from elastic_ext.policy import Backoff
 from elastic_ext.printable import printable
 from elastic_ext.settings import Settings
@@ -75,6 +75,9 @@ class LedgerFile:
         """Another run's ledger is none of ours, and neither is one of a job that ended for good: somebody has looked at it."""
         if self._path is None or not self._path.exists():
             return job.Ledger()
+        if not self._path.is_file():  # reading a pipe would never end
+            logger.warning("ledger_file %s cannot be used: it is no file", self._path)
+            return job.Ledger()
         try:
             record = json.loads(files.text(str(self._path), LEDGER_BYTES))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
@@ -87,11 +90,9 @@ class LedgerFile:
         self.ledger = ledger
         if self._path is None:
             return
-        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}), encoding="utf-8")
-            part.replace(self._path)
-        except OSError as error:
+            write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}))
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
             logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
 
     def forget(self) -> None:

@@ -17,6 +17,10 @@ from elastic_ext.rendezvous.rounds import Header, Limits, State
 JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
 
 
+class LostRace(ElasticExtError):
+    """Somebody else wrote first: what was about to be done must be looked at again."""
+
+
 class Refused(ElasticExtError):
     """This host was told to leave the job."""
 
@@ -81,7 +85,7 @@ class JobRecords:
                 f"this host was told to leave the job and may not come back yet: {refused.value.decode(errors='replace')}"
             )
         if job is None:
-            lease_id = self._client.lease_grant(self._ttl_s * JOB_LEASE_FACTOR).lease_id
+            lease_id = header.lease_id if header is not None else self._grant()  # somebody has deleted the one, not the other
             put = Put(self._job, json.dumps(self._mine), lease_id=lease_id)
             if not self._client.txn([absent(self._job)], [put]).succeeded:
                 return None
@@ -99,6 +103,32 @@ class JobRecords:
                 )
             return None
         return found
+
+    def bring_back(self, lease_id: int) -> int:
+        """Return the lease of what belongs to nobody; where the job's record is lost, write it again.
+
+        lease_id: as last known. A lease that is alive is kept, for other records may be under it.
+
+        Raises:
+            LostRace: somebody else writes at the same time.
+            UsageError: another job, with other settings, has taken the run id meanwhile.
+        """
+        job = self._client.get(self._job).kv
+        if job is None:
+            alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
+            lease_id = lease_id if alive else self._grant()
+            put = Put(self._job, json.dumps(self._mine), lease_id=lease_id)
+            if not self._client.txn([absent(self._job)], [put]).succeeded:
+                raise LostRace("the job's record was written by another node at the same time")
+            return lease_id
+        if job.value != json.dumps(self._mine).encode():
+            raise UsageError(
+                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+            )
+        return job.lease_id
+
+    def _grant(self) -> int:
+        return self._client.lease_grant(self._ttl_s * JOB_LEASE_FACTOR).lease_id
 
     def _forget(self, found: Found) -> bool:
         """Remove what a job left that no node is in any more; False where one still is.

@@ -179,7 +179,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
     _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
-    _name: f"a name of {MOST_NAME // 2} printable characters at most, without a /",
+    _name: f"1 to {MOST_NAME // 2} printable characters without a /",
 }
 
 

@@ -7,17 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastic_ext import settings
 from elastic_ext.checkpoints import commands as checkpoint_commands
 from elastic_ext.errors import EX_CONFIG, UsageError
-from elastic_ext.failures import case, user_rules
+from elastic_ext.failures import case, files, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.policy import EXIT_CODES, decide
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
 
 SHOWN = 300  # characters of an error
 
@@ -42,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="say what a failure means and what would be done about it")
     explain.description = (
         "Read evidence of failures and print one JSON object per case: id, kind, decision, exit_code (null where the agent "
-        "goes on), reason, rule. A bad case is told in one line on stderr, the others are printed; the exit code is 78 then."
+        "goes on), reason, rule. A bad case is told in one line on stderr, the others are printed; the exit code is 78 then. So "
+        "are records of a job that cannot be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or in a .jsonl file one on each line")
     explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """Wrong usage is 78 in this project, not argparse's 2."""
 
     def error(self, message: str) -> Any:
-        self.exit(EX_CONFIG, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -74,8 +74,11 @@ def _explain_job(endpoint: str, run_id: str) -> int:
     from elastic_ext.rendezvous.connect import connect
 
     with connect(endpoint, settings.read({}, os.environ)) as client:
-        print("\n".join(live.lines(live.read(client, run_id))))
-    return 0
+        found = live.read(client, run_id)
+    print("\n".join(live.lines(found)), flush=True)
+    for fault in found.faults:
+        _complain(fault)
+    return EX_CONFIG if found.faults else 0
 
 
 def _explain_files(args: argparse.Namespace) -> int:
@@ -109,7 +112,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """The JSON texts of a file, each with its place for an error message."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        content = files.text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return
@@ -131,7 +134,7 @@ def _parsed(text: str | UsageError) -> Any:
 
 
 def _complain(text: str) -> None:
-    print(f"elastic-ext: {printable(' '.join(text.split())[:SHOWN])}", file=sys.stderr)
+    print(f"elastic-ext: {shown(' '.join(text.split()))[:SHOWN]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

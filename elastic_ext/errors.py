@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_ext.printable import shown
+
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
 
 
 class ElasticExtError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of everything that this package raises on purpose. Its text is one line that may go to any terminal."""
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class UsageError(ElasticExtError):

@@ -19,10 +19,12 @@ from elastic_ext.failures.kinds import (
     PREEMPTION,
     STORAGE,
     USER_STOP,
+    Kind,
     Verdict,
 )
 from elastic_ext.failures.matching import USERS
 from elastic_ext.failures.rules import NO_EVIDENCE
+from elastic_ext.typed import Seconds, ZeroOrOne
 
 NO_LIMIT = -1
 FREE_OF_WAIT = 1  # charged restarts in a row that begin at once: most failures are over with the first
@@ -45,6 +47,11 @@ EXIT_CODES: dict[str, dict[int, int]] = {
     "kubeflow": {EX_NODE: 128 + EX_NODE, EX_TRY_AGAIN: 128 + EX_TRY_AGAIN, EX_USER: 2},
 }
 
+# What an agent that gives up may leave with, in any of these; 0 is for who has finished.
+STOP_CODES: frozenset[int | None] = frozenset({EX_FAILED, EX_CODE, EX_NODE, EX_TRY_AGAIN, EX_CONFIG, EX_USER}).union(
+    *(codes.values() for codes in EXIT_CODES.values())
+)
+
 
 def exit_code_for(code: int, preset: str) -> int:
     """What a scheduler is told in place of `code`. preset: one of EXIT_CODES."""
@@ -63,7 +70,7 @@ class Action(Enum):
     RESTART = "restart"
 
 
-_ACTIONS = {
+ACTIONS = {
     Verdict.STOP: Action.STOP,
     Verdict.REQUEUE: Action.STOP,
     Verdict.REPLACE_NODE: Action.STOP,
@@ -88,14 +95,14 @@ class Decision:
     """
 
     action: Action
-    kind: str
+    kind: Kind
     reason: str
     exit_code: int | None = None
     rule: str = ""
     charged: bool = False
     verdict: Verdict | None = None
-    checkpoints_back: int = 0
-    delay_s: float = 0.0
+    checkpoints_back: ZeroOrOne = 0
+    delay_s: Seconds = 0.0
     cold: bool = False
 
 
@@ -174,7 +181,7 @@ def decide(
         outcome = replace(
             outcome, reason=f"{outcome.reason}; twice after the same checkpoint was loaded: the one before it is tried"
         )
-    action = _ACTIONS[outcome.verdict]
+    action = ACTIONS[outcome.verdict]
     return Decision(
         action,
         outcome.kind,

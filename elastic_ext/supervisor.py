@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import shutil
 import signal
 import statistics
@@ -42,11 +41,12 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import Block
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
-from elastic_ext.wakeup import Wakeup
-from elastic_ext.workers import hang, stacks
+from elastic_ext.wakeup import Wakeup, readable
+from elastic_ext.workers import descriptors, hang, stacks
 from elastic_ext.workers.flight_recorder import FlightRecorder
 from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.hang import Stuck
@@ -54,6 +54,7 @@ from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.news import WorkerNews
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Leaving, ProgressBoard
+from elastic_ext.workers.standby_rules import ColdReason
 from elastic_ext.workers.standbys import Standbys
 from elastic_ext.workers.stderr_tail import StderrTails
 from elastic_ext.workers.watch import HangWatch
@@ -97,7 +98,7 @@ class Supervisor(AgentSeam):
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
-        self._cold = ""  # why there are no standbys
+        self._cold = "few files may be opened"  # why there are no standbys
         self._warm: set[int] = set()  # local ranks of this round that standbys have taken
         self._watch: HangWatch | None = None
         self._flight: FlightRecorder | None = None
@@ -116,6 +117,11 @@ class Supervisor(AgentSeam):
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
         exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
+            stack.enter_context(descriptors.raised())
+            with usage_errors_exit():
+                extras = launch.extras_fit(self.spec.local_world_size, descriptors.left())
+            if not extras:
+                logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._wakeup = stack.enter_context(Wakeup())
             self._handler.on_news = self._wakeup.set
             if self._settings.metrics:
@@ -124,17 +130,18 @@ class Supervisor(AgentSeam):
                 announce = logging.WARNING if port == 0 else logging.INFO
                 stack.callback(MetricsServer(self._metrics.registry, host, port, announce).close)
             stack.enter_context(bridge_torchelastic(self._metrics))
-            in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._logs.run_dir = tempfile.mkdtemp(prefix="elastic_ext_", dir=in_memory)
+            with usage_errors_exit():
+                self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            stack.callback(self._logs.remove)
             self._news = WorkerNews(os.path.join(self._logs.run_dir, "news"))
             stack.callback(self._news.close)
-            self._stderr = self._logs.stderr = StderrTails(self._settings.stderr_tail and self._settings.bootstrap)
+            self._stderr = self._logs.stderr = StderrTails(extras and self._settings.stderr_tail and self._settings.bootstrap)
             stack.callback(self._stderr.close)
             self._host = Host(self._settings)
             stack.callback(self._host.close)
             self._guard = Guard(self._token, self._logs.run_dir)
-            self._standbys = self._make_standbys()
+            self._standbys = self._make_standbys() if extras else None
             if self._settings.hang and torch.distributed.is_nccl_available():
                 self._flight = FlightRecorder(self._logs.run_dir, os.environ)
             self._copier = copier.start(self._settings, self._token, self._metrics)
@@ -162,9 +169,14 @@ class Supervisor(AgentSeam):
         wanted = launch.standbys(self.spec, self._settings, self._token)
         if isinstance(wanted, str):
             logger.info("no warm standbys: %s", wanted)
-            self._cold = wanted
+            self._cold = ColdReason.OFF.value
             return None
-        return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
+        try:
+            return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
+        except (OSError, RuntimeError) as error:  # no descriptor, no thread
+            self._cold = "they could not be started"
+            logger.warning("no warm standbys: %s: %s", self._cold, error)
+            return None
 
     def _asked_to_stop(self, error: SignalException) -> None:
         """Somebody has signalled the agent. Who, and so the exit code, is for the platform to say where it can."""
@@ -268,7 +280,7 @@ class Supervisor(AgentSeam):
 
     def _told(self, verdict: job.Verdict, decision: Decision, failures: dict[int, ProcessFailure]) -> exits.Failures:
         """Say the verdict where schedulers look, before any agent leaves."""
-        code = policy.EX_FAILED if decision.exit_code is None else decision.exit_code
+        code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         exits.decided(code)
         exits.tell(json.loads(job.encode_verdict(verdict)), self._settings.verdict_file)
         return exits.Failures(failures, code)
@@ -292,7 +304,7 @@ class Supervisor(AgentSeam):
         """Before a restart: nothing to do meanwhile. A signal ends it by its exception."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
-            select.select([self._wakeup], [], [], left_s)
+            readable(self._wakeup, left_s)
             raise_again(self._wakeup.clear())
 
     def _look(self) -> RunResult:
@@ -373,7 +385,8 @@ class Supervisor(AgentSeam):
         self._hung = {local_rank: each for local_rank, each in stuck.items() if each in behind}
         recorded = self._flight.dump(each.rank for each in stuck.values()) if self._flight is not None else ""
         for each in sorted(stuck.values(), key=lambda one: one.blame):
-            logger.warning("elastic_ext: %s%s", each.reason, f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            where = Block(f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            logger.warning("elastic_ext: %s%s", each.reason, where)
             self._stacks.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
         if recorded:
             logger.warning("elastic_ext: %s", recorded)
@@ -452,8 +465,12 @@ class Supervisor(AgentSeam):
         if self._standbys is not None and self._board is not None:
             self._standbys.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
             self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
-        with self._phase("start"), started_by(self._standbys.start if self._standbys is not None else None):
+        warm_start = self._standbys.start if self._standbys is not None else None
+        with self._phase("start"), started_by(warm_start, descriptors.as_users):
             pids = super().start_workers()
+        if not self.leads_groups:  # functions: torch starts them in its own way
+            for pid in pids.values():
+                descriptors.as_users(pid)
         if self._standbys is not None:
             released = self._standbys.round_started()
             self._warm = {local_rank for local_rank, pid in pids.items() if pid in released}
@@ -558,7 +575,7 @@ class Supervisor(AgentSeam):
                 local_rank,
                 pid,
                 grace_s,
-                f"; it was at:\n{where[:SHOWN_STACKS]}" if where else "",
+                Block(f"; it was at:\n{where[:SHOWN_STACKS]}" if where else ""),
             )
 
     def _progress(self) -> list[WorkerProgress]:

@@ -115,6 +115,7 @@ Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | N
 """Of a command, its environment and files for stdout and stderr: the process, or None where torch is to start it."""
 
 _start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
+_started: ContextVar[Callable[[int], None]] = ContextVar("elastic_ext_started", default=lambda pid: None)
 _starting = threading.Lock()
 _starts = 0  # how many agents of this process start workers at this moment
 
@@ -137,15 +138,21 @@ class _Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = _start.get()
         found = start(args, env, self._stdout, self._stderr) if start is not None else None
-        return found if found is not None else super()._popen(args, env)
+        if found is None:
+            found = super()._popen(args, env)
+            _started.get()(found.pid)
+        return found
 
 
 @contextmanager
-def started_by(start: Start | None) -> Iterator[None]:
-    """Inside, `start` is asked for the process of each command that this thread has torch start."""
+def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `start` is asked for the process of each command that this thread has torch start.
+
+    started: told the pid of each that torch itself has started, at once.
+    """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)
-    if start is None or current not in (get_subprocess_handler, _Handler):  # None, or somebody else's
+    if current not in (get_subprocess_handler, _Handler):  # None, or somebody else's
         if start is not None:
             logger.warning("workers are started without warm standbys: torch's get_subprocess_handler is %r", current)
         yield
@@ -153,11 +160,12 @@ def started_by(start: Start | None) -> Iterator[None]:
     with _starting:
         _starts += 1
         multiprocessing.get_subprocess_handler = _Handler
-    token = _start.set(start)
+    tokens = _start.set(start), _started.set(started)
     try:
         yield
     finally:
-        _start.reset(token)
+        _start.reset(tokens[0])
+        _started.reset(tokens[1])
         with _starting:
             _starts -= 1
             if not _starts:

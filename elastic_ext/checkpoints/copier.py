@@ -31,8 +31,9 @@ class Copier:
 
     def __init__(self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, on_told: Callable[[Any], None]) -> None:
         """on_told: gets each line as a dict, from a thread."""
-        self._command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", local_dir, checkpoint_dir, f"--mb-s={mb_s}"]
-        self._environ = {**os.environ, TOKEN_ENV: token}
+        self._command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", f"--mb-s={mb_s}"]
+        # Not as arguments, which every user of the machine can read: a URL may hold credentials.
+        self._environ = {**os.environ, TOKEN_ENV: token, tiers.LOCAL_ENV: local_dir, tiers.REMOTE_ENV: checkpoint_dir}
         self._to = checkpoint_dir
         self._on_told = on_told
         self._saves = 0

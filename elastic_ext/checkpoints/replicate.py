@@ -1,7 +1,8 @@
 """Copies a node's part of each checkpoint from the local tier to the remote directory: a process of its own beside the agent.
 
-    python -m elastic_ext.checkpoints.replicate LOCAL_DIR CHECKPOINT_DIR [--mb-s N]
+    python -m elastic_ext.checkpoints.replicate [--mb-s N]
 
+Environment: ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR, as workers have them. Nobody else can read it.
 Standard input: `look` (a checkpoint was saved), `finish` (copy what is left, then end); its end is the agent's, and ends this
 process. Standard output: one JSON object a line, see `Told`. It knows nothing that is not in the two directories: killed and
 started again it goes on with the file that was under way.
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from elastic_ext.checkpoints import catalog
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.checkpoints.tiers import Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
+from elastic_ext.checkpoints.tiers import LOCAL_ENV, REMOTE_ENV, Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
 from elastic_ext.errors import ElasticExtError
 
 logger = logging.getLogger(__name__)
@@ -302,15 +303,14 @@ def _tell(told: Told) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("local_dir")
-    parser.add_argument("checkpoint_dir")
     parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes a second that may be sent; 0: no limit")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
     os.nice(NICE)
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
-    replicator = Replicator(open_storage(args.local_dir), open_storage(args.checkpoint_dir), Bucket(args.mb_s * 1e6))
+    local, remote = (open_storage(os.environ[name]) for name in (LOCAL_ENV, REMOTE_ENV))
+    replicator = Replicator(local, remote, Bucket(args.mb_s * 1e6))
     return run(replicator, orders, _tell)
 
 

@@ -280,8 +280,8 @@ def _made(kind: type[Told], text: str) -> Told | None:
     if len(text) > MOST_TOLD:
         return None
     try:
-        return typed.make(kind, json.loads(text))
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return typed.build(kind, json.loads(text), "what a node told")
+    except (ValueError, RecursionError, typed.RecordError):
         return None
 
 

@@ -17,10 +17,11 @@ from elastic_ext.checkpoints.generations import MARKERS
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.errors import UsageError
+from elastic_ext.printable import redacted
 
 logger = logging.getLogger(__name__)
 
-LOCAL_ENV = "ELASTIC_EXT_LOCAL_DIR"
+LOCAL_ENV, REMOTE_ENV = "ELASTIC_EXT_LOCAL_DIR", "ELASTIC_EXT_CHECKPOINT_DIR"
 OWNER = f"{MARKERS}/copied_to"  # in a local directory: which remote one it belongs to
 
 # `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `writer.own_file`.
@@ -138,14 +139,14 @@ def claim(local: Storage, remote: Storage) -> None:
 
     Raises UsageError where it belongs to another one; OSError where it cannot be written to.
     """
-    address = remote.address.encode()
+    address = redacted(remote.address)  # others may read the file
     try:
-        found = local.read(OWNER)
+        found = local.read(OWNER).decode(errors="replace")
     except FileNotFoundError:
-        local.put(OWNER, address)
+        local.put(OWNER, address.encode())
         return
-    if found != address:
+    if redacted(found) != address:  # older versions kept it as it was
         raise UsageError(
-            f"local_dir {local.address} holds checkpoints that belong to {found.decode(errors='replace')}, and checkpoint_dir is "
+            f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
             f"{remote.address}: give each job a local_dir of its own, or empty it"
         )

@@ -556,7 +556,7 @@ class _NodesReader(_Reader):
 
 def _keep(path: str, first: int, piece: torch.Tensor) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
         file.seek(first)
         file.write(memoryview(piece.numpy()))
 

@@ -36,6 +36,7 @@ LOOK_SHARE = 0.05  # how often a node in trouble looks again
 GRACE_SHARE = 0.5  # of the whole time that a lease got again: to renew it
 
 WELL, TROUBLE, KEPT = "0", "1", "2"  # what a node says of itself in the store
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, KEPT)}  # anything else excuses nobody
 
 
 class Fence:
@@ -139,7 +140,7 @@ class Fence:
             store = self._connected(host, port)
             store.set(f"elastic_ext/trouble/{rank}", state)
             keys = [f"elastic_ext/trouble/{other}" for other in range(nodes) if other != rank]
-            return [store.get(key).decode() if store.check([key]) else WELL for key in keys]
+            return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
         except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", host, port, error)
             self._store = None

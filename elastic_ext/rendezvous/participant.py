@@ -45,12 +45,13 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
-from elastic_ext.job import LedgerError
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.job_records import Found, JobRecords, Refused
 from elastic_ext.rendezvous.leader import Judge, Leader
 from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.reading import Reader
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
+from elastic_ext.typed import RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +105,14 @@ class Participant:
         self.header_revision = 0
         self.job_lease = 0
         self.ttl_s = lease_ttl_s
+        self.reader = Reader()
+        self._header_lost = 0  # revision of a header that cannot be read
+        self._part_lost = False  # what lies in the place of this node's assignment cannot be read
         self._loop = loop
         self._on_change = on_change
         self._retried: set[Callable[[], None]] = set()  # work whose next try waits for its time
         self._refused: set[Callable[[], None]] = set()  # work that etcd was too full for at its last try
-        self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host)
+        self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host, self.reader)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
         self._offered = ""  # key of what this node has offered last
@@ -202,7 +206,7 @@ class Participant:
             self._note_done(work)
         except LeaseLost:
             self.post(self._register_again)
-        except (EtcdError, rounds.RecordError, LedgerError, Refused, UsageError) as error:
+        except (EtcdError, RecordError, Refused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
                 self._retry(work)
@@ -359,17 +363,35 @@ class Participant:
             self._leader.close()
             self._leader = None
         self._to_follow = None
-        if last is not None and last.value.decode() != self.id:
-            self._to_follow = (f"{self.prefix}nodes/{last.value.decode()}", self.created)
-            return self._loop.wake_at(self, time.monotonic() + FOLLOW_S)  # or in the round: forming it comes first
-        found = self.client.last_created_before(self.prefix + "nodes/", self.created)
-        if found.kv is not None:
-            self._to_follow = (found.kv.key.decode(), found.revision)
+        if last is not None and last.lease_id:  # without a lease somebody else has written it
+            key = self.prefix + "nodes/" + last.value.decode(errors="replace")
+            if key != self._key and self.reader.id_of(self.prefix + "nodes/", key.encode()) is not None:
+                self._to_follow = (key, self.created)
+                return self._loop.wake_at(self, time.monotonic() + FOLLOW_S)  # or in the round: forming it comes first
+        self._to_follow = self._node_before()
+        if self._to_follow is not None:
             return self._follow()
         logger.info("node %s leads the rendezvous", self.id)
         self.read_header()
         self._leader = Leader(self)
         return self.on_time()
+
+    def _node_before(self) -> tuple[str, int] | None:
+        """Key of the node that was created last before this one, and a revision at which it was there.
+
+        What is no node leads nobody: then all are looked at for one that is.
+        """
+        folder = self.prefix + "nodes/"
+        found = self.client.last_created_before(folder, self.created)
+        if found.kv is not None and not self._is_node(found.kv):
+            found = self.client.get_prefix(folder)
+        nodes = [kv for kv in found.kvs if kv.create_revision < self.created and self._is_node(kv)]
+        before = max(nodes, key=lambda kv: kv.create_revision, default=None)
+        return (before.key.decode(), found.revision) if before is not None else None
+
+    def _is_node(self, kv: KeyValue) -> bool:
+        named = self.reader.id_of(self.prefix + "nodes/", kv.key) is not None
+        return named and self.reader.node(kv) is not None
 
     def _follow(self) -> None:
         if self._to_follow is None or self._node is None:
@@ -389,9 +411,32 @@ class Participant:
         found = self.client.txn([], [Get(self.prefix + "round"), Get(f"{self.prefix}assign/{self.id}")])
         header, part = (reading.kv for reading in found.readings)
         if part is not None:
-            self.assignment = rounds.decode(Assignment, part.value, part.key.decode())
+            self._take_part(part)
         if header is not None:
-            self.saw_header(rounds.decode(Header, header.value, header.key.decode()), header.mod_revision)
+            self._take_header(header)
+
+    def _take_part(self, kv: KeyValue) -> None:
+        part = self.reader.assignment(kv)
+        self._part_lost = part is None
+        self.assignment = part if part is not None else self.assignment
+
+    def _take_header(self, kv: KeyValue) -> None:
+        """One that cannot be read changes nothing: what was known holds, and the leader writes it again in its place."""
+        header = self.reader.header(kv)
+        if header is None and kv.mod_revision > self.header_revision:
+            self._header_lost = kv.mod_revision
+        self.saw_header(header if header is not None else self.header, kv.mod_revision)
+
+    @property
+    def header_lost(self) -> bool:
+        """What lies in the header's place cannot be read; `header` is what was there before."""
+        return 0 < self._header_lost == self.header_revision
+
+    def write_again(self) -> None:
+        """Somebody has written over this node's record."""
+        self._written = None
+        if self._node is not None and self._session is not None:
+            self._write_node()
 
     def saw_header(self, header: Header, revision: int) -> None:
         if revision > self.header_revision:
@@ -406,7 +451,7 @@ class Participant:
             return self._watch_again("round", self._on_header)
         event = item.events[-1]
         if event.kind == "put":
-            self.saw_header(rounds.decode(Header, event.kv.value, event.kv.key.decode()), event.kv.mod_revision)
+            self._take_header(event.kv)
         if self._leader is not None:
             self.on_time()
         return None
@@ -418,7 +463,7 @@ class Participant:
             return self._watch_again(f"assign/{self.id}", self._on_assignment)
         event = item.events[-1]
         if event.kind == "put":
-            self.assignment = rounds.decode(Assignment, event.kv.value, event.kv.key.decode())
+            self._take_part(event.kv)
             self._consider()
         return None
 
@@ -445,7 +490,12 @@ class Participant:
         Both on this thread: a node that has taken its part never claims to wait.
         """
         node, part, header = self._node, self.assignment, self.header
-        if node is None or self.joined is not None or part is None or not part.of(header) or node.after >= header.round:
+        if node is None or self.joined is not None or node.after >= header.round:
+            return
+        if part is None or not part.of(header):
+            if self._part_lost and header.state is State.RUNNING:  # it may be in this round, and can never learn how
+                self._node = dataclasses.replace(node, after=header.round)
+                self._write_node()
             return
         if header.state is State.RUNNING:
             self.joined = (header, part)

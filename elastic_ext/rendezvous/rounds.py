@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
-from elastic_ext.errors import ElasticExtError
+from elastic_ext import typed
+from elastic_ext.typed import Count, Name, Port, RecordError, Within
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
 STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
 SCHEMA = 1  # of the records below; a record of a newer one is refused
-
-
-class RecordError(ElasticExtError):
-    """A record in the store that this version cannot read."""
+MOST_WORKERS = 2**16  # of a node
+MOST_SAVES = 10**6  # on demand, in one round
 
 
 class State(str, Enum):
@@ -54,19 +53,19 @@ class Node:
         local: it saves to a disk of its own first, and may resume from there.
     """
 
-    after: int
-    workers: int
+    after: Count
+    workers: Annotated[int, Within(1, MOST_WORKERS)]
     role: str
-    address: str
-    port: int
-    done: int = 0
+    address: Name
+    port: Port
+    done: Count = 0
     topology: str = ""
-    reported: int = 0
+    reported: Count = 0
     report: str = ""
     follows: bool = False
-    saved: int = 0
-    saved_step: int = 0
-    stalled: int = 0
+    saved: Count = 0
+    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
+    stalled: Count = 0
     local: bool = False
 
 
@@ -88,16 +87,16 @@ class Header:
             looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
     """
 
-    round: int = 0
+    round: Count = 0
     state: State = State.FORMING
-    nodes: int = 0
-    world: int = 0
+    nodes: Count = 0
+    world: Count = 0
     address: str = ""
-    port: int = 0
+    port: Port = 0
     reason: str = ""
     seal: str = ""
     verdict: str = ""
-    save: int = 0
+    save: Annotated[int, Within(0, MOST_SAVES)] = 0
     local: bool = False
     resume: str = ""
 
@@ -106,11 +105,11 @@ class Header:
 class Assignment:
     """One node's part in a round. base_rank, base_role_rank: of its first worker. role_world: of its role. seal: see Header."""
 
-    round: int
-    rank: int
-    base_rank: int
-    base_role_rank: int
-    role_world: int
+    round: Count
+    rank: Count
+    base_rank: Count
+    base_role_rank: Count
+    role_world: Count
     seal: str = ""
 
     def of(self, header: Header) -> bool:
@@ -299,9 +298,7 @@ def _named(ids: Sequence[str]) -> str:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
-# Made once: a leader of thousands of nodes does little else than read and write records.
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-_NAMES = {kind: frozenset(field.name for field in fields(kind)) for kind in (Node, Header, Assignment)}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a leader of thousands of nodes writes as many records
 
 
 def encode(record: Node | Header | Assignment) -> bytes:
@@ -314,21 +311,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     Raises:
         RecordError: it is of a newer schema, or no record of this kind. key: for the message.
     """
-    try:
-        data: Any = json.loads(value)
-        schema = data.pop("schema")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RecordError(
-            f"{key} holds no record of elastic_ext ({type(error).__name__}): is the run id used by something else?"
-        ) from error
-    if schema != SCHEMA:
-        raise RecordError(
-            f"{key} was written with schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext"
-        )
-    try:
-        if kind is Header:
-            data["state"] = State(data["state"])
-        names = _NAMES[kind]
-        return kind(**{name: value for name, value in data.items() if name in names})
-    except (TypeError, ValueError, KeyError) as error:
-        raise RecordError(f"{key} holds no {kind.__name__.lower()} of elastic_ext: {error}") from error
+    data = typed.parse(value, key, SCHEMA)
+    if kind is Header and "state" not in data:
+        raise RecordError(f"{key} holds no header of elastic_ext: it has no state")
+    return typed.build(kind, data, key)

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -63,8 +63,8 @@ class StoreCalls:
         self._calls, self._waits = self._answer(calls, CONNECT_S), self._answer(waits, CONNECT_S)
 
     def read(self, key: str) -> str:
-        """What is there; "" for nothing."""
-        return self.run(lambda: self._calls.get(key).decode() if self._calls.check([key]) else "")
+        """What is there; "" for nothing. Of what is not UTF-8 `swap` can make the same again."""
+        return self.run(lambda: _text(self._calls.get(key)) if self._calls.check([key]) else "")
 
     def put(self, key: str, value: str) -> None:
         """When this returns all others can read it; torch's set alone is not answered."""
@@ -75,7 +75,9 @@ class StoreCalls:
 
     def swap(self, key: str, before: str, after: str) -> str:
         """Set it if it is `before` ("": not there, or empty); return what it is then."""
-        return self.run(lambda: self._calls.compare_set(key, before, after).decode())
+        # As bytes, which torch takes as well: what somebody else has put there may be no text.
+        expected: Any = before.encode(errors="surrogateescape")
+        return self.run(lambda: _text(self._calls.compare_set(key, expected, after)))
 
     def wait_all(
         self,
@@ -155,6 +157,10 @@ class StoreCalls:
         self._threads.append(threading.Thread(target=run, name="elastic_ext-store", daemon=True))
         self._threads[-1].start()
         return answer
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="surrogateescape")
 
 
 def _clone(store: Store) -> Store:

@@ -421,9 +421,9 @@ def _write_error_file(path: str, error: BaseException, refusal: "tuple[str, str]
 
 
 def _replace(path: str, text: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "x") as file:  # which follows no link
             file.write(text)
         os.replace(temporary, path)
     except OSError:
@@ -511,7 +511,7 @@ def _dump_stacks_on_signal(settings: "dict[str, Any]") -> bool:
     import faulthandler
 
     # A plain descriptor that nothing closes: the handler runs until the process is gone.
-    stacks = os.open(settings["stacks"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    stacks = os.open(settings["stacks"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     return True
 

@@ -90,6 +90,8 @@ class Server:
                     wanted = json.load(file)
                 self._preload(**wanted)
             else:
+                if not descriptors:  # a lack of them: the agent hears that no standby came up, and asks again
+                    continue
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
                     return self._wait(waiting)
@@ -164,11 +166,27 @@ class Server:
     # Standbys.
 
     def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
-        """Fork a standby; its socket is returned in the standby, None here."""
-        adopted, parent_ended = os.pipe()
-        between = os.fork()
+        """Fork a standby; its socket is returned in the standby, None here.
+
+        Where there is no process or descriptor to be had now, the agent hears that none came up, and asks again.
+        """
+        try:
+            adopted, parent_ended = os.pipe()
+        except OSError:
+            waiting.close()
+            return None
+        try:
+            between = os.fork()
+        except OSError:
+            for each in (adopted, parent_ended):
+                os.close(each)
+            waiting.close()
+            return None
         if between == 0:
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError:
+                os._exit(1)
             if child:
                 os._exit(0)
             os.close(parent_ended)

@@ -48,11 +48,11 @@ class Process:
 
     def __init__(self, local: Path, remote: Path | str, mb_s: float = 0.0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", str(local), str(remote), f"--mb-s={mb_s}"],
+            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", f"--mb-s={mb_s}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment(ELASTIC_EXT_LOCAL_DIR=str(local), ELASTIC_EXT_CHECKPOINT_DIR=str(remote)),
         )
         self.told: list[dict] = []
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_all
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,7 +53,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a pr
 STRANGER = """
 import json, os, sys
 from torch.distributed import TCPStore
-assert os.geteuid() != 0
+os.setgroups([])
+os.setgid(65534)  # after the imports: another user may not reach this Python
+os.setuid(65534)
 print("ready", flush=True)
 for line in sys.stdin:
     port, values = json.loads(line)
@@ -79,11 +81,9 @@ class Stranger:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            user=NOBODY,
-            group=NOBODY,
-            extra_groups=[],
         )
         assert self._says() == "ready"
+        assert f"\nUid:\t{NOBODY}\t{NOBODY}\t" in Path(f"/proc/{self._process.pid}/status").read_text()
 
     def _says(self) -> str:
         assert self._process.stdout is not None
@@ -359,7 +359,7 @@ def test_a_port_that_is_taken():
         "{" * 50_000,
         '{"name": 3}',
         *(
-            json.dumps({"name": name, "step": 1, "reason": "", "local": local, "asked_for": False})
+            json.dumps({"name": name, "step": 1, "reason": "", "local": local, "asked_for": False, "schema": 1})
             for name, local in [
                 ("../evil.pt", False),
                 ("/tmp/evil.pt", False),
@@ -370,9 +370,10 @@ def test_a_port_that_is_taken():
                 ("s3://bucket/evil.pt", False),
             ]
         ),
-        json.dumps({"name": "a.pt", "step": 1, "reason": "", "local": False, "asked_for": True}),
+        json.dumps({"name": "a.pt", "step": 1, "local": False, "asked_for": True, "schema": 1}),
         json.dumps({"path": "/tmp/evil.pt", "step": 1, "reason": "", "local": False}),
-        json.dumps({"name": "a.pt", "step": "1", "reason": "", "local": False, "asked_for": False}),
+        json.dumps({"name": "a.pt", "step": "1", "schema": 1}),
+        json.dumps({"name": "a.pt", "step": 1, "schema": 2}),
         " " * 100_000,
     ],
 )
@@ -386,9 +387,10 @@ def test_a_choice_that_is_none(tmp_path, text):
 
 
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path):
+    told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
     with StoreServer() as server:
         shared = exchange_of(server, 1, 2)
-        shared._asked(lambda job: job.calls.put("1/choice", json.dumps({"error": "a\x1b[2J\nb" + "x" * 9000, "bad": True})))
+        shared._asked(lambda job: job.calls.put("1/choice", told))
         with pytest.raises(BadCheckpoints) as raised:
             resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
     assert str(raised.value).isprintable()
@@ -569,11 +571,14 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
 HOLDS = """
 import fcntl, os
 from elastic_ext.checkpoints.formats import Verdict
+looks = 0
 class Held:
     def claims(self, entry):
         return entry.name == "held"
     def check(self, storage, entry):
-        if os.environ["HOLD"] == "1":
+        global looks
+        looks += 1
+        if looks > 1:  # every agent looks once at its start
             print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
             with open(os.environ["GATE"]) as gate:
                 fcntl.flock(gate, fcntl.LOCK_SH)
@@ -596,15 +601,17 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, ba
     (directory / "held").write_text("newer")
     with ExitStack() as stack:
         if backend == "ext_etcd":
-            endpoint, conf = request.getfixturevalue("server").endpoint, "lease_ttl=5,last_call=0.5"
+            endpoint, conf = request.getfixturevalue("server").endpoint, "lease_ttl=5,last_call=60"
         else:
             endpoint = stack.enter_context(StoreServer()).endpoint
-            conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
+            conf = "is_host=0,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5"
         where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
         command = [*AGENT, *where, f"--rdzv-conf={conf},checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
         env = {"PYTHONPATH": str(plugin), "GATE": str(gate.path)}
-        jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, HOLD="1", **env)) for name in "ab"}
-        looks, other = await_one(jobs)
+        jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}
+        told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in jobs.items()}
+        looks = told[wait_for_all(told, LONG_S, FIRST_COMPLETED).done.pop()]
+        other = "ab".replace(looks, "")
         jobs[looks].process.kill()
         gate.open()
         done = jobs[other].finish()

@@ -16,7 +16,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from elastic_ext import typed
 from elastic_ext.checkpoints import catalog, detect, discovery, tiers
@@ -36,8 +36,8 @@ BEGUN = f"{catalog.MARKERS}/resume_from"  # one file for each run that was told 
 SEEN_S = 60.0  # that a checkpoint may take to be seen by the other nodes (NFS caches attributes for up to 60 s: acregmax)
 ANSWER_S = 30 * 60.0  # that group rank 0 may take: verifying a terabyte at 1 GB/s takes 17 minutes
 TOLD_S = 60.0  # that a node may take to look into its local directory; one that is dead never says
-MOST_TOLD = 1 << 16  # characters of what one node tells the others; what is longer was not written by us
-MOST_TEXT = 2000  # of a reason or an error in it
+SCHEMA = 1  # of what nodes tell each other
+MOST_TEXT = 2000  # characters of a reason or an error
 MOST_OFFERS = 16  # of one node, the newest
 MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
 
@@ -181,7 +181,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
         except RoundOver:
             raise
         except (ElasticExtError, OSError) as error:
-            exchange.publish(json.dumps({"error": str(error)[:MOST_TEXT], "bad": isinstance(error, BadCheckpoints)}))
+            exchange.publish(_told_error(error))
             raise
         exchange.publish(_told_choice(settings, found))
         return _placed(settings, found)
@@ -202,26 +202,25 @@ class _Told:
         name: of a checkpoint, in the directory of `_directory`; "": begin from nothing.
         local: in the nodes' local directories instead.
         asked_for: see `_directory`.
+        error: why node 0 cannot tell; "": it can. bad: there are checkpoints, and none may be used.
     """
 
     name: str
-    step: int | None
-    reason: str
-    local: bool
-    asked_for: bool
+    step: int | None = None
+    reason: str = ""
+    local: bool = False
+    asked_for: bool = False
+    error: str = ""
+    bad: bool = False
 
 
-@dataclass(frozen=True)
-class _Error:
-    """Node 0 cannot tell. bad: there are checkpoints, and none may be used."""
-
-    error: str
-    bad: bool
+def _told_error(error: Exception) -> str:
+    return _record(_Told("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints)))
 
 
 def _told_choice(settings: Settings, found: Resumption) -> str:
     name, asked_for = (found.path, False) if found.local or not found.path else _name_of(settings, found.path)
-    return json.dumps(asdict(_Told(name, found.step, found.reason[:MOST_TEXT], found.local, asked_for)))
+    return _record(_Told(name, found.step, found.reason[:MOST_TEXT], found.local, asked_for))
 
 
 def _name_of(settings: Settings, path: str) -> tuple[str, bool]:
@@ -245,15 +244,17 @@ def _directory(settings: Settings, asked_for: bool) -> str | None:
 
 def _read_choice(settings: Settings, text: str) -> Resumption:
     """What node 0 has told. Raises BadCheckpoints, UsageError."""
-    error = _made(_Error, text)
-    if error is not None:
-        kind = BadCheckpoints if error.bad else UsageError
-        raise kind(f"group rank 0 cannot tell what to resume from: {printable(error.error[:MOST_TEXT])}")
-    told = _made(_Told, text)
-    if told is None or (told.name and not _is_name(told.name)) or (told.local and order_of(told.name) is None):
+    try:
+        told = typed.read(_Told, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
+    except typed.RecordError as error:
+        raise UsageError(printable(str(error))) from error
+    if told.error:
+        kind = BadCheckpoints if told.bad else UsageError
+        raise kind(f"group rank 0 cannot tell what to resume from: {printable(told.error[:MOST_TEXT])}")
+    if (told.name and not _is_name(told.name)) or (told.local and order_of(told.name) is None):
         raise UsageError(
-            f"group rank 0 says {printable(text[:200])} of the checkpoint to resume from, expected a name: all nodes of a job "
-            "need the same elastic_ext"
+            f"group rank 0 says {printable(told.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
+            "somebody else write to the store of the rendezvous?"
         )
     found = Resumption(told.name, told.step, printable(told.reason[:MOST_TEXT]), told.local)
     if not told.name or told.local:
@@ -272,17 +273,8 @@ def _is_name(name: str) -> bool:
     return len(name) <= MOST_NAME and name not in (".", "..") and not any(each in name for each in ("/", os.sep, "\0"))
 
 
-Told = TypeVar("Told")
-
-
-def _made(kind: type[Told], text: str) -> Told | None:
-    """A record of this kind; None: it is none."""
-    if len(text) > MOST_TOLD:
-        return None
-    try:
-        return typed.build(kind, json.loads(text), "what a node told")
-    except (ValueError, RecursionError, typed.RecordError):
-        return None
+def _record(told: _Told | _Offers) -> str:
+    return json.dumps({"schema": SCHEMA, **asdict(told)})
 
 
 @dataclass(frozen=True)
@@ -299,7 +291,7 @@ def _told_offers(offers: Sequence[Offer] | None, workers: int) -> str:
     """Names and digests only: node 0 can compare its own with them, and a manifest of a thousand nodes is long."""
     told = list(offers or ())[:MOST_OFFERS]
     names, digests = tuple(offer.name for offer in told), tuple(offer.digest for offer in told)
-    return json.dumps(asdict(_Offers(workers, offers is not None, names, digests)))
+    return _record(_Offers(workers, offers is not None, names, digests))
 
 
 # The local tier.
@@ -324,17 +316,17 @@ def _newest_local(settings: Settings, exchange: Exchange, mine: Sequence[Offer] 
     if texts is None:
         logger.warning("local_dir is not resumed from: not all nodes have one, or not all have said in time what is in it")
         return None
-    said = [_made(_Offers, text) for text in texts]
-    if any(each is None or not each.usable for each in said):
+    try:
+        said = [typed.read(_Offers, text, "what a node has in its local_dir", SCHEMA) for text in texts]
+    except typed.RecordError as error:
+        logger.warning("local_dir is not resumed from: %s", printable(str(error)))
+        return None
+    if not all(each.usable for each in said):
         return None
     known = {(offer.name, offer.digest): offer for offer in mine}
-    told = [
-        [known[pair] for pair in zip(each.names, each.digests, strict=False) if pair in known]
-        for each in said
-        if each is not None
-    ]
+    told = [[known[pair] for pair in zip(each.names, each.digests, strict=False) if pair in known] for each in said]
     barred = catalog.in_quarantine(open_storage(settings.checkpoint_dir))
-    return tiers.newest_of_all(told, [each.workers for each in said if each is not None], barred)
+    return tiers.newest_of_all(told, [each.workers for each in said], barred)
 
 
 def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:

@@ -1,6 +1,6 @@
 """Copies a node's part of each checkpoint from the local tier to the remote directory: a process of its own beside the agent.
 
-    python -m elastic_ext.checkpoints.replicate LOCAL_DIR CHECKPOINT_DIR [--mb-s N]
+    elastic_ext.checkpoints.replicate LOCAL_DIR CHECKPOINT_DIR [--mb-s N]      (run by workers/isolated.py)
 
 Standard input: `look` (a checkpoint was saved), `finish` (copy what is left, then end); its end is the agent's, and ends this
 process. Standard output: one JSON object a line, see `Told`. It knows nothing that is not in the two directories: killed and

@@ -157,6 +157,15 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
     assert tail.rstrip().splitlines()[-1].startswith("===")
 
 
+def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_stops_the_job(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text("import torch\nclass NoLicense(Exception): pass\nprint('began', flush=True)\nraise NoLicense('server 7')\n")
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    assert job.returncode == 65, job.all
+    assert job.out.count("began") == 2
+    assert "the same came back with no progress" in job.err
+
+
 def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):
     command = [*EXT, "--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1", GLOO, "ignore:0", "kill:1"]
     with Job(command, tmp_path) as job:

@@ -560,7 +560,7 @@ def note_sign(words: memoryview, now_ns: int) -> None:
 
 
 def _pythons_own(name: str) -> "Any":
-    """A module of Python's that is written in C, whatever PYTHONPATH holds. The script finds under its name what it would find."""
+    """One of Python's modules in C, whatever PYTHONPATH holds. The script finds under its name what it would find without us."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)
     try:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+_USER = re.compile(r"(?<=://)[^/\s]*@")
+_PARAMETER = re.compile(r"([?&][^=&\s]+=)[^&\s]+")
+
 
 def printable(text: str) -> str:
     """Return `text` as one line in which whatever is not printable (controls, lone surrogates, marks that turn the direction of
@@ -10,6 +15,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else _escaped(character) for character in text)
+
+
+def redacted(address: str) -> str:
+    """Return a path or URL without what may be a secret in it: user and password, the values of parameters."""
+    return _PARAMETER.sub(r"\1***", _USER.sub("***@", address))
 
 
 def _escaped(character: str) -> str:

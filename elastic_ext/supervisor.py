@@ -95,6 +95,8 @@ class Supervisor(AgentSeam):
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
         )
+        self._metrics_url: str | None = None
+        self._introduced = False
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
@@ -128,7 +130,9 @@ class Supervisor(AgentSeam):
                 host, port = self._settings.metrics_host, self._settings.metrics_port
                 # A port that nobody chose must be seen, and torchrun shows warnings only.
                 announce = logging.WARNING if port == 0 else logging.INFO
-                stack.callback(MetricsServer(self._metrics.registry, host, port, announce).close)
+                server = MetricsServer(self._metrics.registry, host, port, announce)
+                stack.callback(server.close)
+                self._metrics_url = server.url
             stack.enter_context(bridge_torchelastic(self._metrics))
             with usage_errors_exit():
                 self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
@@ -456,6 +460,7 @@ class Supervisor(AgentSeam):
             **self._resume_variables(),
             **(self._flight.variables if self._flight is not None else {}),
         }
+        self._introduce()
         self._logs.tell = {slot: {"agent": self._token} for slot in range(self.spec.local_world_size)}
         store_at = self.group.master_addr, self.group.master_port
         if self._settings.bootstrap and self._board is not None:
@@ -488,6 +493,13 @@ class Supervisor(AgentSeam):
         self._host.round_started(pids.values())
         self._count_workers("running")
         return pids
+
+    def _introduce(self) -> None:
+        """Once: a restart is told elsewhere. A warning, though it is none, for torchrun shows nothing else."""
+        if not self._introduced:
+            self._introduced = True
+            backend, run_id = self._handler.get_backend(), self._handler.get_run_id()
+            logger.warning("%s", launch.start_line(backend, run_id, self._metrics_url, self._settings, self._resumed))
 
     def _make_board(self, count: int) -> ProgressBoard | None:
         """In memory if there is room, else on disk, else none: the job runs without it."""

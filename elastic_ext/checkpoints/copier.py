@@ -6,18 +6,18 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ext.checkpoints import tiers
+from elastic_ext.checkpoints import replicate, tiers
 from elastic_ext.checkpoints.replicate import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import UsageError
 from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.settings import Settings
+from elastic_ext.workers import isolated
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Copier:
 
     def __init__(self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, on_told: Callable[[Any], None]) -> None:
         """on_told: gets each line as a dict, from a thread."""
-        self._command = [sys.executable, "-m", "elastic_ext.checkpoints.replicate", f"--mb-s={mb_s}"]
+        self._command = [*isolated.command(replicate.__name__), f"--mb-s={mb_s}"]
         # Not as arguments, which every user of the machine can read: a URL may hold credentials.
         self._environ = {**os.environ, TOKEN_ENV: token, tiers.LOCAL_ENV: local_dir, tiers.REMOTE_ENV: checkpoint_dir}
         self._to = checkpoint_dir

@@ -1,6 +1,6 @@
 """Copies a node's part of each checkpoint from the local tier to the remote directory: a process of its own beside the agent.
 
-    python -m elastic_ext.checkpoints.replicate [--mb-s N]
+    elastic_ext.checkpoints.replicate [--mb-s N]      (run by workers/isolated.py)
 
 Environment: ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR, as workers have them. Nobody else can read it.
 Standard input: `look` (a checkpoint was saved), `finish` (copy what is left, then end); its end is the agent's, and ends this

@@ -42,6 +42,7 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import printable
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
@@ -152,10 +153,20 @@ class Supervisor(AgentSeam):
                 self._forget_round()
                 if self._standbys is not None:
                     self._standbys.close()
+                left: tuple[str, ...] = ()
                 if self._copier is not None:  # before the guard, which would end it
-                    self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
+                    left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
                 self._guard.close(clean)
-            return result
+            return self._not_delivered(left) if clean and left else result
+
+    def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
+        """All was trained, and what was saved last is on this node only. Started again here, the agent copies it."""
+        reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
+        code = policy.exit_code_for(policy.EX_TRY_AGAIN, self._settings.exit_codes)
+        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "not-copied")
+        verdict = job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+        logger.error("elastic_ext: %s; exit code %s", printable(reason), code)
+        return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, report.failure_elsewhere(verdict)))
 
     def _make_standbys(self) -> Standbys | None:
         """Before the first rendezvous: while that is under way they import what workers need."""
@@ -515,6 +526,8 @@ class Supervisor(AgentSeam):
         self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
         if self._settings.checkpoint_dir is None:
             return {}
+        if self._copier is not None:
+            self._copier.round_starts(self._resumed.path)
         if self._resumed.path:
             logger.info("resuming from %s, step %s (%s)", self._resumed.path, self._resumed.step, self._resumed.reason)
         else:

@@ -29,7 +29,9 @@ from elastic_ext import exits, job, launch, policy, postmortem, saving
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import copier, resolution, tiers
 from elastic_ext.checkpoints.copier import Copier
+from elastic_ext.checkpoints.pins import Pin
 from elastic_ext.checkpoints.resolution import Place, Resumption
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import BadCheckpoints, JobStopped, UsageError
 from elastic_ext.failures import kinds, report, user_rules
 from elastic_ext.failures.classify import classify
@@ -105,6 +107,7 @@ class Supervisor(AgentSeam):
         self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
         self._saves: SaveOnDemand | None = None
         self._copier: Copier | None = None
+        self._pin: Pin | None = None  # of what the workers are loading
         self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
         self._news: WorkerNews
@@ -228,7 +231,10 @@ class Supervisor(AgentSeam):
                     self._saves.look(self._handler)
                 self._look_for_hangs()
                 if self._copier is not None and self._board is not None:
-                    self._copier.saved(sum(word.saves for word in self._board.read_all()))
+                    words = self._board.read_all()
+                    self._copier.saved(sum(word.saves for word in words))
+                    if any(word.steps or word.saves for word in words):  # loading is collective: all have
+                        self._unpin()
                 if (over := self._handler.round_over()) is None:
                     continue
                 logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
@@ -505,7 +511,14 @@ class Supervisor(AgentSeam):
                 )
             self._count_workers("stopped")
 
+    def _unpin(self) -> None:
+        """The workers have loaded their checkpoint, or will no more."""
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
     def _forget_round(self) -> None:
+        self._unpin()
         if self._copier is not None:
             self._copier.look()  # for what was saved as the last thing
         if self._processes is not None:
@@ -523,7 +536,15 @@ class Supervisor(AgentSeam):
         """What the workers are told to resume from: the same on every node."""
         store: Any = self.group.store
         place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
-        self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
+        pin = Pin(open_storage(self._settings.local_dir)) if self._settings.local_dir is not None else None
+        try:
+            self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
+            if pin is not None and self._resumed.local:
+                pin.narrow(self._resumed.path.rpartition("/")[2])
+                self._pin, pin = pin, None
+        finally:
+            if pin is not None:
+                pin.release()
         if self._settings.checkpoint_dir is None:
             return {}
         if self._copier is not None:

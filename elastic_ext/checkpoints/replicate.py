@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 
 from elastic_ext.checkpoints import catalog
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
+from elastic_ext.checkpoints.pins import unless_pinned
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.tiers import Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
 from elastic_ext.errors import ElasticExtError
@@ -280,8 +281,10 @@ class Replicator:
     def _prune(self, whole: set[str], newest_remote: tuple[int, int] | None) -> None:
         held = [Held(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
         for name in plan_local_prune(held, newest_remote):
-            catalog.delete(self._local, name)
-            logger.info("removed %s: newer ones are complete", self._local.path(name))
+            with unless_pinned(self._local, name) as free:
+                if free:
+                    catalog.delete(self._local, name)
+                    logger.info("removed %s: newer ones are complete", self._local.path(name))
 
     def _told(self, pending: Sequence[Here], newest_remote: tuple[int, int] | None, reason: str) -> Told:
         now = time.monotonic()

@@ -137,7 +137,7 @@ def agree(settings: Settings, run_id: str, store: Store, place: Place) -> Resump
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    store.set(f"{LOCAL_KEY}.{place.node}", json.dumps({"workers": place.workers, "offers": _offers(settings, place.node)}))
+    store.set(f"{LOCAL_KEY}.{place.node}", json.dumps({"workers": place.workers, "offers": _offers(settings)}))
     if place.node == 0:
         try:
             local = _newest_local(settings, store, place)
@@ -161,19 +161,19 @@ def agree(settings: Settings, run_id: str, store: Store, place: Place) -> Resump
 # The local tier.
 
 
-def _offers(settings: Settings, node: int) -> list[dict[str, Any]] | None:
+def _offers(settings: Settings) -> list[dict[str, Any]] | None:
     """None: this node has no local tier that can be used."""
     if settings.local_dir is None or settings.resume_from:
         return None
     try:
-        return [asdict(offer) for offer in tiers.offers(open_storage(settings.local_dir), node)]
+        return [asdict(offer) for offer in tiers.offers(open_storage(settings.local_dir))]
     except OSError as error:
         logger.warning("local_dir %s cannot be looked at: %s", settings.local_dir, error)
         return None
 
 
 def _newest_local(settings: Settings, store: Store, place: Place) -> Offer | None:
-    """The newest one that all nodes have their parts of."""
+    """The newest one that the nodes have all parts of."""
     if settings.local_dir is None:
         return None
     keys = [f"{LOCAL_KEY}.{node}" for node in range(place.nodes)]
@@ -185,9 +185,18 @@ def _newest_local(settings: Settings, store: Store, place: Place) -> Offer | Non
     said = [json.loads(store.get(key)) for key in keys]
     if settings.checkpoint_dir is None or any(each["offers"] is None for each in said):
         return None
-    told = [[Offer(**{**offer, "nodes": tuple(offer["nodes"])}) for offer in each["offers"]] for each in said]
+    told = [[_offer(record) for record in each["offers"]] for each in said]
     barred = catalog.in_quarantine(open_storage(settings.checkpoint_dir))
-    return tiers.newest_of_all(told, [each["workers"] for each in said], barred)
+    found = tiers.newest_of_all(told, barred)
+    for offer, ranks in tiers.lacking(told).items():
+        if ranks and offer.name not in barred and _order(offer.name) > _order(found.name if found is not None else ""):
+            missing = ", ".join(map(str, ranks))
+            logger.warning("%s is not resumed from: what ranks %s saved is on no node's local_dir", offer.name, missing)
+    return found
+
+
+def _offer(record: Mapping[str, Any]) -> Offer:
+    return Offer(**{**record, "nodes": tuple(record["nodes"]), "ranks": tuple(record["ranks"])})
 
 
 def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
@@ -195,7 +204,9 @@ def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
     if local is None or settings.checkpoint_dir is None:
         return choose(settings, run_id)
     order = _order(local.name)
-    resumption = Resumption(local.name, local.step, f"newest of all nodes' local_dir, {len(local.nodes)} of them", local=True)
+    resumption = Resumption(
+        local.name, local.step, f"newest that the nodes have all parts of in local_dir, saved by {len(local.nodes)}", local=True
+    )
     newer = [name for name in tiers.own_checkpoints(open_storage(settings.checkpoint_dir)) if _order(name) > order]
     if not newer:
         return resumption

@@ -123,6 +123,51 @@ checkpointer.save(5, wait=True)
 """
 
 
+PINNED = """
+import fcntl, os, sys, time, torch
+from torch import nn
+from elastic_ext import Checkpointer
+model = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters())
+checkpointer = Checkpointer(sys.argv[1], model=model, optimizer=optimizer)
+
+def pinned():
+    local, _, name = os.environ["ELASTIC_EXT_RESUME_FROM"].rpartition("/")
+    try:
+        with open(f"{local}/.elastic_ext/loading/{name}") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    checkpointer.load()
+    checkpointer.save(5, wait=True)
+    os.abort()
+print("before", pinned(), flush=True)
+checkpointer.load()
+optimizer.step()
+deadline = time.monotonic() + 100
+while pinned() and time.monotonic() < deadline:
+    time.sleep(0.1)
+print("after", pinned(), flush=True)
+"""
+
+
+def test_the_agent_pins_what_its_workers_load(tmp_path):
+    """From its choice until a worker has made a step."""
+    script = tmp_path / "job.py"
+    script.write_text(PINNED)
+    conf = f"checkpoint_dir={tmp_path / 'remote'},backoff=0"
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script), str(tmp_path / "remote")]
+    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    assert "before True\nafter False" in done.out
+
+
 @pytest.mark.parametrize(("preset", "code"), [("design", 75), ("kubeflow", 203)])
 def test_a_job_whose_last_checkpoint_is_on_one_node_only_has_not_ended_well(tmp_path, preset, code):
     """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""

@@ -55,7 +55,17 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 LONG = {
     "test_benchmarks.py": ("test_verdict", "test_code_bug_waste", "test_restart_reliability", "test_overhead"),
     "test_benchmarks_node_loss.py": ("one_row_of_ours",),
-    "test_tiers.py": ("replaced_node", "copier_is_killed", "right_after_a_save", "full_local_disk"),
+    "test_copier.py": ("[kubeflow", "the_agent_pins"),
+    "test_tiers.py": (
+        "[nab]",
+        "[damaged]",
+        "started_again",
+        "from_everywhere",
+        "replaced_node",
+        "copier_is_killed",
+        "right_after_a_save",
+        "full_local_disk",
+    ),
     "test_checkpointer.py": (
         *("lose_nothing_that_was_committed[s3]", "4_then_2_then_3_ranks[s3]", "[wrap1-", "[wrap3-", "other_wrappers"),
     ),

@@ -421,11 +421,14 @@ class Loop:
             yield f"{len(charged)} restarts were charged, {allowed} expected at most: {told}"
 
     def _leavings(self, cards: Sequence[Card], victims: Sequence[Process | None], exits: Sequence[tuple[str, int]]) -> Iterator[str]:
-        struck = {self._victim_node.get(victim.pid, ""): card for card, victim in zip(cards, victims, strict=True) if victim}
+        struck = defaultdict(list)
+        for card, victim in zip(cards, victims, strict=True):
+            if victim is not None:
+                struck[self._victim_node.get(victim.pid, "")].append(card)
         for node, code in exits:
-            card = struck.get(node)
-            told_to = card is not None and card.role == "agent" and card.signal != STOP
-            if code == 0 or not (told_to or (code in LEAVES and card is not None and card.role in ("agent", "worker"))):
+            told_to = any(card.role == "agent" and card.signal != STOP for card in struck[node])
+            may_leave = any(card.role in ("agent", "worker") for card in struck[node])
+            if code == 0 or not (told_to or (code in LEAVES and may_leave)):
                 yield f"the agent of node {node} left with {code}"
 
     def _new_verdicts(self) -> list[job.Verdict]:

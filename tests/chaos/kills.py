@@ -2,17 +2,17 @@
 
     python -m tests.chaos.kills etcd --kills 300 --seed 7 --folder /some/empty/folder
 
-Backends: `etcd`: three nodes on this host with a disk each, a shared checkpoint_dir, an etcd. `c10d`: one node of two workers, with
-the same two tiers and a ledger file. FOLDER gets the agents' logs, history.jsonl (one object a kill: who, how, when, what followed)
-and what the job saves. Exit code 0: every promise was kept; else each broken one is a line on stderr, with the seed.
+Backends: `etcd`: three nodes on this host with a disk each, a shared checkpoint_dir, an etcd. `c10d`: one node of two workers,
+with the same two tiers and a ledger file. FOLDER gets the agents' logs, history.jsonl (one object a kill: who, how, when, what
+followed) and what the job saves. Exit code 0: every promise was kept; else each broken one is a line on stderr, with the seed.
 
-After each kill is checked: all ranks train again and get further than before; a group that begins does so at the newest checkpoint
-that was whole on the living nodes' disks, or in the remote directory, when the kill came; all ranks loaded that one; nothing is
-charged to the budget but what a killed worker may cost; no agent leaves but one that was told to. At the end: exit code 0 on all
-nodes, and nothing is left: no process, nothing in shared memory, no temporary file.
+After each kill is checked: all ranks train again and get further than before; a group that begins does so at the newest
+checkpoint that was whole on the nodes' disks, or in the remote directory, when the kill came; all ranks loaded that one;
+nothing is charged to the budget but what a killed worker may cost; no agent leaves but one that was struck. At the end: exit
+code 0 on all nodes, and nothing is left: no process, nothing in shared memory, no temporary file.
 
-A process that is killed leaves this process its children (see `processes`), so run it as a process of its own. Its /dev/shm is its
-own, too, where that can be had.
+A process that is killed leaves this process its children (see `processes`), so run it as a process of its own. Its /dev/shm is
+its own, too, where that can be had.
 """
 
 from __future__ import annotations
@@ -185,7 +185,12 @@ class Nodes:
         log = (self._loop.folder / f"agent-{node}.log").open("ab")
         with log:
             process = subprocess.Popen(
-                self._loop.command, cwd=self._loop.folder, env=self._loop.environment(node), stdout=log, stderr=log, start_new_session=True
+                self._loop.command,
+                cwd=self._loop.folder,
+                env=self._loop.environment(node),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.processes[node] = process
         threading.Thread(target=self._wait, args=(node, process), daemon=True).start()
@@ -226,7 +231,7 @@ class Loop:
             conf += f",ledger_file={self._ledger_file}"
         options = [f"--rdzv-id={RUN_ID}", f"--log-dir={folder / 'logs'}", "--max-restarts=-1", f"--rdzv-conf={conf}"]
         self.command = [str(part) for part in (*AGENT, *where, *options, SCRIPT, events, self._finish)]
-        self.deck = Deck([*_ALL, *(_ETCD if self.etcd is not None else [])], self.rng)
+        self.deck = Deck([*_ALL, *(_ETCD if self.etcd is not None else [])], random.Random(f"{seed} cards"))
         self._victim_node: dict[int, str] = {}  # by pid; "": not the job's
         self._verdicts: tuple[job.Verdict, ...] = ()
         self._history = stack.enter_context((folder / "history.jsonl").open("w"))
@@ -309,7 +314,16 @@ class Loop:
             "newest": newest,
             "groups": {group: sorted({each.name for each in loaded}) for group, loaded in groups.items()},
             "exits": exits,
-            "verdicts": [{"round": each.round, "kind": each.decision.kind, "rule": each.decision.rule, "charged": each.decision.charged, "reason": each.decision.reason} for each in verdicts],
+            "verdicts": [
+                {
+                    "round": each.round,
+                    "kind": each.decision.kind,
+                    "rule": each.decision.rule,
+                    "charged": each.decision.charged,
+                    "reason": each.decision.reason,
+                }
+                for each in verdicts
+            ],
         }
         problems = [
             *self._starts(groups, newest),
@@ -420,7 +434,9 @@ class Loop:
             told = [f"{each.kind}, {each.rule}: {each.reason}" for each in charged]
             yield f"{len(charged)} restarts were charged, {allowed} expected at most: {told}"
 
-    def _leavings(self, cards: Sequence[Card], victims: Sequence[Process | None], exits: Sequence[tuple[str, int]]) -> Iterator[str]:
+    def _leavings(
+        self, cards: Sequence[Card], victims: Sequence[Process | None], exits: Sequence[tuple[str, int]]
+    ) -> Iterator[str]:
         struck = defaultdict(list)
         for card, victim in zip(cards, victims, strict=True):
             if victim is not None:

@@ -13,7 +13,19 @@ DEEP = 100_000  # brackets: more than any recursion takes
 
 _ODD_BYTES = (
     *(b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\x1b[2J\x1b[31m", b"\r\n", b"\x7f", b"\xc2\x9b", b"\xe2\x80\xae", b'"', b"{", b"}"),
-    *(b"[" * DEEP, b'{"a":' * DEEP, b"9" * 5000, b"-1", b"1e999", b"NaN", b"\\ud800", b"\\u0000", b"null", b"true", b"PK\x03\x04"),
+    *(
+        b"[" * DEEP,
+        b'{"a":' * DEEP,
+        b"9" * 5000,
+        b"-1",
+        b"1e999",
+        b"NaN",
+        b"\\ud800",
+        b"\\u0000",
+        b"null",
+        b"true",
+        b"PK\x03\x04",
+    ),
 )
 
 _HUGE = "<<huge>>"  # json.dumps refuses numbers of so many digits
@@ -26,7 +38,18 @@ _ODD_VALUES: tuple[Any, ...] = (
 
 _ODD_TOML = (
     *("[" * DEEP, "9" * 5000, "inf", "nan", "-0.0", "true", "''", '"\\u0000"', '"\\uD800"', "1979-05-27T07:32:00Z", "07:32:00"),
-    *("[]", "{}", "[[1], ['a']]", "{a = {b = {c = 1}}}", '"\x1b[2J"', "0x" + "f" * 5000, '"' + "x" * 100_000 + '"', "-1", "3.5", "="),
+    *(
+        "[]",
+        "{}",
+        "[[1], ['a']]",
+        "{a = {b = {c = 1}}}",
+        '"\x1b[2J"',
+        "0x" + "f" * 5000,
+        '"' + "x" * 100_000 + '"',
+        "-1",
+        "3.5",
+        "=",
+    ),
     "{a." + ".".join("a" * 2000) + " = 1}",
 )
 
@@ -126,7 +149,9 @@ def mutated_toml(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) 
         at = rng.randrange(len(lines))
         key, _, value = lines[at].partition("=")
         odd = rng.choice(_ODD_TOML)
-        lines[at] = rng.choice((f"{key}= {odd}", f"{key}= {odd}", f"{odd} = {value}", lines[at] + "\n" + lines[at], f"[{key}]", f"[[{key}]]", ""))
+        lines[at] = rng.choice(
+            (f"{key}= {odd}", f"{key}= {odd}", f"{odd} = {value}", lines[at] + "\n" + lines[at], f"[{key}]", f"[[{key}]]", "")
+        )
     return "\n".join(lines).encode("utf-8", "surrogatepass")
 
 

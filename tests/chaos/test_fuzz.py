@@ -299,7 +299,11 @@ def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path) -> No
     case = tmp_path / "case.json"
     case.write_text(json.dumps(CASE))
     fuzz = Fuzz(kind)
-    fuzz.run(lambda _: command("explain", *option, str(path), *([str(case)] if option else []), codes=(EX_CONFIG,)), [b""], same, 1)
+
+    def check(_: bytes) -> None:
+        command("explain", *option, str(path), *([str(case)] if option else []), codes=(EX_CONFIG,))
+
+    fuzz.run(check, [b""], same, 1)
     fuzz.run(lambda _: read_settings({}, {"ELASTIC_EXT_CONFIG": str(path)}), [b""], same, 1)
 
 
@@ -408,7 +412,7 @@ def record_bytes(data: bytes, like: bytes | None = None) -> list[bytes]:
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "loop", "up", "root", "dangling"])
 @pytest.mark.parametrize("name", ["step_00000007.g0001", "step_3", "checkpoint-9"])
 def test_odd_entries(kind: str, name: str, samples: Path, tmp_path: Path) -> None:
-    """Beside the checkpoints, beside a checkpoint's files, and in place of one of them: nothing is opened or followed for ever."""
+    """Beside checkpoints, beside a checkpoint's files, in place of one of them: none is opened or followed for ever."""
     places = ["odd", f"{name}/odd", *(f"{name}/{file}" for file in files_of(samples / name))]
     fuzz = Fuzz(f"{kind} in {name}")
 
@@ -434,7 +438,9 @@ def test_odd_entries(kind: str, name: str, samples: Path, tmp_path: Path) -> Non
     fuzz.run(check, [b""], lambda data, rng, others: places.pop().encode(), len(places))
 
 
-@pytest.mark.parametrize("name", ["step_\x1b[2Jx", "step_00000009\n.g0001", "\x9b31mcheckpoint-7", "\udcff\udcfe.pt", "‮gpj.pt", "a" * 250])
+@pytest.mark.parametrize(
+    "name", ["step_\x1b[2Jx", "step_00000009\n.g0001", "\x9b31mcheckpoint-7", "\udcff\udcfe.pt", "‮gpj.pt", "a" * 250]
+)
 def test_odd_names(name: str, samples: Path, tmp_path: Path) -> None:
     fuzz = Fuzz("names")
     folder = tmp_path / "checkpoints"

@@ -309,7 +309,7 @@ class Job(RuleBasedStateMachine):
         found = self.header if self.header.round else None
         if rounds.brings_back(found, self.known[id_]):
             assert self.lost_at is not None
-            self.header = self.known[id_]
+            self.header, self.members = self.known[id_], {}  # parts in another round are none in this
         elif found is not None:
             self.known[id_] = found
         mine = self.assignments.get(id_)

@@ -217,8 +217,8 @@ class Job(RuleBasedStateMachine):
     and its own part. The leader after that may be one that knows of the outage, or one that never saw anything of the job.
     """
 
-    @initialize(min_nodes=st.integers(1, 3), extra=st.integers(0, 2))
-    def begin(self, min_nodes, extra):
+    @initialize(min_nodes=st.integers(1, 3), extra=st.integers(0, 2), here=st.integers(0, 4))
+    def begin(self, min_nodes, extra, here):
         self.limits = Limits(min_nodes, min_nodes + extra, last_call_s=5)
         self.now = 0.0
         self.header, self.store, self.joined, self.members = Header(), {}, {}, {}
@@ -233,6 +233,8 @@ class Job(RuleBasedStateMachine):
         self.away = {}  # node id -> what it says of itself once it has registered again
         self.lost_at = None
         self.seals = 0
+        for id_ in "abcdef"[:here]:
+            self.start(id_, 1)
 
     def write_header(self, header):
         """A round that is over never runs again, and a number is used once; so is a verdict, and nothing goes on without it."""
@@ -307,7 +309,7 @@ class Job(RuleBasedStateMachine):
         found = self.header if self.header.round else None
         if rounds.brings_back(found, self.known[id_]):
             assert self.lost_at is not None
-            self.header = self.known[id_]
+            self.header, self.members = self.known[id_], {}  # parts in another round are none in this
         elif found is not None:
             self.known[id_] = found
         mine = self.assignments.get(id_)
@@ -390,6 +392,19 @@ class Job(RuleBasedStateMachine):
         if not rounds.reports(seen):
             return seen
         return dataclasses.replace(seen, reported_at=self.reported_at.setdefault(self.header.round, self.now))
+
+    @precondition(lambda self: self.store)
+    @rule()
+    def all_news_arrive(self):
+        """Without this hardly any round would be formed by chance."""
+        for _ in range(3):
+            for id_ in "abcdef":
+                self.look_at_header(id_)
+            self.deliver_all()
+            self.now += 6
+            self.lead(stale=False)
+        for id_ in "abcdef":
+            self.look_at_header(id_)
 
     @precondition(lambda self: self.seen)
     @rule(stale=st.booleans(), knows_of_outage=st.booleans())

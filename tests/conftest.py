@@ -97,6 +97,10 @@ LONG = {
         *("the_budget_is_the_jobs", "stops_the_healthy_ones_too[a]", "costs_nobody_the_verdict[True"),
     ),
     "test_readme.py": ("losses_of_the_demo",),
+    "test_starts.py": (
+        *("limit[on]", "[no_pidfd]", "nr_inodes=24", "[no.such", "[192.0.2.1-1]", "test_standbys_without", "[96-32]"),
+        *("of_another_host_on_etcd", "stderr_of_a_worker", "delay_the_end[pump"),
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_USER = re.compile(r"(?<=://)[^/\s]*@")
+_USER = re.compile(r"(?<=://)[^/\s]*@|[^/\s,@:]+:[^/\s,@]+@")
 _PARAMETER = re.compile(r"([?&][^=&\s]+=)[^&\s]+")
 
 
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def redacted(address: str) -> str:
-    """Return a path or URL without what may be a secret in it: user and password, the values of parameters."""
+    """Return a path, URL or endpoint without what may be a secret in it: user and password, the values of parameters."""
     return _PARAMETER.sub(r"\1***", _USER.sub("***@", address))
 
 

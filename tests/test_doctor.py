@@ -16,6 +16,7 @@ import torch
 
 from elastic_ext.observe import doctor
 from elastic_ext.observe.doctor import FAIL, OK, WARN, Check
+from elastic_ext.printable import redacted
 from tests.etcd_server import EtcdServer
 from tests.jobs import environment
 from tests.ports import free_port
@@ -140,6 +141,26 @@ def test_the_settings_file_may_be_a_pipe_that_nobody_writes_to(tmp_path, monkeyp
     os.mkfifo(tmp_path / "settings.toml")
     (check,) = doctor.examine("", "", {"ELASTIC_EXT_CONFIG": str(tmp_path / "settings.toml")})
     assert check.state == FAIL
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("u:pw@127.0.0.1:1,other:2379", "***@127.0.0.1:1,other:2379"),
+        ("https://u:p@w@etcd0:2379", "https://***@etcd0:2379"),
+        ("s3://key:secret@bucket/a?versionId=7", "s3://***@bucket/a?versionId=***"),
+        ("/data/step_7/a:b", "/data/step_7/a:b"),
+        ("etcd0:2379,etcd1:2379", "etcd0:2379,etcd1:2379"),
+    ],
+)
+def test_no_secret_of_an_address_is_shown(address, shown):
+    assert redacted(address) == shown
+    asked = doctor.Asked(doctor.Settings(), address)
+    if "@" in address and "s3" not in address:
+        (check,) = doctor._Running("etcd", lambda: doctor._etcd(asked), 20).result()
+        assert check.state == FAIL
+        assert "pw" not in check.detail
+        assert "p@w" not in check.detail
 
 
 def test_nothing_that_others_wrote_reaches_the_terminal_raw():

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 
 # user:password@ of a URL. An access key's secret may hold slashes, which people leave as they are; the bound keeps it linear.
-_USERINFO = re.compile(r"://(?:[^\s/@]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
+_USERINFO = re.compile(r"://(?:[^\s/]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
+_BARE_USERINFO = re.compile(r"(?<![^\s,])[^\s/,@:]{1,512}:[^\s/,@]{1,512}@")  # of an endpoint without a scheme
 _SECRET_OPTION = re.compile(
     r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"]+", re.IGNORECASE
 )
@@ -33,10 +34,10 @@ def _escaped(character: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` without the credentials of URLs: what is before the @, and options that are named like a secret."""
-    if "://" not in text:
-        return text
-    return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub("://***@", text))
+    """`text` without the credentials of URLs and endpoints: what is before the @, and options that are named like a secret."""
+    if "@" in text:
+        text = _BARE_USERINFO.sub("***@", _USERINFO.sub("://***@", text))
+    return _SECRET_OPTION.sub(r"\1***", text) if "://" in text else text
 
 
 def masked(text: str, environ: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_ext import agent
 from elastic_ext.errors import UsageError
-from tests.jobs import AGENT, Job, run
+from tests.jobs import AGENT, EXT, Job, run
 
 GLOO = str(Path(__file__).with_name("scripts") / "gloo_job.py")
 
@@ -123,6 +123,22 @@ def test_module_no_python_and_run_path(tmp_path):
     assert "ran __main__ ['x']" in run([*AGENT, "-m", "tool", "x"], tmp_path).out
     assert run([*AGENT, "--no-python", "echo", "ran"], tmp_path).out == "ran\n"
     assert "ran __main__ ['x']" in run([*AGENT, "--run-path", str(tmp_path / "tool.py"), "x"], tmp_path).out
+
+
+def test_what_the_readme_says_of_torchruns_options(tmp_path):
+    """Those of its table that no other test shows."""
+    (tmp_path / "ok.py").write_text("print('ran')")
+    once = tmp_path / "once.py"
+    once.write_text("import os; os._exit(9 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    stock = run([*EXT, "--standalone", "ok.py"], tmp_path)
+    assert (stock.returncode, "supervises this run" in stock.err) == (0, False), stock.all
+    assert "supervises this run: ext_c10d" in run([*AGENT, "--standalone", "ok.py"], tmp_path).err
+    refused = run([*EXT, "--max-restarts=-1", "ok.py"], tmp_path)
+    assert (refused.returncode, "ran" in refused.out) == (1, False)
+    late = ["--monitor-interval=1000", "--rdzv-conf=max_restarts=-1", "--node-rank=7", "--start-method=fork", str(once)]
+    job = run([*EXT, *late], tmp_path)
+    assert job.returncode == 0, job.all
+    assert "restart 1 no limit" in job.err
 
 
 @pytest.mark.parametrize(("state", "code"), [("CANCELLED", 130), ("PREEMPTED", 75)])

@@ -124,7 +124,7 @@ class _Running:
     def result(self) -> list[Check]:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         found = self._found
-        return [Check(self._name, FAIL, f"no answer within {self._limit_s:.0f} s")] if found is None else found
+        return [Check(self._name, FAIL, f"no answer within {self._limit_s:g} s")] if found is None else found
 
 
 def _line(error: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_ext.errors import UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError, Tls
+from elastic_ext.printable import redacted
 from elastic_ext.settings import Settings
 
 
@@ -18,5 +19,5 @@ def connect(endpoint: str, settings: Settings) -> EtcdClient:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
         client.get("/elastic_ext/")  # who may not, learns it now
     except EtcdError as error:
-        raise UsageError(f"etcd at {endpoint}: {error}") from error
+        raise UsageError(f"etcd at {redacted(endpoint)}: {error}") from error
     return client

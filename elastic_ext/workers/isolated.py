@@ -63,7 +63,8 @@ def _entries() -> list[str]:
     except FileNotFoundError:
         here = set()  # it was removed
     named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry} if here else set()
-    kept = [entry for entry in sys.path if entry and (entry not in here or entry in named)]
+    every = [os.path.abspath(entry) for entry in sys.path if entry] if here else [entry for entry in sys.path if entry]
+    kept = [entry for entry in every if entry not in here or entry in named]
     return kept if package in kept else [*kept, package]
 
 

@@ -1,0 +1,170 @@
+"""`elastic-ext doctor` on this machine, with what can be wrong made wrong: real etcd, another user, limits, a broken plug-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ext.observe import doctor
+from elastic_ext.observe.doctor import FAIL, OK, WARN, Check
+from elastic_ext.printable import redacted
+from tests.etcd_server import EtcdServer
+from tests.jobs import environment
+from tests.ports import free_port
+
+PASSWORD = "a-secret-of-etcd"
+DOCTOR = [sys.executable, "-m", "elastic_ext.cli", "doctor"]
+
+
+def examined(*options: str, cwd: Path, **variables: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and state and detail of each check by name."""
+    done = subprocess.run(
+        [*DOCTOR, "--json", *options], cwd=cwd, env=environment(**variables), capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert PASSWORD not in done.stdout
+    told = json.loads(done.stdout)
+    assert told["ok"] == (done.returncode == 0)
+    return done.returncode, {check["name"]: (check["state"], check["detail"]) for check in told["checks"]}
+
+
+@pytest.fixture
+def guarded(server: EtcdServer) -> EtcdServer:
+    """Its users need a password."""
+    server.etcdctl("user", "add", f"root:{PASSWORD}")
+    server.etcdctl("user", "grant-role", "root", "root")
+    server.etcdctl("auth", "enable")
+    return server
+
+
+def test_where_all_is_well(tmp_path, guarded):
+    checkpoints, temporary = tmp_path / "checkpoints", tmp_path / "tmp"
+    checkpoints.mkdir()
+    temporary.mkdir()
+    torch.save({"step": 3}, checkpoints / "step_3.pt")
+    port = free_port()
+    code, checks = examined(
+        f"--rdzv-endpoint={guarded.endpoint}", f"--rdzv-conf=checkpoint_dir={checkpoints},metrics_port={port},etcd_user=root",
+        cwd=tmp_path, ELASTIC_EXT_ETCD_PASSWORD=PASSWORD, ELASTIC_EXT_STANDBY="on", TMPDIR=str(temporary),
+    )  # fmt: skip
+    assert code == 0, checks
+    assert {name: state for name, (state, _) in checks.items() if state == FAIL} == {}
+    assert checks["torch"][1].startswith(torch.__version__)
+    for name in ("entry point", "other plug-ins", "agent", "etcd", "checkpoint_dir", "metrics"):
+        assert checks[name][0] == OK, checks[name]
+    assert checks["etcd"][1].startswith("version 3.")
+    assert f"{checkpoints} is writable; newest complete: {checkpoints}/step_3.pt, step 3" in checks["checkpoint_dir"][1]
+    assert [path.name for path in checkpoints.iterdir()] == ["step_3.pt"]
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_is_wrong_is_told_and_78(tmp_path, guarded):
+    """One run: it takes seconds to import torch."""
+    plugin = tmp_path / "plugins" / "broken-1.0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (plugin / "entry_points.txt").write_text("[torchrun.handlers]\nbroken = no_such_module:handler\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, checks = examined(
+            f"--rdzv-endpoint={guarded.endpoint}", f"--rdzv-conf=metrics_port={taken.getsockname()[1]},etcd_user=root",
+            cwd=tmp_path, ELASTIC_EXT_ETCD_PASSWORD="another", PYTHONPATH=str(plugin.parent),
+        )  # fmt: skip
+    assert code == 78
+    assert checks["etcd"][0] == FAIL
+    assert checks["other plug-ins"][0] == WARN
+    assert "broken: ModuleNotFoundError" in checks["other plug-ins"][1]
+    assert checks["agent"][0] == OK  # torch loads ours all the same
+    assert checks["metrics"][0] == WARN
+    assert "in use" in checks["metrics"][1]
+    assert checks["standbys"] == (OK, "off, by the settings")
+
+
+def test_another_user_who_may_not_write(tmp_path):
+    """Permission bits do not bind root. The interpreter may lie where nobody may read: then torch is what fails, too."""
+    for directory in (tmp_path, *tmp_path.parents):
+        if directory.stat().st_uid == 0 and directory != Path("/") and "pytest" in str(directory):
+            directory.chmod(0o755)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o755)
+    code = (
+        "import os, sys, encodings.idna, fsspec.implementations.local, elastic_ext.workers.import_checks\n"
+        "from elastic_ext import cli\n"
+        "from elastic_ext.observe import doctor\n"
+        "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        f"sys.exit(cli.main(['doctor', '--rdzv-conf=checkpoint_dir={closed}']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 78, done
+    assert f"{closed} is not writable" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(closed.iterdir()) == []
+
+
+def test_settings_that_cannot_be_and_few_descriptors(tmp_path):
+    def fewer() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    done = subprocess.run(
+        [*DOCTOR, "--rdzv-conf=checkpoint_dri=x"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, preexec_fn=fewer, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (78, "")
+    assert any(line.startswith("fail  settings") and "did you mean 'checkpoint_dir'" in line for line in lines), lines
+    assert any(line.startswith("warn  descriptors") and "hard limit 256" in line for line in lines), lines
+    assert len(lines) < 40  # one screen
+
+
+def test_a_look_that_hangs_or_fails_costs_only_itself():
+    gate = doctor.threading.Event()
+    begin = time.monotonic()
+    stuck = doctor._Running("stuck", lambda: gate.wait() and [], 0.2).result()
+    assert stuck == [Check("stuck", FAIL, "no answer within 0.2 s")]
+    assert time.monotonic() - begin < 10
+    gate.set()
+    (failed,) = doctor._Running("failed", lambda: [][0], 10).result()
+    assert (failed.state, failed.detail) == (FAIL, "IndexError: list index out of range")
+
+
+def test_the_settings_file_may_be_a_pipe_that_nobody_writes_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SETTINGS_S", 0.2)
+    monkeypatch.setattr(doctor, "LOOKS", ())
+    os.mkfifo(tmp_path / "settings.toml")
+    (check,) = doctor.examine("", "", {"ELASTIC_EXT_CONFIG": str(tmp_path / "settings.toml")})
+    assert check.state == FAIL
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("u:pw@127.0.0.1:1,other:2379", "***@127.0.0.1:1,other:2379"),
+        ("https://u:p@w@etcd0:2379", "https://***@etcd0:2379"),
+        ("s3://key:secret@bucket/a?versionId=7&token=abc", "s3://***@bucket/a?versionId=7&token=***"),
+        ("/data/step_7/a:b", "/data/step_7/a:b"),
+        ("etcd0:2379,etcd1:2379", "etcd0:2379,etcd1:2379"),
+    ],
+)
+def test_no_secret_of_an_address_is_shown(address, shown):
+    assert redacted(address) == shown
+    asked = doctor.Asked(doctor.Settings(), address)
+    if "@" in address and "s3" not in address:
+        (check,) = doctor._Running("etcd", lambda: doctor._etcd(asked), 20).result()
+        assert check.state == FAIL
+        assert "pw" not in check.detail
+        assert "p@w" not in check.detail
+
+
+def test_nothing_that_others_wrote_reaches_the_terminal_raw():
+    shown = doctor.rendered([Check("other plug-ins", WARN, "bad\x1b[2Jname\nok    etcd  forged", "run \x9b1m")])
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    assert sum(line.startswith(("ok", "warn", "fail")) for line in shown.splitlines()) == 1

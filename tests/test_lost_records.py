@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.rounds import Header, State, decode
+from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.rounds import Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Gate, Job, wait_gone
@@ -218,3 +222,98 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
+
+
+class Alone:
+    """The only node of a job, without workers, on its loop."""
+
+    def __init__(self, stack: ExitStack, server: EtcdServer) -> None:
+        self.client = stack.enter_context(EtcdClient(server.endpoint))
+        self._changed = threading.Condition()
+        self.loop = Loop()
+        stack.callback(self.loop.close, GRACE_S)
+        self.node = Participant(self.client, self.loop, "job", "alone", Limits(1, 1, 0.0), 10, self._notify)
+        self.join(0)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(holds, BACK_S), (self.node.header, self.node.failure)
+
+    def join(self, after: int) -> None:
+        self.node.ready(Node(after=after, workers=1, role="", address="", port=1))
+        self.until(lambda: self.node.joined is not None and self.node.joined[0].round == after + 1)
+
+    def stored(self, holds: Callable[[Header], bool]) -> Header:
+        """Wait for a header of which this is true in etcd."""
+        key = PREFIX + "round"
+        with self.client.watch(key) as news:
+            while (kv := self.client.get(key).kv) is None or not holds(decode(Header, kv.value, key)):
+                assert news.get(BACK_S) is not None, kv
+        return decode(Header, kv.value, key)
+
+
+def test_a_round_can_be_ended_while_its_header_is_gone(server, stack):
+    alone = Alone(stack, server)
+    alone.client.delete(PREFIX + "round")
+    alone.node.end_round(1, State.BROKEN, "its end")
+    assert alone.stored(lambda header: header.state is State.BROKEN).reason == "its end"
+
+
+def test_a_round_that_is_over_does_not_come_back(server, stack):
+    """A node that had missed the news has written again what it knew."""
+    alone = Alone(stack, server)
+    first = alone.node.header
+    alone.node.end_round(1, State.BROKEN, "over")
+    alone.stored(lambda header: header.state is State.BROKEN)
+    alone.join(1)
+    second = alone.node.header
+    alone.client.put(PREFIX + "round", encode(first))
+    assert alone.stored(lambda header: header != first) == second
+    assert alone.node.header == second
+
+
+def test_the_name_of_the_job_stays_and_another_job_has_another(server, stack):
+    """Who may commit checkpoints is found by it (checkpoints/generations.py)."""
+    alone = Alone(stack, server)
+    name = alone.node.header.job
+    alone.client.delete_prefix(PREFIX)
+    alone.stored(lambda header: header.round == 1)
+    alone.node.end_round(1, State.BROKEN, "over")
+    alone.join(1)
+    assert alone.node.header.job == name != ""
+    alone.node.leave(GRACE_S)
+    alone.client.delete_prefix(PREFIX)
+    assert Alone(stack, server).node.header.job not in ("", name)
+
+
+def test_another_job_has_taken_the_run_id_meanwhile(server, stack):
+    alone = Alone(stack, server)
+    others = Put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+    alone.client.txn([], [Delete(PREFIX + "round"), others])
+    alone.until(lambda: alone.node.failure is not None)
+    assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
+
+
+def test_a_loop_is_closed_while_its_thread_sits_in_a_call():
+    class Sits:
+        def run(self, work: Callable[[], None]) -> None:
+            work()
+
+        def on_time(self) -> None:
+            pass
+
+    def sit() -> None:
+        entered.set()
+        released.wait()
+
+    loop, entered, released = Loop(), threading.Event(), threading.Event()
+    loop.post(Sits(), sit)
+    assert entered.wait(BACK_S)
+    began = time.monotonic()
+    loop.close(0.1)
+    assert time.monotonic() - began < BACK_S / 2
+    released.set()

@@ -45,6 +45,7 @@ TRAIN_ON_S = 5.0  # gRPC takes as long to find a server again (min_reconnect_bac
 TRAIN_ON_SHARE = 0.5  # of the lease time, where that is longer
 
 WELL, TROUBLE, BACK = "0", "1", "2"  # what a node says of itself in the store
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else excuses nobody
 
 
 def train_on_s(ttl_s: float) -> float:
@@ -153,7 +154,7 @@ class Fence:
             store = self._connected(host, port)
             store.set(f"elastic_ext/trouble/{rank}", state)
             keys = [f"elastic_ext/trouble/{other}" for other in range(nodes) if other != rank]
-            return [store.get(key).decode(errors="replace") if store.check([key]) else WELL for key in keys]
+            return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
         except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", host, port, error)
             self._store = None

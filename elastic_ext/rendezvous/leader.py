@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic_ext.etcd import Batch, Compare, Delete, LeaseLost, Put, Snapshot, absent, unchanged
-from elastic_ext.etcd.records import Op
+from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import Assignment, End, Header, Node, Seal, State, View, Wait
+from elastic_ext.rendezvous.rounds import End, Header, Node, Seal, State, View, Wait
 
 if TYPE_CHECKING:
     from elastic_ext.rendezvous.participant import Participant
@@ -93,6 +93,7 @@ class Leader:
         self._prefix = participant.prefix + "nodes/"
         self._rests_until = 0.0
         self._called = False  # a look at the news waits on the loop already: one for many events
+        self._known: dict[str, tuple[Node, int]] = {}  # what each node said last that could be read, and its lease
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
         self._load_members()
 
@@ -113,6 +114,8 @@ class Leader:
         if now >= self._renew_job_at:
             self._renew_job(now)
         self._read_nodes(now)
+        if self._participant.header_lost:
+            self._write_header(self._participant.header)
         while True:
             if participant.header_revision == 0 and rounds.brings_back(None, participant.header):
                 participant.restore()
@@ -148,30 +151,56 @@ class Leader:
         return view
 
     def _read_nodes(self, now: float) -> None:
+        reader = self._participant.reader
         while (item := self._watch.get(timeout_s=0)) is not None:
             if isinstance(item, Snapshot):
                 self._nodes, self._joined = {}, {}
                 for kv in item.kvs:
-                    self._put(kv.key, kv.value, kv.create_revision, kv.mod_revision, now)
+                    self._put(kv, now)
             elif isinstance(item, Batch):
                 for event in item.events:
                     if event.kind == "put":
-                        self._put(event.kv.key, event.kv.value, event.kv.create_revision, event.kv.mod_revision, now)
-                    else:
-                        self._nodes.pop(self._id(event.kv.key), None)
+                        self._put(event.kv, now)
+                    elif (id_ := reader.id_of(self._prefix, event.kv.key)) is not None:
+                        self._nodes.pop(id_, None)
+                        self._known.pop(id_, None)
 
-    def _put(self, key: bytes, value: bytes, create_revision: int, revision: int, now: float) -> None:
-        id_ = self._id(key)
+    def _put(self, kv: KeyValue, now: float) -> None:
+        """A node's record, or what somebody else has put there: that is no node."""
+        id_ = self._participant.reader.id_of(self._prefix, kv.key)
+        if id_ is None:
+            return None
+        node = self._participant.reader.node(kv)
+        if node is None:
+            return self._put_back(id_, kv)
         if id_ not in self._nodes:
             self._last_arrival = now
-        self._nodes[id_] = rounds.decode(Node, value, key.decode())
-        self._joined[id_] = create_revision
-        self._told[id_] = revision
-        if self._participant.header.round == 0 < self._nodes[id_].round:
+        self._known[id_] = node, kv.lease_id
+        self._nodes[id_] = node
+        self._joined[id_] = kv.create_revision
+        self._told[id_] = kv.mod_revision
+        if self._participant.header.round == 0 < node.round:
             self._participant.expect_back()
+        return None
 
-    def _id(self, key: bytes) -> str:
-        return key.decode()[len(self._prefix) :]
+    def _put_back(self, id_: str, kv: KeyValue) -> None:
+        """A node's record was written over: put back what it had said, under its lease, so that its end will be seen.
+
+        The node counts as it was meanwhile. Whoever was none before is none.
+        """
+        participant = self._participant
+        if id_ == participant.id:
+            participant.post(participant.write_again)
+        if id_ not in self._known:
+            return
+        node, lease_id = self._known[id_]
+        same = unchanged(kv.key, kv.mod_revision)
+        try:
+            participant.client.txn([same], [Put(kv.key, rounds.encode(node), lease_id=lease_id)])
+            self._nodes[id_] = node
+            self._joined.setdefault(id_, kv.create_revision)
+        except LeaseLost:  # it has ended since, and nothing would take away what lies in its place
+            participant.client.txn([same], [Delete(kv.key)])
 
     def _know_members(self, now: float) -> None:
         """Of a round that this leader has not sealed, and while parts of the round are missing."""
@@ -182,12 +211,12 @@ class Leader:
             self._load_at = now + rounds.PARTS_LOOK_S
 
     def _load_members(self) -> None:
-        prefix, header = self._participant.prefix + "assign/", self._participant.header
+        prefix, header, reader = self._participant.prefix + "assign/", self._participant.header, self._participant.reader
         known, self._members = self._members_of, {}
         for kv in self._participant.client.get_prefix(prefix).kvs:
-            part = rounds.decode(Assignment, kv.value, kv.key.decode())
-            if part.of(header):
-                self._members[kv.key.decode()[len(prefix) :]] = part.rank
+            id_, part = reader.id_of(prefix, kv.key), reader.assignment(kv)
+            if id_ is not None and part is not None and part.of(header):
+                self._members[id_] = part.rank
         self._members_of = (header.round, header.seal)
         if known != self._members_of and len(self._members) < header.nodes:
             self._participant.expect_back()  # some parts are lost; each node writes its own again
@@ -231,17 +260,18 @@ class Leader:
         participant = self._participant
         key, charges = participant.prefix + "ledger", participant.prefix + "charges/"
         ledger = participant.client.get(key).kv
+        spent = [kv for kv in participant.client.get_prefix(charges, keys_only=True).kvs if kv.key[len(charges) :].isdigit()]
         reports = Reports(
             view.header.round,
             {id_: view.nodes[id_].report for id_ in action.nodes},
             {id_: self._told[id_] for id_ in action.nodes},
             tuple(id_ for id_ in view.members if id_ not in view.nodes),
             len(view.nodes),
-            len(participant.client.get_prefix(charges, keys_only=True).kvs),
+            len(spent),
         )
         assert participant.judge is not None, "only agents report, and they judge"
         judged = participant.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
-        if ledger is not None:  # it outlives the job, for a scheduler that starts it again
+        if ledger is not None and ledger.lease_id:  # it outlives the job, for a scheduler that starts it again
             lease_id = ledger.lease_id
             participant.client.lease_keep_alive([lease_id])
         else:

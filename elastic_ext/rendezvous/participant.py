@@ -7,6 +7,7 @@ Keys under /elastic_ext/<run id>/:
     nodes/<id>      a node, under its own lease: gone when the node is
     last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
+    offers/<seal>/<rank>  what the node of this rank could resume from on its own disk, under that node's lease
     ledger          the failures of the job (see `job`), under a lease of its own: it outlives the job
     charges/<round> a restart that counts against the budget, under a lease of the budget's window
     refused/<host>  a host that was told to leave, under a lease that lets it come back
@@ -45,6 +46,7 @@ from elastic_ext.etcd import (
     FROM_NOW,
     Batch,
     Began,
+    Delete,
     EtcdClient,
     EtcdError,
     Get,
@@ -59,12 +61,13 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
-from elastic_ext.job import LedgerError
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.job_records import Found, JobRecords, LostRace, Refused
 from elastic_ext.rendezvous.leader import Judge, Leader
 from elastic_ext.rendezvous.loop import Loop
+from elastic_ext.rendezvous.reading import Reader
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
+from elastic_ext.typed import RecordError
 
 logger = logging.getLogger(__name__)
 
@@ -129,14 +132,18 @@ class Participant:
         self._returning_until: float | None = None
         self.job_lease = 0
         self.ttl_s = lease_ttl_s
+        self.reader = Reader()
+        self._header_lost = 0  # revision of a header that cannot be read
+        self._part_lost = False  # what lies in the place of this node's assignment cannot be read
         self._loop = loop
         self._on_change = on_change
         self._retried: set[Callable[[], None]] = set()  # work whose next try waits for its time
         self._refused: set[Callable[[], None]] = set()  # work that etcd was too full for at its last try
-        self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host)
-        self._heard = 0  # revision of the last news of the header; that it is gone is news too
+        self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host, self.reader)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
+        self._heard = 0  # revision of the last news of the header; that it is gone is news too
+        self._offered = ""  # key of what this node has offered last
         self._began = 0  # watches that the server has
         self._session: LeaseSession | None = None
         self._watches: list[Watch] = []
@@ -169,6 +176,18 @@ class Participant:
     def request_save(self, round_: int, reason: str) -> None:
         """Have all nodes of round `round_` save a checkpoint at one step boundary."""
         self.post(lambda: self._change_header(round_, lambda header: wanted(header, reason)))
+
+    def offer(self, seal: str, rank: int, text: str) -> None:
+        """Tell the node of rank 0 what this one could resume from on its own disk. seal: of the round."""
+        self.post(lambda: self._offer(f"{self.offers_of(seal)}{rank}", text))
+
+    def offers_of(self, seal: str) -> str:
+        """Where the nodes of a round tell so: the keys' common beginning."""
+        return f"{self.prefix}offers/{seal}/"
+
+    def chosen(self, round_: int, text: str) -> None:
+        """The node of rank 0 has looked: all nodes of round `round_` resume from this."""
+        self.post(lambda: self._change_header(round_, lambda header: dataclasses.replace(header, resume=text)))
 
     def saved(self, number: int, step: int) -> None:
         """The save on demand with this number is complete."""
@@ -219,7 +238,7 @@ class Participant:
         except LostRace as error:
             logger.debug("rendezvous: %s", error)
             self._retry(work)
-        except (EtcdError, rounds.RecordError, LedgerError, Refused, UsageError) as error:
+        except (EtcdError, RecordError, Refused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
                 self._retry(work)
@@ -366,12 +385,15 @@ class Participant:
         if self.created == 0:  # it was about to enter; that is tried again
             return
         self.expect_back()
-        self._write_again()
+        self.write_again()
         self.restore()
 
-    def _write_again(self) -> None:
-        """This node's own key, which is gone. It tells which round its workers are in: nothing else may know of that round."""
-        assert self._node is not None
+    def write_again(self) -> None:
+        """This node's own key, which is gone or written over. It tells which round its workers are in: nothing else may know
+        of that round.
+        """
+        if self._node is None or self._session is None:
+            return
         self._node = dataclasses.replace(self._node, round=self.joined[0].round if self.joined is not None else 0)
         self._written = None
         self._write_node()
@@ -415,7 +437,7 @@ class Participant:
         read = self.client.txn([], [Get(key), Get(mine), Get(self._key)])
         header, part, me = (reading.kv for reading in read.readings)
         self._heard_of(header, read.revision)
-        found = rounds.decode(Header, header.value, key) if header is not None else None
+        found = self._readable(header) if header is not None else None
         if rounds.brings_back(found, self.header):
             put = Put(key, rounds.encode(self.header), lease_id=self.job_lease)
             written = self.client.txn([unchanged(key, self.header_revision)], [put])
@@ -428,7 +450,7 @@ class Participant:
             put = Put(mine, rounds.encode(self.assignment), lease_id=self.job_lease)
             self.client.txn([absent(mine), unchanged(key, self.header_revision)], [put])
         if me is None:
-            self._write_again()
+            self.write_again()
 
     def _restore_later(self) -> None:
         """The leader does so now; if it lives, there is nothing left to do for this node but its own keys."""
@@ -440,7 +462,7 @@ class Participant:
     def _heard_of(self, header: KeyValue | None, revision: int) -> None:
         """What etcd holds at this revision, or later, is news; what it held before is not."""
         if header is not None:
-            self._saw(rounds.decode(Header, header.value, header.key.decode()), header.mod_revision)
+            self._saw(self._readable(header), header.mod_revision)
         elif revision > self._heard:
             self._heard, self.header_revision = revision, 0
             if rounds.brings_back(None, self.header):
@@ -473,17 +495,35 @@ class Participant:
             self._leader.close()
             self._leader = None
         self._to_follow = None
-        if last is not None and last.value.decode() != self.id:
-            self._to_follow = (f"{self.prefix}nodes/{last.value.decode()}", self.created)
-            return self._loop.wake_at(self, time.monotonic() + FOLLOW_S)  # or in the round: forming it comes first
-        found = self.client.last_created_before(self.prefix + "nodes/", self.created)
-        if found.kv is not None:
-            self._to_follow = (found.kv.key.decode(), found.revision)
+        if last is not None and last.lease_id:  # without a lease somebody else has written it
+            key = self.prefix + "nodes/" + last.value.decode(errors="replace")
+            if key != self._key and self.reader.id_of(self.prefix + "nodes/", key.encode()) is not None:
+                self._to_follow = (key, self.created)
+                return self._loop.wake_at(self, time.monotonic() + FOLLOW_S)  # or in the round: forming it comes first
+        self._to_follow = self._node_before()
+        if self._to_follow is not None:
             return self._follow()
         logger.info("node %s leads the rendezvous", self.id)
         self.read_header()
         self._leader = Leader(self)
         return self.on_time()
+
+    def _node_before(self) -> tuple[str, int] | None:
+        """Key of the node that was created last before this one, and a revision at which it was there.
+
+        What is no node leads nobody: then all are looked at for one that is.
+        """
+        folder = self.prefix + "nodes/"
+        found = self.client.last_created_before(folder, self.created)
+        if found.kv is not None and not self._is_node(found.kv):
+            found = self.client.get_prefix(folder)
+        nodes = [kv for kv in found.kvs if kv.create_revision < self.created and self._is_node(kv)]
+        before = max(nodes, key=lambda kv: kv.create_revision, default=None)
+        return (before.key.decode(), found.revision) if before is not None else None
+
+    def _is_node(self, kv: KeyValue) -> bool:
+        named = self.reader.id_of(self.prefix + "nodes/", kv.key) is not None
+        return named and self.reader.node(kv) is not None
 
     def _follow(self) -> None:
         if self._to_follow is None or self._node is None:
@@ -506,10 +546,27 @@ class Participant:
         found = self.client.txn([], [Get(self.prefix + "round"), Get(f"{self.prefix}assign/{self.id}")])
         header, part = (reading.kv for reading in found.readings)
         if part is not None:
-            self.assignment = rounds.decode(Assignment, part.value, part.key.decode())
+            self._take_part(part)
         self._heard_of(header, found.revision)
         if header is None and rounds.brings_back(None, self.header):
             self._restore_later()
+
+    def _take_part(self, kv: KeyValue) -> None:
+        part = self.reader.assignment(kv)
+        self._part_lost = part is None
+        self.assignment = part if part is not None else self.assignment
+
+    def _readable(self, kv: KeyValue) -> Header:
+        """One that cannot be read changes nothing: what was known holds, and the leader writes it again in its place."""
+        header = self.reader.header(kv)
+        if header is None and kv.mod_revision > self._heard:
+            self._header_lost = kv.mod_revision
+        return header if header is not None else self.header
+
+    @property
+    def header_lost(self) -> bool:
+        """What lies in the header's place cannot be read; `header` is what was there before."""
+        return 0 < self._header_lost == self.header_revision
 
     def saw_header(self, header: Header, revision: int) -> None:
         if self._saw(header, revision) and rounds.precedes(header, self.header):
@@ -533,7 +590,7 @@ class Participant:
             return self._watch_again("round", self._on_header)
         event = item.events[-1]
         if event.kind == "put":
-            self.saw_header(rounds.decode(Header, event.kv.value, event.kv.key.decode()), event.kv.mod_revision)
+            self.saw_header(self._readable(event.kv), event.kv.mod_revision)
         elif event.kv.mod_revision > self._heard:
             self._heard_of(None, event.kv.mod_revision)
             if rounds.brings_back(None, self.header):
@@ -549,7 +606,7 @@ class Participant:
             return self._watch_again(f"assign/{self.id}", self._on_assignment)
         event = item.events[-1]
         if event.kind == "put":
-            self.assignment = rounds.decode(Assignment, event.kv.value, event.kv.key.decode())
+            self._take_part(event.kv)
             self._consider()
         elif self.assignment is not None and self.assignment.of(self.header) and self._node is not None:
             self._restore_later()
@@ -583,7 +640,12 @@ class Participant:
         Both on this thread: a node that has taken its part never claims to wait.
         """
         node, part, header = self._node, self.assignment, self.header
-        if node is None or self.joined is not None or part is None or not part.of(header) or node.after >= header.round:
+        if node is None or self.joined is not None or node.after >= header.round:
+            return
+        if part is None or not part.of(header):
+            if self._part_lost and header.state is State.RUNNING:  # it may be in this round, and can never learn how
+                self._node = dataclasses.replace(node, after=header.round)
+                self._write_node()
             return
         if header.state is State.RUNNING:
             self.joined = (header, part)
@@ -612,6 +674,14 @@ class Participant:
         if self._node is not None:
             self._node = dataclasses.replace(self._node, saved=number, saved_step=step)
             self._write_node()
+
+    def _offer(self, key: str, text: str) -> None:
+        """In place of what was offered in the round before."""
+        if self._session is None:
+            return
+        before = [Delete(self._offered)] if self._offered not in ("", key) else []
+        self.client.txn([], [Put(key, text, lease_id=self._session.lease_id), *before])
+        self._offered = key
 
     def _end_round(self, round_: int, state: State, reason: str) -> None:
         self._change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason), state is State.CLOSED)

@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
-from elastic_ext.errors import ElasticExtError
+from elastic_ext import typed
+from elastic_ext.typed import Count, Name, Port, RecordError, Within
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
 STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
 PARTS_LOOK_S = 1.0  # how often a leader that misses parts of the round looks for them
 SCHEMA = 1  # of the records below; a record of a newer one is refused
-
-
-class RecordError(ElasticExtError):
-    """A record in the store that this version cannot read."""
+MOST_WORKERS = 2**16  # of a node
+MOST_SAVES = 10**6  # on demand, in one round
+MOST_ROUNDS = 10**9  # that a node may say it has been in: the next one's number must still be one
 
 
 class State(str, Enum):
@@ -57,23 +57,25 @@ class Node:
         follows: see `job.Report.waits_for_others`.
         saved: number of the last save on demand of its round that is complete; saved_step: its step.
         stalled: the round in which all its workers stall now; 0: they do not.
+        local: it saves to a disk of its own first, and may resume from there.
         round: the round that its workers were in when it had to register again; 0: it has not had to.
     """
 
-    after: int
-    workers: int
+    after: Count
+    workers: Annotated[int, Within(1, MOST_WORKERS)]
     role: str
-    address: str
-    port: int
-    done: int = 0
+    address: Name
+    port: Port
+    done: Count = 0
     topology: str = ""
-    reported: int = 0
+    reported: Count = 0
     report: str = ""
     follows: bool = False
-    saved: int = 0
-    saved_step: int = 0
-    stalled: int = 0
-    round: int = 0
+    saved: Count = 0
+    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
+    stalled: Count = 0
+    local: bool = False
+    round: Annotated[int, Within(0, MOST_ROUNDS)] = 0
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,24 @@ class Header:
             before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
         verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
         save: number of the save on demand that is wanted in this round; 0: none has been.
+        local: all nodes may resume from disks of their own, and tell the node of rank 0 what they have there.
+        resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0 once it has
+            looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
         job: names the job from its first round to its end, and no other job of the same run id; "": before the first round.
     """
 
-    round: int = 0
+    round: Count = 0
     state: State = State.FORMING
-    nodes: int = 0
-    world: int = 0
+    nodes: Count = 0
+    world: Count = 0
     address: str = ""
-    port: int = 0
+    port: Port = 0
     reason: str = ""
     seal: str = ""
     verdict: str = ""
-    save: int = 0
+    save: Annotated[int, Within(0, MOST_SAVES)] = 0
+    local: bool = False
+    resume: str = ""
     job: str = ""
 
 
@@ -109,11 +116,11 @@ class Header:
 class Assignment:
     """One node's part in a round. base_rank, base_role_rank: of its first worker. role_world: of its role. seal: see Header."""
 
-    round: int
-    rank: int
-    base_rank: int
-    base_role_rank: int
-    role_world: int
+    round: Count
+    rank: Count
+    base_rank: Count
+    base_role_rank: Count
+    role_world: Count
     seal: str = ""
 
     def of(self, header: Header) -> bool:
@@ -221,10 +228,10 @@ _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
 
-def _age(header: Header) -> tuple[int, int, int]:
+def _age(header: Header) -> tuple[int, int, bool, int]:
     """Grows with each header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
-    return header.round, _STAGES[header.state] + judged, header.save
+    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save
 
 
 def precedes(found: Header, known: Header) -> bool:
@@ -354,9 +361,9 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
         base += node.workers
         role_base[node.role] += node.workers
     first = nodes[0]
-    job = view.header.job or name
-    header = Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name, job=job)
-    return header, assignments
+    header = Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name)
+    local = all(node.local for node in nodes)
+    return replace(header, local=local, job=view.header.job or name), assignments
 
 
 def _named(ids: Sequence[str]) -> str:
@@ -365,9 +372,7 @@ def _named(ids: Sequence[str]) -> str:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
-# Made once: a leader of thousands of nodes does little else than read and write records.
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
-_NAMES = {kind: frozenset(field.name for field in fields(kind)) for kind in (Node, Header, Assignment)}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a leader of thousands of nodes writes as many records
 
 
 def encode(record: Node | Header | Assignment) -> bytes:
@@ -380,21 +385,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     Raises:
         RecordError: it is of a newer schema, or no record of this kind. key: for the message.
     """
-    try:
-        data: Any = json.loads(value)
-        schema = data.pop("schema")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RecordError(
-            f"{key} holds no record of elastic_ext ({type(error).__name__}): is the run id used by something else?"
-        ) from error
-    if schema != SCHEMA:
-        raise RecordError(
-            f"{key} was written with schema {schema}, expected {SCHEMA}: all nodes of a job need the same elastic_ext"
-        )
-    try:
-        if kind is Header:
-            data["state"] = State(data["state"])
-        names = _NAMES[kind]
-        return kind(**{name: value for name, value in data.items() if name in names})
-    except (TypeError, ValueError, KeyError) as error:
-        raise RecordError(f"{key} holds no {kind.__name__.lower()} of elastic_ext: {error}") from error
+    data = typed.parse(value, key, SCHEMA)
+    if kind is Header and "state" not in data:
+        raise RecordError(f"{key} holds no header of elastic_ext: it has no state")
+    return typed.build(kind, data, key)

@@ -5,8 +5,10 @@ Real etcd, agents and workers. What is out of reach and for how long is a grid (
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +18,14 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.job import decode_ledger
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
 from elastic_ext.rendezvous.rounds import Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Gate, Job, wait_gone
-from tests.test_etcd_jobs import ELASTIC, reports, seen
+from tests.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
 
 PREFIX = "/elastic_ext/job/"
 NAMES = ("a", "b", "c")
@@ -73,6 +76,20 @@ class Trio:
         found = self.client.get(PREFIX + "round").kv
         return decode(Header, found.value, "round") if found is not None else Header()
 
+    def worlds(self) -> list[int]:
+        """Numbers of the rounds that have run, in their order; of one that was over and ran again twice."""
+        found: list[tuple[int, str]] = []
+        runs = None
+        with self.client.watch(PREFIX + "round", start_revision=1) as history:
+            while (batch := history.get(BACK_S)) is not None:
+                for header in (decode(Header, event.kv.value, "round") for event in batch.events if event.kind == "put"):
+                    if header.state is State.RUNNING and runs != header.seal:
+                        found.append((header.round, header.seal))
+                    runs = header.seal if header.state is State.RUNNING else None
+                    if header.state is State.DONE:
+                        return [number for number, _ in found]
+        raise AssertionError("the job is not done")
+
     def until(self, holds: Callable[[], bool]) -> None:
         """Look after each change below the job's prefix."""
         with self.client.watch(PREFIX, prefix=True) as news:
@@ -99,6 +116,7 @@ class Trio:
             assert job.finish().returncode == 0, f"node {name}\n{job.err}"
             assert "Traceback" not in job.out + job.err, f"node {name}\n{job.err}"
         assert max(self.attempts()) <= restarts, "\n".join(job.err for job in self.jobs.values())
+        assert self.worlds() == sorted(set(self.worlds()))
         assert self.keys("charges/") == []
         assert self.keys("ledger") == []
 
@@ -206,6 +224,29 @@ def test_a_nodes_key_that_is_deleted_costs_one_free_restart(server, tmp_path, st
     trio.finish(restarts=1)
 
 
+def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_path, stack):
+    trio = Trio(tmp_path, stack, server, 10)
+
+    def fail(attempt: int) -> int:
+        """Return how many restarts were charged by then."""
+        line = next(line for line in reports(trio.jobs["a"]) if line["attempt"] == attempt)
+        os.kill(line["pid"], signal.SIGKILL)
+        for job in trio.jobs.values():
+            job.wait_for(seen(3, attempt + 1))
+        return decode_ledger(trio.client.get(PREFIX + "ledger").kv.value.decode()).charged
+
+    assert fail(0) == 1
+    trio.client.txn([], [Delete(PREFIX + key) for key in ("round", "job", "last")] + [Delete(PREFIX + "assign/", prefix=True)])
+    trio.until(trio.is_whole)
+    assert fail(1) == 2
+    trio.client.delete(PREFIX + "ledger")
+    assert fail(2) == 1
+    trio.gate.open()
+    for job in trio.jobs.values():
+        done = job.finish()
+        assert (done.returncode, "Traceback" in done.err) == (0, False), done.err
+
+
 def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 2)
     trio.server.pause()
@@ -223,6 +264,36 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
+
+
+def test_sigterm_ends_agents_whose_header_is_gone(server, tmp_path, stack):
+    """They are to break the round of which nothing is known any more."""
+    trio = Trio(tmp_path, stack, server, 10)
+    trio.client.delete(PREFIX + "round")
+    for job in trio.jobs.values():
+        job.process.send_signal(signal.SIGTERM)
+    assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
+
+
+def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(server, tmp_path, stack):
+    """As when the link to the host of rank 0 breaks while the round is formed. Then a round that ends; then a signal."""
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    silent.settimeout(BACK_S)
+    host = stack.enter_context(EtcdClient(server.endpoint))
+    loop = Loop()
+    stack.callback(loop.close, GRACE_S)
+    first = Participant(host, loop, "job", "silent", Limits(2, 2, 0.0), 10, lambda: None)
+    mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
+    first.ready(mine)
+    wait_for_nodes(server, 1)  # it leads, and will have rank 0
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
+    job = stack.enter_context(Job([*TORCHRUN, *where, "--rdzv-conf=lease_ttl=10", ELASTIC], tmp_path, NODE="b", GATE="none"))
+    silent.accept()
+    first.end_round(1, State.BROKEN, "its first try")
+    first.ready(dataclasses.replace(mine, after=1))
+    silent.accept()
+    job.process.send_signal(signal.SIGTERM)
+    assert wait_gone([job.process.pid], timeout_s=GRACE_S) == []
 
 
 class Alone:

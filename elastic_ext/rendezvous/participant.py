@@ -548,7 +548,7 @@ class Participant:
         if part is not None:
             self._take_part(part)
         self._heard_of(header, found.revision)
-        if header is None and rounds.brings_back(None, self.header):
+        if rounds.brings_back(self._readable(header) if header is not None else None, self.header):
             self._restore_later()
 
     def _take_part(self, kv: KeyValue) -> None:

@@ -73,6 +73,7 @@ class Watch:
         start_revision: int | None = None,
         prev_kv: bool = False,
         callback: Callable[[Item], None] | None = None,
+        deletes_only: bool = False,
     ) -> None:
         """Returns at once, but for a missing start_revision: then all that is written after this call counts.
 
@@ -80,9 +81,11 @@ class Watch:
             start_revision: the first revision to deliver; that of a reading or transaction + 1. FROM_NOW: a
                 `Began` tells the callback.
             prev_kv: events hold the value before.
+            deletes_only: the server does not send what is put.
         """
         self.key, self.range_end = range_of_prefix(key) if prefix else (to_bytes(key), b"")
         self.prev_kv = prev_kv
+        self.deletes_only = deletes_only
         self.next_revision = client.revision(self.key) + 1 if start_revision is None else start_revision
         self.watch_id = 0
         self.live = False
@@ -140,6 +143,7 @@ class Watch:
             range_end=self.range_end,
             start_revision=self.next_revision,
             prev_kv=self.prev_kv,
+            filters=[rpc.WatchCreateRequest.NOPUT] if self.deletes_only else [],
             # After 10 minutes without events the server tells its revision: a quiet watch does not fall behind compaction.
             progress_notify=True,
             watch_id=self.watch_id,

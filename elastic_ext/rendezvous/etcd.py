@@ -156,11 +156,39 @@ class EtcdRendezvous(RendezvousHandler):
             self.break_round("the store of rank 0 is not fresh")
             return self._next_round()
         self._server = server if part.rank == 0 else None
-        store = server if part.rank == 0 else TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
+        store = server if part.rank == 0 else self._connected(header)
+        if store is None:  # the round has ended meanwhile
+            return self._next_round()
         self._fence.watch((header.address, header.port), part.rank, header.nodes)
         return RendezvousInfo(
             PrefixStore("elastic_ext", store), part.rank, header.nodes, RendezvousStoreInfo(header.address, header.port)
         )
+
+    def _connected(self, header: Header) -> TCPStore | None:
+        """Connect to the store of the round; None if the round is over before.
+
+        On a thread of its own: its host may be out of reach, and torch's call hears no signal then, for up to 300 s.
+        """
+        ended: list[TCPStore | Exception] = []
+
+        def connect() -> None:
+            try:
+                made: TCPStore | Exception = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
+            except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
+                made = error
+            with self._changed:
+                ended.append(made)
+                self._changed.notify_all()
+
+        threading.Thread(target=connect, name="elastic_ext-store", daemon=True).start()
+        with self._changed:
+            while not ended and self.round_over() is None:
+                self._changed.wait(60.0)
+        if not ended:
+            return None
+        if isinstance(ended[0], Exception):
+            raise ended[0]
+        return ended[0]
 
     def _await_round(self) -> tuple[Header, Assignment]:
         participant = self._participant

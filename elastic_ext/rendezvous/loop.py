@@ -13,6 +13,8 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
+CLOSE_S = 10.0  # twice what a call of etcd takes at most (EtcdClient.timeout_s)
+
 
 class Runner(Protocol):
     def run(self, work: Callable[[], None]) -> None:
@@ -44,7 +46,7 @@ class Loop:
             self._due[runner] = at
             heapq.heappush(self._order, (at, next(self._numbers), runner))
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Run what waits, then end. timeout_s: how long to wait for that; what its thread is in then is left to itself."""
         self._queue.put(None)
         self._thread.join(timeout_s)

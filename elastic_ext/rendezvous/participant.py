@@ -320,7 +320,7 @@ class Participant:
         if not self._watches:
             self._watch("round", self._on_header, FROM_NOW)
             self._watch(f"assign/{self.id}", self._on_assignment, FROM_NOW)
-            self._watch(f"nodes/{self.id}", self._on_own_key, FROM_NOW)
+            self._watch(f"nodes/{self.id}", self._on_own_key, FROM_NOW, deletes_only=True)
         if self._began < len(self._watches):
             return  # _on_began goes on
         entered = self._records.enter_new(self._key, self._registration())
@@ -472,9 +472,9 @@ class Participant:
         if isinstance(item, Began):
             return self._on_began()
         if not isinstance(item, Batch):
-            return self._watch_again(f"nodes/{self.id}", self._on_own_key)
-        event = item.events[-1]
-        if event.kind == "delete" and event.kv.mod_revision > self.created and self._node is not None:
+            self._watch_again(f"nodes/{self.id}", self._on_own_key, deletes_only=True)
+            return self._restore_later()  # it may be gone, and the history that says so
+        if item.revision > self.created and self._node is not None:
             self._restore_later()
         return None
 
@@ -548,7 +548,7 @@ class Participant:
         if part is not None:
             self._take_part(part)
         self._heard_of(header, found.revision)
-        if header is None and rounds.brings_back(None, self.header):
+        if rounds.brings_back(self._readable(header) if header is not None else None, self.header):
             self._restore_later()
 
     def _take_part(self, kv: KeyValue) -> None:
@@ -614,18 +614,24 @@ class Participant:
 
     def _on_began(self) -> None:
         self._began += 1
-        self._go_on()
+        self.run(self._go_on)
 
-    def _watch_again(self, key: str, take: Callable[[Item], None]) -> None:
+    def _watch_again(self, key: str, take: Callable[[Item], None], deletes_only: bool = False) -> None:
         """The watch has ended, its history was compacted away perhaps: read, then watch from there."""
         revision = self.client.revision(self.prefix + key)
         self.read_header()
-        self._watch(key, take, revision + 1)
+        self._watch(key, take, revision + 1, deletes_only)
 
-    def _watch(self, key: str, take: Callable[[Item], None], start_revision: int) -> None:
+    def _watch(self, key: str, take: Callable[[Item], None], start_revision: int, deletes_only: bool = False) -> None:
         """Have `take` called on this thread with what happens to the key."""
         key = self.prefix + key
-        watch = Watch(self.client, key, start_revision=start_revision, callback=lambda item: self.post(lambda: take(item)))
+        watch = Watch(
+            self.client,
+            key,
+            start_revision=start_revision,
+            callback=lambda item: self.post(lambda: take(item)),
+            deletes_only=deletes_only,
+        )
         self._watches.append(watch)
 
     def _consider(self) -> None:

@@ -57,6 +57,13 @@ def test_from_a_revision_in_the_past(client: EtcdClient, prefix: str):
         assert [event.kv.value for event in take(watch, 1)] == [b"2"]
 
 
+def test_deletes_only(client: EtcdClient, prefix: str):
+    with Watch(client, prefix, start_revision=client.revision(prefix) + 1, deletes_only=True) as watch:
+        client.put(prefix, "1")
+        gone = client.delete(prefix).revision
+        assert [(event.kind, event.kv.mod_revision) for event in take(watch, 1)] == [("delete", gone)]
+
+
 def test_one_transaction_is_one_batch(client: EtcdClient, prefix: str):
     with client.watch(prefix, prefix=True) as watch:
         until(lambda: watch.live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -51,6 +52,15 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which exit codes to tell")
     explain.set_defaults(run=_explain)
     checkpoint_commands.add(commands)
+    examine = commands.add_parser("doctor", help="say whether a job could run here, and what it would know of its failures")
+    examine.description = (
+        "Look at torch, the entry point, the agent, standbys, etcd, checkpoint_dir, the metrics port, evidence and limits. "
+        "Starts no job and leaves nothing behind. The exit code is 78 where a check has failed, else 0."
+    )
+    examine.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="etcd servers to look at, too")
+    examine.add_argument("--rdzv-conf", metavar="KEY=VALUE[,...]", default="", help="settings, as torchrun gets them")
+    examine.add_argument("--json", action="store_true", help="JSON instead of a screen")
+    examine.set_defaults(run=_doctor)
     return options
 
 
@@ -59,6 +69,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from elastic_ext.observe import doctor
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that others gave
+    checks = doctor.examine(args.rdzv_conf, args.rdzv_endpoint, os.environ)
+    print(doctor.as_json(checks) if args.json else doctor.rendered(checks), flush=True)
+    return doctor.exit_code(checks)
 
 
 def _explain(args: argparse.Namespace) -> int:

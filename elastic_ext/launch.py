@@ -17,9 +17,12 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+import elastic_ext
 from elastic_ext.checkpoints import discovery
+from elastic_ext.checkpoints.resolution import Resumption
 from elastic_ext.errors import UsageError
 from elastic_ext.policy import NO_LIMIT
+from elastic_ext.printable import printable, redacted
 from elastic_ext.settings import SECRET_VARIABLES, Settings
 from elastic_ext.workers.standbys import Wanted
 
@@ -159,6 +162,20 @@ def extras_fit(workers: int, left: int) -> bool:
 def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """For a worker, which inherits what it is not given."""
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
+
+
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
+    """What the agent says of itself at the start of a run, in one line. metrics: where they are served; None: nowhere."""
+    if settings.checkpoint_dir is None:
+        begins = "resumes from nothing: no checkpoint_dir is set"
+    elif resumed.path:
+        begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
+    else:
+        begins = f"begins from nothing: {redacted(resumed.reason)}"
+    served = metrics or ("not served" if settings.metrics else "off")
+    return printable(
+        f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
+    )
 
 
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:

@@ -76,6 +76,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _stall(text: str) -> float:
+    value = _seconds(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def _hang_timeout(text: str) -> float:
     value = _seconds(text)
     if value < 1:
@@ -179,7 +186,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
     _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
-    _name: f"a name of {MOST_NAME // 2} printable characters at most, without a /",
+    _name: f"1 to {MOST_NAME // 2} printable characters without a /",
 }
 
 
@@ -207,6 +214,9 @@ class Settings:
     )
     copy_mb_s: float = _setting(
         0.0, _megabytes, "megabytes a second at which a node may copy checkpoints from local_dir to checkpoint_dir; 0: no limit"
+    )
+    copy_stall: float = _setting(
+        60.0, _stall, "how long copying to checkpoint_dir may make no progress at the end of a job; twice that, it is given up"
     )
     etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, _text, "ext_etcd: file of this client's certificate")

@@ -28,7 +28,9 @@ from elastic_ext import exits, job, launch, policy, postmortem, saving
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import copier, resolution, tiers
 from elastic_ext.checkpoints.copier import Copier
+from elastic_ext.checkpoints.pins import Pin
 from elastic_ext.checkpoints.resolution import Place, Resumption
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import BadCheckpoints, JobStopped, RoundOver, UsageError
 from elastic_ext.failures import kinds, report, user_rules
 from elastic_ext.failures.classify import classify
@@ -41,7 +43,7 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
-from elastic_ext.printable import Block
+from elastic_ext.printable import Block, printable
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
@@ -95,6 +97,8 @@ class Supervisor(AgentSeam):
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
         )
+        self._metrics_url: str | None = None
+        self._introduced = False
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
@@ -105,6 +109,7 @@ class Supervisor(AgentSeam):
         self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
         self._saves: SaveOnDemand | None = None
         self._copier: Copier | None = None
+        self._pin: Pin | None = None  # of what the workers are loading
         self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
         self._news: WorkerNews
@@ -128,7 +133,9 @@ class Supervisor(AgentSeam):
                 host, port = self._settings.metrics_host, self._settings.metrics_port
                 # A port that nobody chose must be seen, and torchrun shows warnings only.
                 announce = logging.WARNING if port == 0 else logging.INFO
-                stack.callback(MetricsServer(self._metrics.registry, host, port, announce).close)
+                server = MetricsServer(self._metrics.registry, host, port, announce)
+                stack.callback(server.close)
+                self._metrics_url = server.url
             stack.enter_context(bridge_torchelastic(self._metrics))
             with usage_errors_exit():
                 self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
@@ -159,10 +166,20 @@ class Supervisor(AgentSeam):
                 self._forget_round()
                 if self._standbys is not None:
                     self._standbys.close()
+                left: tuple[str, ...] = ()
                 if self._copier is not None:  # before the guard, which would end it
-                    self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
+                    left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
                 self._guard.close(clean)
-            return result
+            return self._not_delivered(left) if clean and left else result
+
+    def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
+        """All was trained, and what was saved last is on this node only. Started again here, the agent copies it."""
+        reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
+        code = policy.exit_code_for(policy.EX_TRY_AGAIN, self._settings.exit_codes)
+        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "not-copied")
+        verdict = job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+        logger.error("elastic_ext: %s; exit code %s", printable(reason), code)
+        return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, report.failure_elsewhere(verdict)))
 
     def _make_standbys(self) -> Standbys | None:
         """Before the first rendezvous: while that is under way they import what workers need."""
@@ -229,7 +246,10 @@ class Supervisor(AgentSeam):
                     self._saves.look(self._handler)
                 self._look_for_hangs()
                 if self._copier is not None and self._board is not None:
-                    self._copier.saved(sum(word.saves for word in self._board.read_all()))
+                    words = self._board.read_all()
+                    self._copier.saved(sum(word.saves for word in words))
+                    if any(word.steps or word.saves for word in words):  # loading is collective: all have
+                        self._unpin()
                 if (over := self._handler.round_over()) is None:
                     continue
                 logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
@@ -456,6 +476,7 @@ class Supervisor(AgentSeam):
             **self._resume_variables(),
             **(self._flight.variables if self._flight is not None else {}),
         }
+        self._introduce()
         self._logs.tell = {slot: {"agent": self._token} for slot in range(self.spec.local_world_size)}
         store_at = self.group.master_addr, self.group.master_port
         if self._settings.bootstrap and self._board is not None:
@@ -489,6 +510,13 @@ class Supervisor(AgentSeam):
         self._count_workers("running")
         return pids
 
+    def _introduce(self) -> None:
+        """Once: a restart is told elsewhere. A warning, though it is none, for torchrun shows nothing else."""
+        if not self._introduced:
+            self._introduced = True
+            backend, run_id = self._handler.get_backend(), self._handler.get_run_id()
+            logger.warning("%s", launch.start_line(backend, run_id, self._metrics_url, self._settings, self._resumed))
+
     def _make_board(self, count: int) -> ProgressBoard | None:
         """In memory if there is room, else on disk, else none: the job runs without it."""
         for directory in (self._logs.run_dir, tempfile.gettempdir()):
@@ -517,7 +545,14 @@ class Supervisor(AgentSeam):
                 )
             self._count_workers("stopped")
 
+    def _unpin(self) -> None:
+        """The workers have loaded their checkpoint, or will no more."""
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
     def _forget_round(self) -> None:
+        self._unpin()
         if self._copier is not None:
             self._copier.look()  # for what was saved as the last thing
         if self._processes is not None:
@@ -534,12 +569,23 @@ class Supervisor(AgentSeam):
     def _agree_on_checkpoint(self) -> Resumption:
         """What this round resumes from: the same on every node. Raises RoundOver: the round ended before all knew it."""
         place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
-        return resolution.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
+        pin = Pin(open_storage(self._settings.local_dir)) if self._settings.local_dir is not None else None
+        try:
+            resumed = resolution.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
+            if pin is not None and resumed.local:
+                pin.narrow(resumed.path.rpartition("/")[2])
+                self._pin, pin = pin, None
+        finally:
+            if pin is not None:
+                pin.release()
+        return resumed
 
     def _resume_variables(self) -> dict[str, str]:
         """What the workers are told to resume from."""
         if self._settings.checkpoint_dir is None:
             return {}
+        if self._copier is not None:
+            self._copier.round_starts(self._resumed.path)
         if self._resumed.path:
             logger.info("resuming from %s, step %s (%s)", self._resumed.path, self._resumed.step, self._resumed.reason)
         else:

@@ -172,11 +172,10 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    mine = _offers(settings, place.node)
-    exchange.offer(_told_offers(mine, place.workers))
+    exchange.offer(_told_offers(_offers(settings)))
     if place.node == 0:
         try:
-            local = _newest_local(settings, exchange, mine)
+            local = _newest_local(settings, exchange)
             found = _newer(settings, run_id, local)
         except RoundOver:
             raise
@@ -284,38 +283,33 @@ def _record(told: _Told | _Offers) -> str:
 
 @dataclass(frozen=True)
 class _Offers:
-    """What one node tells of its own disk. names, digests: of the checkpoints, in one order; usable: it has a local tier."""
+    """What one node tells of its own disk. usable: it has a local tier."""
 
-    workers: int
     usable: bool
-    names: tuple[str, ...]
-    digests: tuple[str, ...]
+    offers: tuple[Offer, ...]
 
 
-def _told_offers(offers: Sequence[Offer] | None, workers: int) -> str:
-    """Names and digests only: node 0 can compare its own with them, and a manifest of a thousand nodes is long."""
-    told = list(offers or ())[:MOST_OFFERS]
-    names, digests = tuple(offer.name for offer in told), tuple(offer.digest for offer in told)
-    return _record(_Offers(workers, offers is not None, names, digests))
+def _told_offers(offers: Sequence[Offer] | None) -> str:
+    return _record(_Offers(offers is not None, tuple(offers or ())[:MOST_OFFERS]))
 
 
 # The local tier.
 
 
-def _offers(settings: Settings, node: int) -> list[Offer] | None:
+def _offers(settings: Settings) -> list[Offer] | None:
     """None: this node has no local tier that can be used."""
     if settings.local_dir is None or settings.resume_from:
         return None
     try:
-        return tiers.offers(open_storage(settings.local_dir), node)
+        return tiers.offers(open_storage(settings.local_dir))
     except OSError as error:
         logger.warning("local_dir %s cannot be looked at: %s", settings.local_dir, error)
         return None
 
 
-def _newest_local(settings: Settings, exchange: Exchange, mine: Sequence[Offer] | None) -> Offer | None:
-    """The newest one that all nodes have their parts of. mine: what this node offers."""
-    if settings.checkpoint_dir is None or mine is None:
+def _newest_local(settings: Settings, exchange: Exchange) -> Offer | None:
+    """The newest one that the nodes have all parts of."""
+    if settings.checkpoint_dir is None or settings.local_dir is None or settings.resume_from:
         return None
     texts = exchange.offers(TOLD_S)
     if texts is None:
@@ -328,10 +322,14 @@ def _newest_local(settings: Settings, exchange: Exchange, mine: Sequence[Offer] 
         return None
     if not all(each.usable for each in said):
         return None
-    known = {(offer.name, offer.digest): offer for offer in mine}
-    told = [[known[pair] for pair in zip(each.names, each.digests, strict=False) if pair in known] for each in said]
+    told = [each.offers for each in said]
     barred = catalog.in_quarantine(open_storage(settings.checkpoint_dir))
-    return tiers.newest_of_all(told, [each.workers for each in said], barred)
+    found = tiers.newest_of_all(told, barred)
+    for offer, ranks in tiers.lacking(told).items():
+        if ranks and offer.name not in barred and _order(offer.name) > _order(found.name if found is not None else ""):
+            missing = ", ".join(map(str, ranks))
+            logger.warning("%s is not resumed from: what ranks %s saved is on no node's local_dir", offer.name, missing)
+    return found
 
 
 def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
@@ -339,7 +337,9 @@ def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
     if local is None or settings.checkpoint_dir is None:
         return choose(settings, run_id)
     order = _order(local.name)
-    resumption = Resumption(local.name, local.step, f"newest of all nodes' local_dir, {len(local.nodes)} of them", local=True)
+    resumption = Resumption(
+        local.name, local.step, f"newest that the nodes have all parts of in local_dir, saved by {local.nodes}", local=True
+    )
     newer = [name for name in tiers.own_checkpoints(open_storage(settings.checkpoint_dir)) if _order(name) > order]
     if not newer:
         return resumption

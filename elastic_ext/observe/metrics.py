@@ -201,6 +201,10 @@ class AgentMetrics(Collector):
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
             self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
 
+    def copy_failed(self) -> None:
+        """The copier of checkpoints has died, or seems to be stuck."""
+        self._add("elastic_ext_checkpoint_copy_failures", (), 1)
+
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value given to torchelastic's put_metric, which takes anything: what is no number is dropped.
 

@@ -278,9 +278,13 @@ class EtcdRendezvous(RendezvousHandler):
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
             return f"this node can take no further part in the job: {failure}"
-        if header.round != self.round or header.state is State.BROKEN:
+        if header.round != self.round or header.state is State.BROKEN or not self._of_this_round(header):
             return header.reason
         return header.reason if header.state is State.CLOSED else None
+
+    def _of_this_round(self, header: Header) -> bool:
+        """Two rounds may have one number: where all records were lost, and a node that never saw them began anew."""
+        return self._part is None or self._part[0].seal == header.seal
 
     def stop_by(self) -> float | None:
         """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
@@ -292,7 +296,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     @property
     def launch(self) -> str:
-        return f"{self._participant.job_lease:x}"
+        return self._participant.header.job
 
     def stalled(self, stalled: bool) -> None:
         """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
@@ -369,8 +373,8 @@ class EtcdRendezvous(RendezvousHandler):
         if self._left:
             return
         self._left = True
-        self._fence.close()
+        self._fence.close(LEAVE_TIMEOUT_S)
         self._participant.leave(LEAVE_TIMEOUT_S)
-        self._loop.close()
-        self._client.close()
+        self._client.close()  # before the loop, which may be in a call that nobody answers
+        self._loop.close(LEAVE_TIMEOUT_S)
         self._server = None

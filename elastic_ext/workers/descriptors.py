@@ -19,7 +19,7 @@ MOST = 1 << 20  # what the kernel grants by default at most (fs.nr_open); a hard
 
 _lock = threading.Lock()
 _agents = 0  # of this process that have raised it
-_users = (0, 0)  # the limit before the first of them has
+_users: tuple[int, int] | None = None  # the limit before the first of them has; None: it stays what it was
 
 
 @contextmanager
@@ -28,41 +28,58 @@ def raised() -> Iterator[None]:
     global _agents, _users
     with _lock:
         if not _agents:
-            _users = resource.getrlimit(resource.RLIMIT_NOFILE)
-            _set(_users[1])
+            _users = _raise()
         _agents += 1
     try:
         yield
     finally:
         with _lock:
             _agents -= 1
-            if not _agents:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (_users[0], resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            if not _agents and _users is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, _users)
+                _users = None
 
 
-def _set(hard: int) -> None:
+def _raise() -> tuple[int, int] | None:
+    """Return the limit as it was; None where it stays that."""
+    before = limit()
+    if before is None:
+        return None
+    soft, hard = before
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
-    if _users[0] == resource.RLIM_INFINITY or wanted <= _users[0]:
-        return
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:
-        logger.info("the limit of open files stays at %s: %s", _users[0], error)
+        logger.info("the limit of open files stays at %s: %s", soft, error)
+        return None
+    return before
+
+
+def limit() -> tuple[int, int] | None:
+    """Soft and hard; None where the kernel refuses to tell (a seccomp profile)."""
+    try:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError as error:
+        logger.info("the limit of open files is not known: %s", error)
+        return None
 
 
 def as_users(pid: int) -> None:
     """Give a process that this one has started the user's own limit."""
     with _lock:
-        if not _agents or resource.getrlimit(resource.RLIMIT_NOFILE)[0] == _users[0]:
-            return
-        soft, hard = _users
+        users = _users
+    if users is None:
+        return
     try:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, users)
     except OSError as error:  # it has ended, or is another user's by now
         logger.debug("the limit of open files of process %s stays: %s", pid, error)
 
 
 def left() -> int:
     """How many more files this process can open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (MOST if soft == resource.RLIM_INFINITY else soft) - len(os.listdir("/proc/self/fd"))
+    now = limit()
+    soft = MOST if now is None or now[0] == resource.RLIM_INFINITY else now[0]
+    return soft - len(os.listdir("/proc/self/fd"))

@@ -29,8 +29,14 @@ import sys
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
     del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
 _AT_START = frozenset(sys.modules)
+_WORKERS_PATH = sys.path[:]
+if __name__ == "__main__":  # what the server itself imports is Python's own, whatever PYTHONPATH holds
+    _os = getattr(sys.modules.get("os"), "__file__", None) or ""
+    _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
+    del sys.path[: _standard[0] if _standard else 0]
 
 # ruff: noqa: E402
+import array  # noqa: F401 - of socket.recv_fds, at its first call
 import atexit
 import contextlib
 import ctypes
@@ -74,8 +80,8 @@ class Server:
         self._environ = dict(os.environ)
         self._checks = _import_checks.ImportChecks()
         self._ignored = _mask("SigIgn")
-        site = _import_checks.site_reads_variables(_AT_START)
-        self._unsafe: dict[str, str] = {"": site} if site else {}
+        why = _import_checks.site_reads_variables(_AT_START) or _import_checks.hidden_from(sys.modules.keys() - _AT_START)
+        self._unsafe: dict[str, str] = {"": why} if why else {}
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
@@ -116,7 +122,7 @@ class Server:
         checks = self._checks
         checks.begin()
         with _as_if_it_ran(program):
-            for name in [*modules, *wanted]:
+            for name in [*modules, *wanted] if "" not in self._unsafe else ():
                 if name in sys.modules or name in self._unsafe:
                     continue
                 checks.before()
@@ -367,6 +373,7 @@ def _load(name: str) -> "ModuleType":
 if __name__ == "__main__":
     _bootstrap = _load("bootstrap")
     _import_checks = _load("import_checks")
+    sys.path[:] = _WORKERS_PATH
     atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -470,11 +470,18 @@ def _surroundings(environ: Mapping[str, str]) -> dict[str, object]:
         "the umask": umask,
         "the processors that may be used": tuple(sorted(os.sched_getaffinity(0))),
         "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        **{f"the limit {name}": resource.getrlimit(number) for name, number in _LIMITS.items()},
+        **{f"the limit {name}": _limit(number) for name, number in _LIMITS.items()},
     }
 
 
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+def _limit(number: int) -> tuple[int, int] | None:
+    try:
+        return resource.getrlimit(number)
+    except OSError:  # refused
+        return None
 
 
 def _listed(folder: str) -> list[tuple[str, bool]]:

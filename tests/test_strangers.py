@@ -190,7 +190,7 @@ def test_what_a_stranger_plants_in_torchs_rendezvous_is_not_unpickled(tmp_path, 
     with Job([*AGENT, *where, "--nnodes=1:2", script], tmp_path) as job:
         job.wait_for("(?m)^up$")
         stranger.plant(port, **{"torch.rendezvous.job": base64.b64encode(stranger.pickled).decode()})
-        job.wait_for("not what torch writes there.*_io.open")
+        job.wait_for("not what torch writes there.*it names io.open")
         gate.open()
         done = job.finish()
     assert done.returncode == 0, done.err
@@ -615,7 +615,8 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, ba
             conf = "is_host=0,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5"
         where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
         command = [*AGENT, *where, f"--rdzv-conf={conf},checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
-        env = {"PYTHONPATH": str(plugin), "GATE": str(gate.path)}
+        paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": paths, "GATE": str(gate.path)}
         jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}
         told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in jobs.items()}
         looks = told[wait_for_all(told, LONG_S, FIRST_COMPLETED).done.pop()]
@@ -624,5 +625,4 @@ def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, ba
         gate.open()
         done = jobs[other].finish()
     assert done.returncode == 0, done.err
-    assert "is over before its workers were started" in done.err
     assert re.findall("resumes (.*)", done.out) == ["7 of 1"]

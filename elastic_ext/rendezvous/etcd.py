@@ -8,7 +8,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "ext_etcd"
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
+CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to a store; for what is asked of it then, torch's default
 
 
 class EtcdRendezvous(RendezvousHandler):
@@ -156,11 +159,39 @@ class EtcdRendezvous(RendezvousHandler):
             self.break_round("the store of rank 0 is not fresh")
             return self._next_round()
         self._server = server if part.rank == 0 else None
-        store = server if part.rank == 0 else TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
+        store = server if part.rank == 0 else self._connect(header)
+        if store is None:
+            return self._next_round()
         self._fence.watch((header.address, header.port), part.rank, header.nodes)
         return RendezvousInfo(
             PrefixStore("elastic_ext", store), part.rank, header.nodes, RendezvousStoreInfo(header.address, header.port)
         )
+
+    def _connect(self, header: Header) -> TCPStore | None:
+        """To the store of the round; None: the round is over. Its host may have died just now, and torch tries for minutes."""
+        answer: Future[TCPStore] = Future()
+
+        def connect() -> None:
+            try:
+                store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+                store.set_timeout(STORE)
+                answer.set_result(store)
+            except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
+                answer.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=connect, name="elastic_ext-connect", daemon=True).start()
+        with self._changed:
+            while not answer.done():
+                if self.round_over() is not None:
+                    return None
+                self._changed.wait(60.0)
+        if (error := answer.exception()) is not None:
+            logger.warning("the store of round %s does not answer: %s", header.round, error)
+            self.break_round("the store of rank 0 does not answer")
+            return None
+        return answer.result()
 
     def _await_round(self) -> tuple[Header, Assignment]:
         participant = self._participant

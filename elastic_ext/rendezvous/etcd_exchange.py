@@ -97,6 +97,9 @@ class EtcdExchange:
                 self._changed.wait(timeout_s)
 
     def _check_round(self) -> None:
+        header = self._participant.header
+        if not self._part.of(header):
+            raise RoundOver(f"the job is in round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why)
 

@@ -121,6 +121,7 @@ LONG = {
             "costs_one_free_restart",
         ),
     ),
+    "test_strangers.py": ("is_killed[ext_c10d]", "loopback_only[torchrun]", "loopback_only[function]", "loopback_only[ext_etcd]"),
     "test_plain.py": ("restarts_it[ext_c10d]", "both_restart[ext_c10d]", "is_lost[ext_c10d]"),
     "test_starts.py": (
         *("limit[on]", "[no_pidfd]", "nr_inodes=24", "[no.such", "[192.0.2.1-1]", "test_standbys_without", "[96-32]"),

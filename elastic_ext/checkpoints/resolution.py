@@ -43,8 +43,8 @@ MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
 
 
 class Exchange(Protocol):
-    """How the nodes of one round tell each other. Each method raises RoundOver where the round ends before it is done, and
-    ElasticExtError where there can be no answer any more.
+    """How the nodes of one round tell each other. Each method raises RoundOver where the round ends before it is done; what
+    torch raises for a rendezvous that is lost where nobody can be asked any more.
     """
 
     def offer(self, text: str) -> None:
@@ -226,9 +226,9 @@ def _name_of(settings: Settings, path: str) -> tuple[str, bool]:
     """The name by which all nodes know a checkpoint, and whether it lies where `resume_from` says."""
     for asked_for in (False, True):
         directory = _directory(settings, asked_for)
-        for name in (path.rpartition("/")[2], path.rpartition(os.sep)[2]):
-            if directory is not None and open_storage(directory).path(name) == path:
-                return name, asked_for
+        name = path.rpartition("/")[2]
+        if directory is not None and open_storage(directory).path(name) == path:
+            return name, asked_for
     raise UsageError(f"the checkpoint {path} has no name in checkpoint_dir {settings.checkpoint_dir} that other nodes could know")
 
 
@@ -250,7 +250,7 @@ def _read_choice(settings: Settings, text: str) -> Resumption:
     if told.error:
         kind = BadCheckpoints if told.bad else UsageError
         raise kind(f"group rank 0 cannot tell what to resume from: {printable(told.error[:MOST_TEXT])}")
-    if (told.name and not _is_name(told.name)) or (told.local and order_of(told.name) is None):
+    if not (_is_own(settings, told.name) if told.local else _is_name(told.name)):
         raise UsageError(
             f"group rank 0 says {printable(told.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
             "somebody else write to the store of the rendezvous?"
@@ -267,9 +267,14 @@ def _read_choice(settings: Settings, text: str) -> Resumption:
     return replace(found, path=open_storage(directory).path(told.name))
 
 
+def _is_own(settings: Settings, name: str) -> bool:
+    """Of a checkpoint that may be in this node's local directory."""
+    return settings.local_dir is not None and order_of(name) is not None
+
+
 def _is_name(name: str) -> bool:
-    """Of something directly in a directory."""
-    return len(name) <= MOST_NAME and name not in (".", "..") and not any(each in name for each in ("/", os.sep, "\0"))
+    """Of something directly in a directory; or "", for nothing."""
+    return len(name) <= MOST_NAME and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _record(told: _Told | _Offers) -> str:

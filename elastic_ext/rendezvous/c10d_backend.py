@@ -47,11 +47,9 @@ def _on_loopback(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, S
     try:
         store = serve(host, port, timedelta(seconds=timeout_s), multi_tenant=True)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        if is_host is None:  # another agent of this machine was faster
+        if error.errno == errno.EADDRINUSE and is_host is None:  # another agent of this machine was faster
             params.config["is_host"] = "0"
-        return None
+        return None  # torch says what is wrong
     return C10dRendezvousBackend(store, params.run_id), store
 
 

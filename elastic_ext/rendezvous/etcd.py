@@ -8,7 +8,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 BACKEND = "ext_etcd"
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
+STORE_TRIES = 3  # of rounds in a row
+CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to a store; for what is asked of it then, torch's default
 
 
 class EtcdRendezvous(RendezvousHandler):
@@ -99,6 +103,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._fence = Fence(lambda: self._participant.lease, settings.lease_ttl, self._notify)
         self._part: tuple[Header, Assignment] | None = None
         self._server: TCPStore | None = None
+        self._unreachable = 0  # stores of rounds in a row that did not answer
 
     def get_backend(self) -> str:
         return BACKEND
@@ -156,39 +161,46 @@ class EtcdRendezvous(RendezvousHandler):
             self.break_round("the store of rank 0 is not fresh")
             return self._next_round()
         self._server = server if part.rank == 0 else None
-        store = server if part.rank == 0 else self._connected(header)
-        if store is None:  # the round has ended meanwhile
+        store = server if part.rank == 0 else self._connect(header)
+        if store is None:
             return self._next_round()
         self._fence.watch((header.address, header.port), part.rank, header.nodes)
         return RendezvousInfo(
             PrefixStore("elastic_ext", store), part.rank, header.nodes, RendezvousStoreInfo(header.address, header.port)
         )
 
-    def _connected(self, header: Header) -> TCPStore | None:
-        """Connect to the store of the round; None if the round is over before.
-
-        On a thread of its own: its host may be out of reach, and torch's call hears no signal then, for up to 300 s.
-        """
-        ended: list[TCPStore | Exception] = []
+    def _connect(self, header: Header) -> TCPStore | None:
+        """To the store of the round; None: the round is over. Its host may have died just now, and torch tries for minutes."""
+        answer: Future[TCPStore] = Future()
 
         def connect() -> None:
             try:
-                made: TCPStore | Exception = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
+                store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+                store.set_timeout(STORE)
+                answer.set_result(store)
             except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
-                made = error
+                answer.set_exception(error)
             with self._changed:
-                ended.append(made)
                 self._changed.notify_all()
 
-        threading.Thread(target=connect, name="elastic_ext-store", daemon=True).start()
+        threading.Thread(target=connect, name="elastic_ext-connect", daemon=True).start()
         with self._changed:
-            while not ended and self.round_over() is None:
+            while not answer.done():
+                if self.round_over() is not None:
+                    return None
                 self._changed.wait(60.0)
-        if not ended:
+        if (error := answer.exception()) is not None:
+            self._unreachable += 1
+            if self._unreachable == STORE_TRIES:  # the others are better off without this node
+                raise RendezvousConnectionError(
+                    f"the stores of {STORE_TRIES} rounds did not answer, the last one at {header.address}:{header.port}: {error}; "
+                    "expected that this host reaches all others of the job"
+                ) from error
+            logger.warning("the store of round %s does not answer: %s", header.round, error)
+            self.break_round("the store of rank 0 does not answer")
             return None
-        if isinstance(ended[0], Exception):
-            raise ended[0]
-        return ended[0]
+        self._unreachable = 0
+        return answer.result()
 
     def _await_round(self) -> tuple[Header, Assignment]:
         participant = self._participant

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastic_ext.errors import ElasticExtError, RoundOver
+from elastic_ext.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
 from elastic_ext.rendezvous.participant import RETRY_S, Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, State
@@ -81,7 +81,7 @@ class EtcdExchange:
                     return header
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
-                    raise ElasticExtError("the node of rank 0 has not said in time what to resume from")
+                    raise RoundOver("the node of rank 0 has not said in time what to resume from")
                 self._changed.wait(min(left_s, LONGEST_WAIT_S))
 
     def _wake(self, news: threading.Event) -> None:
@@ -97,6 +97,9 @@ class EtcdExchange:
                 self._changed.wait(timeout_s)
 
     def _check_round(self) -> None:
+        header = self._participant.header
+        if not self._part.of(header):
+            raise RoundOver(f"the job is in round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why)
 

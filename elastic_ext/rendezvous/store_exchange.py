@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic_ext.errors import ElasticExtError, RoundOver
+from elastic_ext.errors import RoundOver
 from elastic_ext.rendezvous.store_calls import NOTHING
 from elastic_ext.rendezvous.store_job import Part, StoreJob
 
@@ -49,8 +49,7 @@ class StoreExchange:
     def choice(self, timeout_s: float) -> str:
         (text,) = self._read([self._choice], timeout_s)
         if text == NOTHING:
-            self._check_round()
-            raise ElasticExtError("the node of rank 0 has not said in time what to resume from")
+            raise RoundOver("another node has left it, or that of rank 0 has not said in time what to resume from")
         return text
 
     def _offer(self, rank: int) -> str:

@@ -21,7 +21,6 @@ from elastic_ext.rendezvous.store_exchange import StoreExchange
 from elastic_ext.rendezvous.store_job import Part, StoreJob
 from elastic_ext.settings import Settings
 from tests.jobs import AGENT, Job, run
-from tests.store_server import StoreServer
 
 
 def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
@@ -119,11 +118,11 @@ def test_one_written_later_under_the_same_name_is_another(tmp_path):
 @pytest.fixture
 def exchanges():
     """Two nodes' ends, through the store of a rendezvous."""
-    with StoreServer() as server:
-        yield [exchange_of(server, rank, 2) for rank in range(2)]
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [exchange_of(server, rank, 2) for rank in range(2)]
 
 
-def exchange_of(server: StoreServer, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
+def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
     shared = StoreJob(TCPStore("127.0.0.1", server.port, is_master=False), "run", f"node-{rank}", False, Ledger())
     shared.come_in()
     return StoreExchange(Part(1, rank, nodes), lambda question: question(shared), over)

@@ -56,7 +56,7 @@ def shards(root: Path) -> str:
 
 
 def trainers(root: Path) -> str:
-    return save_trainer(root, 5).name
+    return save_trainer(root / "checkpoint-5", 5).name
 
 
 @pytest.fixture(params=[own, shards, trainers], ids=lambda make: make.__name__)
@@ -98,7 +98,7 @@ def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pyt
 
 def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     name = own(tmp_path)
-    (moved,) = [(tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")]
+    moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
     storage = open_storage(str(tmp_path))
     entry = next(entry for entry in storage.entries() if entry.name == name)

@@ -13,24 +13,20 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from elastic_ext import policy, typed
-from elastic_ext.errors import ElasticExtError
 from elastic_ext.failures import history, kinds
 from elastic_ext.failures.classify import Diagnosis, root_cause
-from elastic_ext.failures.evidence import Evidence, Platform, RaisedException
 from elastic_ext.policy import Action
+from elastic_ext.typed import Count, NameOrEmpty, Rank, RecordError, Within
 
 SCHEMA = 1
 MOST_FAILURES = 64  # of the ledger: what decides is the last few; a record is some 200 bytes
 MOST_VERDICTS = 64
 MOST_TEXT = 2000  # characters of a message or reason in a record
 MOST_STACKS = 1500  # of what a verdict keeps of them: a ledger holds 64 verdicts
-
-
-class LedgerError(ElasticExtError):
-    """A record of the job that this version cannot read."""
+MOST_CHARGED = 10**6  # restarts
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Report:
         resumed_from: path or URL of it; "": none.
     """
 
-    host: str
+    host: NameOrEmpty
     diagnosis: Diagnosis
     resumed_at: int | None = None
     stacks: str = ""
@@ -78,12 +74,12 @@ class Verdict:
     """
 
     decision: policy.Decision
-    round: int
-    node: str = ""
-    host: str = ""
-    rank: int = -1
-    restarts: int = 0
-    limit: int = policy.NO_LIMIT
+    round: Count
+    node: NameOrEmpty = ""
+    host: NameOrEmpty = ""
+    rank: Rank = -1
+    restarts: Count = 0
+    limit: Annotated[int, Within(policy.NO_LIMIT, 2**63 - 1)] = policy.NO_LIMIT
     at: str = ""
     stacks: str = ""
 
@@ -108,7 +104,7 @@ class Ledger:
     """Of one run id. charged: restarts since the job last made progress that a checkpoint kept."""
 
     failures: tuple[history.Failure, ...] = ()
-    charged: int = 0
+    charged: Annotated[int, Within(0, MOST_CHARGED)] = 0
     verdicts: tuple[Verdict, ...] = field(default=())
 
 
@@ -209,31 +205,19 @@ def encode_report(report: Report) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def decode_report(text: str, order: int = 0) -> Report:
-    """order: when the job learnt of it, e.g. an etcd revision. Raises LedgerError."""
-    data = _read(text, "report")
-    try:
-        told = data["diagnosis"]
-        evidence = told["evidence"]
-        exception = evidence["exception"]
-        if exception is not None:
-            evidence["exception"] = typed.make(RaisedException, exception)
-        evidence |= {"platform": typed.make(Platform, evidence["platform"]), "history": ()}
-        told |= {"evidence": typed.make(Evidence, evidence), "decision": kinds.Verdict(told["decision"]), "order": order}
-        diagnosis = typed.make(Diagnosis, told)
-        rest: dict[str, Any] = {name: data[name] for name in ("host", "resumed_at", "stacks", "resumed_from") if name in data}
-        return typed.make(Report, {"diagnosis": diagnosis, **rest})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LedgerError(f"this is no report of a failure: {error!r}") from error
+def decode_report(text: str | bytes, order: int = 0) -> Report:
+    """order: when the job learnt of it, e.g. an etcd revision. Raises RecordError."""
+    report = typed.read(Report, text, "a node's report", SCHEMA)
+    return replace(report, diagnosis=replace(report.diagnosis, order=order))
 
 
 def encode_verdict(verdict: Verdict) -> str:
     return json.dumps({"schema": SCHEMA, **_plain(verdict)}, separators=(",", ":"))
 
 
-def decode_verdict(text: str) -> Verdict:
-    """Raises LedgerError."""
-    return _verdict(_read(text, "verdict"))
+def decode_verdict(text: str | bytes) -> Verdict:
+    """Raises RecordError. Whatever it is, it never has an agent leave with 0."""
+    return _sound(typed.read(Verdict, text, "a verdict", SCHEMA))
 
 
 def encode_ledger(ledger: Ledger) -> str:
@@ -246,15 +230,11 @@ def encode_ledger(ledger: Ledger) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def decode_ledger(text: str) -> Ledger:
-    """Raises LedgerError."""
-    data = _read(text, "ledger")
-    try:
-        failures = tuple(typed.make(history.Failure, failure) for failure in data["failures"])
-        verdicts = tuple(_verdict(verdict) for verdict in data["verdicts"])
-        return typed.make(Ledger, {"failures": failures, "charged": data["charged"], "verdicts": verdicts})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise LedgerError(f"this is no ledger of a job: {error!r}") from error
+def decode_ledger(text: str | bytes) -> Ledger:
+    """Raises RecordError."""
+    ledger = typed.read(Ledger, text, "the job's ledger", SCHEMA)
+    verdicts = tuple(map(_sound, ledger.verdicts[-MOST_VERDICTS:]))
+    return replace(ledger, failures=ledger.failures[-MOST_FAILURES:], verdicts=verdicts)
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
@@ -264,22 +244,12 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
     return {**asdict(verdict), "decision": told}
 
 
-def _verdict(data: dict[str, Any]) -> Verdict:
-    try:
-        told = data["decision"]
-        asked = kinds.Verdict(told["verdict"]) if told["verdict"] is not None else None
-        decision = typed.make(policy.Decision, {**told, "action": Action(told["action"]), "verdict": asked})
-        return typed.make(Verdict, {**data, "decision": decision})
-    except (KeyError, TypeError, ValueError) as error:
-        raise LedgerError(f"this is no verdict of a job: {error!r}") from error
-
-
-def _read(text: str, what: str) -> dict[str, Any]:
-    try:
-        data: dict[str, Any] = json.loads(text)
-        schema = data.pop("schema")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise LedgerError(f"this is no {what} of elastic_ext: {error!r}") from error
-    if schema != SCHEMA:
-        raise LedgerError(f"a {what} of schema {schema!r}, expected {SCHEMA}: all nodes of a job need the same elastic_ext")
-    return data
+def _sound(verdict: Verdict) -> Verdict:
+    """The same, if an agent may carry it out. Raises RecordError."""
+    decision = verdict.decision
+    codes: frozenset[int | None] = policy.STOP_CODES if decision.action is Action.STOP else frozenset({None})
+    if decision.exit_code not in codes:
+        raise RecordError(f"a verdict to {decision.action.value} with exit code {decision.exit_code}: it is none of elastic_ext")
+    if decision.verdict is not None and policy.ACTIONS.get(decision.verdict) is not decision.action:
+        raise RecordError(f"a verdict to {decision.verdict.value} and {decision.action.value}: it is none of elastic_ext")
+    return verdict

@@ -10,9 +10,10 @@ from elastic_ext import job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
 from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.job import Ledger, LedgerError, Report, Rules, judge
+from elastic_ext.job import Ledger, Report, Rules, judge
 from elastic_ext.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
+from elastic_ext.typed import RecordError
 
 RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
 
@@ -129,7 +130,7 @@ def test_records(type_):
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "decision": 3}'])
 @pytest.mark.parametrize("decode", [job.decode_report, job.decode_verdict, job.decode_ledger])
 def test_what_is_no_record_is_refused(decode, text):
-    with pytest.raises(LedgerError) as error:
+    with pytest.raises(RecordError) as error:
         decode(text)
     assert "\n" not in str(error.value)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Verdict
+from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Kind, Verdict
 from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
 from elastic_ext.failures.rules import COUNTS_AS, RULES, TEXTS, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.printable import printable
+from elastic_ext.typed import ZeroOrOne
 
 MAX_TEXT = 64 * 1024  # characters of a message, and of the end of a tail, that are looked at in all
 MAX_MESSAGE = 8 * 1024  # of a longer message both ends are
@@ -41,14 +42,14 @@ class Diagnosis:
         order: when the job learnt of it, e.g. an etcd revision; equal for all that one node tells at a time.
     """
 
-    kind: str
+    kind: Kind
     decision: Verdict
     rule: str
     reason: str
     fingerprint: str
     evidence: Evidence
     tier: int
-    checkpoints_back: int = 0
+    checkpoints_back: ZeroOrOne = 0
     order: int = 0
 
     @property

@@ -12,6 +12,8 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ext.typed import Rank
+
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters that are kept of a message, MAX_NAME of a class or a frame: records of the job hold them
 MAX_NAME = 500
@@ -71,6 +73,7 @@ class Past:
         node: where it was; None: not known.
         first_step_done: its worker had done an optimizer step; None: not known.
         same_checkpoint: both had resumed from the same one.
+        warm: its process was a warm standby; None: not known.
     """
 
     same_fingerprint: bool
@@ -78,6 +81,7 @@ class Past:
     node: str | None = None
     first_step_done: bool | None = None
     same_checkpoint: bool = False
+    warm: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Evidence:
         history: earlier failures of the job, oldest first.
     """
 
-    rank: int
+    rank: Rank
     exit_code: int | None = None
     signal: str | None = None
     exception: RaisedException | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
 CODE = "code"
 DATA = "data"
@@ -23,6 +24,8 @@ KINDS = (
     CODE, DATA, NUMERIC, USER_STOP, PREEMPTION, HOST_MEMORY, DEVICE_MEMORY, STORAGE, NETWORK, HARDWARE, HANG, CRASH, CASCADE,
     UNKNOWN,
 )  # fmt: skip
+
+Kind = Annotated[str, KINDS.__contains__]
 
 
 class Verdict(Enum):

@@ -15,13 +15,12 @@ import functools
 import json
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -35,20 +34,25 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from elastic_ext import job, torch_seam
-from elastic_ext.errors import JobStopped, SeamError
+from elastic_ext.checkpoints.resolution import Alone, Exchange
+from elastic_ext.errors import JobStopped
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
+from elastic_ext.rendezvous import judging, plain, run_id
+from elastic_ext.rendezvous.address import check_own, host_of, listens_on, own_address
+from elastic_ext.rendezvous.c10d_backend import create
+from elastic_ext.rendezvous.reading import Reader
+from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
+from elastic_ext.rendezvous.store_exchange import StoreExchange
 from elastic_ext.rendezvous.store_job import JUDGING_S, Part, StoreJob
 from elastic_ext.rendezvous.store_news import ALL_DONE, LEAVES, RoundNews
 from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
+from elastic_ext.typed import Count, Name, Port
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +61,23 @@ T = TypeVar("T")
 BACKEND = "ext_c10d"
 ROUND_KEY = "elastic_ext.round"
 LAUNCH_KEY = "elastic_ext.launch"
+SCHEMA = 1  # of `Published`
+ROUND_TRIES = 3
 LEAVE_TIMEOUT_S = 3.0
 ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
 TELL_S = 5.0  # beside its grace and the settle window: that a node with a cause may need to tell of it
 HUNG_S = 10.0  # as much at least: where a job hung all nodes look where their workers are, and then tell
 OTHERS_S = JUDGING_S  # beside their grace and their patience: that the other nodes may need to judge and read a verdict
+
+
+@dataclass(frozen=True)
+class Published:
+    """Of a round: address and port of its store, its number, and what names the launch of the job."""
+
+    addr: Name
+    port: Port
+    round: Count
+    launch: str
 
 
 class EmbeddedRendezvous(RendezvousHandler):
@@ -75,20 +91,24 @@ class EmbeddedRendezvous(RendezvousHandler):
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         poll_interval_s: how often num_nodes_waiting() must be asked; None: never, nobody can join.
         on_news: set by our agent; called from any thread when round_over() may have an answer.
-        attached: set by our agent when it takes this handler; without it the rounds would be run by an agent that is not ours.
+        attached: set by our agent when it takes this handler; without it another one uses the rendezvous alone (see `plain`).
     """
 
     is_elastic_ext = True
 
     def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
+        """Raises UsageError: the run id, or the address of this node, is none."""
+        run_id.checked(params.run_id)
+        if params.local_addr:
+            run_id.checked_address(params.local_addr)
         self.settings = settings
         self.round = 0
         self.attached = False
         self.on_news: Callable[[], None] = lambda: None
         self.torch_conf = dict(params.config)
         self._run_id = params.run_id
-        self._endpoint_host = host_of(params.endpoint)
-        self._local_addr = params.local_addr
+        self._reader = Reader()
+        self._address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         self._server: TCPStore | None = None
         self._store: Store | None = None
         self._inner: RendezvousHandler | None = None
@@ -96,8 +116,8 @@ class EmbeddedRendezvous(RendezvousHandler):
         self._unreachable = self._store_lost = False
         self._saves_alone = 0
         self.launch = secrets.token_hex(8)
-        self._stalled_alone = False
-        self.host = self.node_id = settings.node_name or platform.node()
+        self._stalled_alone = self._closed_alone = False
+        self.host = self.node_id = run_id.host_name(settings)
         self._min_nodes = params.min_nodes
         self._max_restarts = 0
         self._ledger = judging.LedgerFile(settings.ledger_file, params.run_id)
@@ -112,9 +132,10 @@ class EmbeddedRendezvous(RendezvousHandler):
         grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
         self._patience_s = max(grace_s + settings.settle + TELL_S, HUNG_S)
         self._others_s = grace_s + self._patience_s + OTHERS_S
+        check_own(params.local_addr, self._address)
         if params.max_nodes > 1:
             self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
-            backend, self._store = create_backend(params)
+            backend, self._store = create(params)
             self._inner = create_handler(self._store, backend, params)
             self.poll_interval_s = 0.1
             if isinstance(self._store, TCPStore):
@@ -138,49 +159,59 @@ class EmbeddedRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if not self.attached:
-            raise SeamError(
-                "torch built another agent than elastic_ext's for this rendezvous; expected torch 2.8 or newer with an unpatched "
-                "launcher; use --rdzv-backend=c10d, or `python -m elastic_ext.agent`"
-            )
-        return self._next_alone() if self._inner is None else self._next_among(self._inner)
+        plain.note(self)
+        with plain.closed_by_verdict(self):
+            return self._next_alone() if self._inner is None else self._next_among(self._inner)
 
     def _next_alone(self) -> RendezvousInfo:
+        if self._closed_alone:
+            raise RendezvousClosedError(f"the job {self._run_id} is over: it was closed here")
         self.round += 1
         self._saves_alone = 0
         self._stalled_alone = False
-        address = self._local_addr or "localhost"
-        self._server = _serve(address)
+        self._server = serve(self._address)
         store = PrefixStore("elastic_ext", self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self._server.port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._address, self._server.port))
 
     def _next_among(self, inner: RendezvousHandler) -> RendezvousInfo:
         self._come_in() if self.round == 0 else self._go_on()
+        for _ in range(ROUND_TRIES):
+            joined = self._join(inner)
+            published = self._publish(joined) if joined.rank == 0 else self._published(joined.store)
+            if published is not None:
+                break
+            # Somebody else has written there. Another round has another key, and the others will come when this node waits.
+        else:
+            raise RendezvousConnectionError(f"the address of the round could not be read {ROUND_TRIES} times")
+        self.round, self.launch = published.round, published.launch
+        self._part = Part(self.round, joined.rank, joined.world_size)
+        self._listen(published.addr, published.port)
+        return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
+
+    def _join(self, inner: RendezvousHandler) -> RendezvousInfo:
         try:
             with _no_shared_store():
-                joined = inner.next_rendezvous()
+                return inner.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter is for a node beyond max_nodes
             if (verdict := self._ask(StoreJob.stopped)) is not None:
                 self._learn(self._ask(StoreJob.ledger) or self._ledger.ledger, verdict)
                 raise JobStopped(verdict) from None
             raise
-        if joined.rank == 0:
-            assert self._store is not None
-            address = self._local_addr or address_towards(self._endpoint_host)
-            self._server = _serve(address)
-            number = self._store.add(f"{ROUND_KEY}.{self._run_id}", 1)
-            launch = self._store.compare_set(f"{LAUNCH_KEY}.{self._run_id}", "", self.launch).decode()
-            published = {"addr": address, "port": self._server.port, "round": number, "launch": launch}
-            joined.store.set(ROUND_KEY, json.dumps(published))
-        else:
-            self._server = None
-        published = json.loads(joined.store.get(ROUND_KEY))
-        self.round, self.launch = published["round"], published["launch"]
-        self._part = Part(self.round, joined.rank, joined.world_size)
-        self._listen(published["addr"], published["port"])
-        return RendezvousInfo(
-            joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published["addr"], published["port"])
-        )
+
+    def _publish(self, joined: RendezvousInfo) -> Published:
+        """On the node of rank 0: where the store of this round is."""
+        assert self._store is not None
+        self._server = serve(self._address)
+        number = self._store.add(f"{ROUND_KEY}.{self._run_id}", 1)
+        launch = self._store.compare_set(f"{LAUNCH_KEY}.{self._run_id}", "", self.launch).decode(errors="replace")
+        published = Published(self._address, self._server.port, number, launch)
+        joined.store.set(ROUND_KEY, json.dumps({"schema": SCHEMA, **vars(published)}))
+        return published
+
+    def _published(self, store: Store) -> Published | None:
+        self._server = None
+        text = store.get(ROUND_KEY).decode(errors="replace")
+        return self._reader.read(Published, text, ROUND_KEY, SCHEMA)
 
     def _come_in(self) -> None:
         """Before the first round. Raises NodeRefused: this host may not come back yet."""
@@ -303,6 +334,18 @@ class EmbeddedRendezvous(RendezvousHandler):
             logger.info("what the workers of the other nodes came to is not known here; those of this node have finished")
         return reason in (None, ALL_DONE)
 
+    @property
+    def exchange(self) -> Exchange:
+        """By which the nodes of the current round agree what to resume from."""
+        if self._part.nodes == 1:
+            return Alone()
+        return StoreExchange(self._part, self._ask, self._over_before_it_began)
+
+    def _over_before_it_began(self) -> str | None:
+        if self._news is not None and self._news.lost:
+            return "the agent of rank 0 is gone"
+        return self.round_over()
+
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""
         if self._news is not None and self._news.reason is not None:
@@ -369,6 +412,8 @@ class EmbeddedRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         if self._inner is None:
             return 0
+        if not self.attached and self._news is not None and self._news.reason is not None:
+            return 1  # the round is over, and this is all that another agent asks
         self._forgive()
         try:
             waiting = self._inner.num_nodes_waiting()
@@ -387,15 +432,18 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._ask(functools.partial(StoreJob.forgive, host=host, reason=reason))
 
     def is_closed(self) -> bool:
-        return self._inner is not None and self._inner.is_closed()
+        return self._closed_alone if self._inner is None else self._inner.is_closed()
 
     def set_closed(self) -> None:
         if self._inner is not None:
             self._inner.set_closed()
+        else:
+            self._closed_alone = True
 
     def shutdown(self) -> bool:
         """Close the job for all nodes and leave it; a node that the others go on without leaves only."""
         if self._inner is None:
+            self._closed_alone = True
             return True
         if self._stays_open:
             self.leave()
@@ -427,10 +475,6 @@ class EmbeddedRendezvous(RendezvousHandler):
         if self._news is not None:
             self._news.end()
             self._news = None
-
-
-def _serve(address: str) -> TCPStore:
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

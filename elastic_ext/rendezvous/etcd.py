@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
@@ -13,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -26,18 +25,22 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_ext import job
 from elastic_ext.checkpoints import discovery
-from elastic_ext.errors import JobStopped, SeamError, UsageError
+from elastic_ext.checkpoints.resolution import Alone, Exchange
+from elastic_ext.errors import JobStopped, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.printable import shown
+from elastic_ext.rendezvous import judging, plain, run_id
+from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.connect import connect
+from elastic_ext.rendezvous.etcd_exchange import EtcdExchange
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import Refused
 from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 
@@ -61,6 +64,7 @@ class EtcdRendezvous(RendezvousHandler):
         """Raises UsageError: no run id, or etcd cannot be used as configured; the message says why."""
         if params.run_id in ("", "none"):
             raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+        run_id.checked(params.run_id)
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
@@ -73,10 +77,12 @@ class EtcdRendezvous(RendezvousHandler):
         self._endpoints = [
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
         ]
-        self._address = params.local_addr or address_towards(host_of(params.endpoint.split(",")[0]))
+        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
+        self._address = run_id.checked_address(address)
+        check_own(params.local_addr, self._address)
         self._changed = threading.Condition()
         self._loop = Loop()
-        self.host = settings.node_name or platform.node()
+        self.host = run_id.host_name(settings)
         self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
         self._limits = limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         self._participant = Participant(
@@ -85,6 +91,9 @@ class EtcdRendezvous(RendezvousHandler):
         self._participant.may_grow = self._may_grow
         self._participant.judge = self._judge
         self._max_restarts = 0
+        # Of a node whose agent is not ours: such agents tell each other how many workers they run through the round's store.
+        self._workers, self._role = 1, DEFAULT_ROLE
+        self._left = False
         self._stays_open = False  # this node leaves, the job goes on
         self._boundary: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when its leader first looked
         self._fence = Fence(lambda: self._participant.lease, settings.lease_ttl, self._notify)
@@ -123,13 +132,13 @@ class EtcdRendezvous(RendezvousHandler):
         self._max_restarts = max_restarts
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if not self.attached:
-            raise SeamError(
-                "torch built another agent than elastic_ext's for this rendezvous; expected torch 2.8 or newer with an unpatched "
-                "launcher; use --rdzv-backend=c10d, or `python -m elastic_ext.agent`"
-            )
+        plain.note(self)
+        with plain.closed_by_verdict(self):
+            return self._next_round()
+
+    def _next_round(self) -> RendezvousInfo:
         self._fence.watch(None, 0, 0)
-        server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        server = serve(self._address)
         node = Node(
             after=self.round,
             workers=self._workers,
@@ -137,6 +146,7 @@ class EtcdRendezvous(RendezvousHandler):
             address=self._address,
             port=server.port,
             topology=self.settings.topology or "",
+            local=self.settings.local_dir is not None,
         )
         self._participant.ready(node)
         header, part = self._part = self._await_round()
@@ -144,7 +154,7 @@ class EtcdRendezvous(RendezvousHandler):
         if part.rank == 0 and header.port != server.port:
             # Sealed with what this node had said before it was ready again (frozen, or its lease lost): that store is used up.
             self.break_round("the store of rank 0 is not fresh")
-            return self.next_rendezvous()
+            return self._next_round()
         self._server = server if part.rank == 0 else None
         store = server if part.rank == 0 else TCPStore(header.address, header.port, is_master=False, wait_for_workers=False)
         self._fence.watch((header.address, header.port), part.rank, header.nodes)
@@ -165,7 +175,7 @@ class EtcdRendezvous(RendezvousHandler):
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
-                    raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
+                    raise RendezvousClosedError(f"the job {self._run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.full}" if participant.full is not None else ""
@@ -251,6 +261,15 @@ class EtcdRendezvous(RendezvousHandler):
             for local in range(self._workers)
         ]
 
+    @property
+    def exchange(self) -> Exchange:
+        """By which the nodes of the current round agree what to resume from."""
+        assert self._part is not None, "before the first round"
+        header, part = self._part
+        if header.nodes == 1:
+            return Alone()
+        return EtcdExchange(self._participant, header, part, self._changed, self.round_over)
+
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""
         header = self._participant.header
@@ -259,9 +278,13 @@ class EtcdRendezvous(RendezvousHandler):
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
             return f"this node can take no further part in the job: {failure}"
-        if header.round != self.round or header.state is State.BROKEN:
+        if header.round != self.round or header.state is State.BROKEN or not self._of_this_round(header):
             return header.reason
         return header.reason if header.state is State.CLOSED else None
+
+    def _of_this_round(self, header: Header) -> bool:
+        """Two rounds may have one number: where all records were lost, and a node that never saw them began anew."""
+        return self._part is None or self._part[0].seal == header.seal
 
     def stop_by(self) -> float | None:
         """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
@@ -273,7 +296,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     @property
     def launch(self) -> str:
-        return f"{self._participant.job_lease:x}"
+        return self._participant.header.job
 
     def stalled(self, stalled: bool) -> None:
         """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
@@ -329,10 +352,11 @@ class EtcdRendezvous(RendezvousHandler):
         }
 
     def num_nodes_waiting(self) -> int:
+        """1 once the round is over, for nodes that wait or for any other reason: agents ask this to learn of a new one."""
         return 0 if self.round_over() is None else 1
 
     def is_closed(self) -> bool:
-        return self._participant.header.state is State.CLOSED
+        return self._participant.header.state in (State.CLOSED, State.DONE)
 
     def set_closed(self) -> None:
         if self._participant.header.state is not State.DONE and not self._stays_open:
@@ -345,9 +369,12 @@ class EtcdRendezvous(RendezvousHandler):
         return True
 
     def leave(self) -> None:
-        """Leave the job to the others; the end of an agent that was told to stop."""
-        self._fence.close()
+        """Leave the job to the others; the end of an agent that was told to stop. More than once is as once."""
+        if self._left:
+            return
+        self._left = True
+        self._fence.close(LEAVE_TIMEOUT_S)
         self._participant.leave(LEAVE_TIMEOUT_S)
-        self._loop.close()
-        self._client.close()
+        self._client.close()  # before the loop, which may be in a call that nobody answers
+        self._loop.close(LEAVE_TIMEOUT_S)
         self._server = None

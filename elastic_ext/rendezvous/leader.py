@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, Put, Snapshot, absent, unchanged
-from elastic_ext.etcd.records import Op
+from elastic_ext.etcd import Batch, Compare, Delete, LeaseLost, Put, Snapshot, absent, unchanged
+from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import Assignment, End, Header, Node, Seal, State, View, Wait
+from elastic_ext.rendezvous.rounds import End, Header, Node, Seal, State, View, Wait
 
 if TYPE_CHECKING:
     from elastic_ext.rendezvous.participant import Participant
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REST_FACTOR = 3  # a look costs as much as there are nodes; among thousands that come at once the leader has more to do than look
 MOST_REST_S = 0.05
+AGAIN_S = 0.5  # after a write that failed for a reason which is not seen yet; its news bring the next look at once
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
@@ -84,12 +85,15 @@ class Leader:
         self._joined: dict[str, int] = {}
         self._told: dict[str, int] = {}  # revision of what it said last
         self._members: dict[str, int] = {}
+        self._members_of: tuple[int, str] = (0, "")  # round and seal
+        self._load_at = 0.0
         self._last_arrival = time.monotonic()
         self._reported: tuple[int, float] | None = None  # a round, and when the first report on it was seen
         self._renew_job_at = 0.0
         self._prefix = participant.prefix + "nodes/"
         self._rests_until = 0.0
         self._called = False  # a look at the news waits on the loop already: one for many events
+        self._known: dict[str, tuple[Node, int]] = {}  # what each node said last that could be read, and its lease
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
         self._load_members()
 
@@ -106,10 +110,16 @@ class Leader:
         if now < self._rests_until:
             return self._rests_until
         self._called = False  # before the news are read: what comes later is another call
+        participant = self._participant
         if now >= self._renew_job_at:
             self._renew_job(now)
         self._read_nodes(now)
+        if self._participant.header_lost:
+            self._write_header(self._participant.header)
         while True:
+            if participant.header_revision == 0 and rounds.brings_back(None, participant.header):
+                participant.restore()
+            self._know_members(now)
             view = self._view()
             action = rounds.next_action(view, self._participant.limits, now)
             if isinstance(action, Wait):
@@ -117,16 +127,21 @@ class Leader:
                 self._rests_until = looked + min(REST_FACTOR * (looked - now), MOST_REST_S)
                 return min(action.until or self._renew_job_at, self._renew_job_at)
             logger.info("rendezvous: %s", action.reason)
+            before = participant.header_revision
             if isinstance(action, Seal):
                 self._seal(view, action)
             elif isinstance(action, rounds.Judge):
                 self._judge(view, action)
             else:
                 self._end(action)
+            if participant.header_revision == before:
+                # Nothing was written and nothing is new: this node's own key is gone, say, and it leads no more.
+                return now + AGAIN_S
 
     def _view(self) -> View:
         header = self._participant.header
-        view = View(header, self._nodes, self._joined, self._members, self._last_arrival)
+        returning = self._participant.returning_until
+        view = View(header, self._nodes, self._joined, self._members, self._last_arrival, returning_until=returning)
         if rounds.reports(view):
             if self._reported is None or self._reported[0] != header.round:
                 self._reported = (header.round, time.monotonic())
@@ -136,36 +151,75 @@ class Leader:
         return view
 
     def _read_nodes(self, now: float) -> None:
+        reader = self._participant.reader
         while (item := self._watch.get(timeout_s=0)) is not None:
             if isinstance(item, Snapshot):
                 self._nodes, self._joined = {}, {}
                 for kv in item.kvs:
-                    self._put(kv.key, kv.value, kv.create_revision, kv.mod_revision, now)
+                    self._put(kv, now)
             elif isinstance(item, Batch):
                 for event in item.events:
                     if event.kind == "put":
-                        self._put(event.kv.key, event.kv.value, event.kv.create_revision, event.kv.mod_revision, now)
-                    else:
-                        self._nodes.pop(self._id(event.kv.key), None)
+                        self._put(event.kv, now)
+                    elif (id_ := reader.id_of(self._prefix, event.kv.key)) is not None:
+                        self._nodes.pop(id_, None)
+                        self._known.pop(id_, None)
 
-    def _put(self, key: bytes, value: bytes, create_revision: int, revision: int, now: float) -> None:
-        id_ = self._id(key)
+    def _put(self, kv: KeyValue, now: float) -> None:
+        """A node's record, or what somebody else has put there: that is no node."""
+        id_ = self._participant.reader.id_of(self._prefix, kv.key)
+        if id_ is None:
+            return None
+        node = self._participant.reader.node(kv)
+        if node is None:
+            return self._put_back(id_, kv)
         if id_ not in self._nodes:
             self._last_arrival = now
-        self._nodes[id_] = rounds.decode(Node, value, key.decode())
-        self._joined[id_] = create_revision
-        self._told[id_] = revision
+        self._known[id_] = node, kv.lease_id
+        self._nodes[id_] = node
+        self._joined[id_] = kv.create_revision
+        self._told[id_] = kv.mod_revision
+        if self._participant.header.round == 0 < node.round:
+            self._participant.expect_back()
+        return None
 
-    def _id(self, key: bytes) -> str:
-        return key.decode()[len(self._prefix) :]
+    def _put_back(self, id_: str, kv: KeyValue) -> None:
+        """A node's record was written over: put back what it had said, under its lease, so that its end will be seen.
+
+        The node counts as it was meanwhile. Whoever was none before is none.
+        """
+        participant = self._participant
+        if id_ == participant.id:
+            participant.post(participant.write_again)
+        if id_ not in self._known:
+            return
+        node, lease_id = self._known[id_]
+        same = unchanged(kv.key, kv.mod_revision)
+        try:
+            participant.client.txn([same], [Put(kv.key, rounds.encode(node), lease_id=lease_id)])
+            self._nodes[id_] = node
+            self._joined.setdefault(id_, kv.create_revision)
+        except LeaseLost:  # it has ended since, and nothing would take away what lies in its place
+            participant.client.txn([same], [Delete(kv.key)])
+
+    def _know_members(self, now: float) -> None:
+        """Of a round that this leader has not sealed, and while parts of the round are missing."""
+        header = self._participant.header
+        missing = len(self._members) < header.nodes
+        if self._members_of != (header.round, header.seal) or (missing and now >= self._load_at):
+            self._load_members()
+            self._load_at = now + rounds.PARTS_LOOK_S
 
     def _load_members(self) -> None:
-        prefix = self._participant.prefix + "assign/"
-        self._members = {}
+        prefix, header, reader = self._participant.prefix + "assign/", self._participant.header, self._participant.reader
+        known, self._members = self._members_of, {}
         for kv in self._participant.client.get_prefix(prefix).kvs:
-            part = rounds.decode(Assignment, kv.value, kv.key.decode())
-            if part.of(self._participant.header):
-                self._members[kv.key.decode()[len(prefix) :]] = part.rank
+            id_, part = reader.id_of(prefix, kv.key), reader.assignment(kv)
+            if id_ is not None and part is not None and part.of(header):
+                self._members[id_] = part.rank
+        self._members_of = (header.round, header.seal)
+        if known != self._members_of and len(self._members) < header.nodes:
+            self._participant.expect_back()  # some parts are lost; each node writes its own again
 
     def _write_header(self, header: Header) -> bool:
         participant = self._participant
@@ -190,6 +244,7 @@ class Leader:
                 return self._look_again()
         # Before the header: the header's arrival makes this very node take its part.
         members, self._members = self._members, {id_: part.rank for id_, part in parts.items()}
+        self._members_of = (header.round, header.seal)
         if not self._write_header(header):
             return None
         left = [Delete(f"{participant.prefix}assign/{id_}") for id_ in members if id_ not in parts and id_ not in self._nodes]
@@ -205,17 +260,18 @@ class Leader:
         participant = self._participant
         key, charges = participant.prefix + "ledger", participant.prefix + "charges/"
         ledger = participant.client.get(key).kv
+        spent = [kv for kv in participant.client.get_prefix(charges, keys_only=True).kvs if kv.key[len(charges) :].isdigit()]
         reports = Reports(
             view.header.round,
             {id_: view.nodes[id_].report for id_ in action.nodes},
             {id_: self._told[id_] for id_ in action.nodes},
             tuple(id_ for id_ in view.members if id_ not in view.nodes),
             len(view.nodes),
-            len(participant.client.get_prefix(charges, keys_only=True).kvs),
+            len(spent),
         )
         assert participant.judge is not None, "only agents report, and they judge"
         judged = participant.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
-        if ledger is not None:  # it outlives the job, for a scheduler that starts it again
+        if ledger is not None and ledger.lease_id:  # it outlives the job, for a scheduler that starts it again
             lease_id = ledger.lease_id
             participant.client.lease_keep_alive([lease_id])
         else:
@@ -254,11 +310,13 @@ class Leader:
         self._load_members()
 
     def _renew_job(self, now: float) -> None:
-        """Keep alive what belongs to nobody. It outlives the last node for a while, and the leaders in between."""
+        """Keep alive what belongs to nobody, and see that it is there.
+
+        It outlives the last node for a while, and the leaders in between.
+        """
         participant = self._participant
+        participant.restore()
         ttl_s = participant.client.lease_keep_alive([participant.job_lease]).ttl_s.get(participant.job_lease, 0)
         if ttl_s <= 0:
-            raise EtcdError(
-                "the lease of the job's records is gone: etcd was without its leader for too long; start the job again"
-            )
+            raise LeaseLost(f"lease {participant.job_lease:x} of the job's records is gone")
         self._renew_job_at = now + ttl_s / 3

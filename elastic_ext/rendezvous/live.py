@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 from elastic_ext.errors import UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError
-from elastic_ext.job import Ledger, LedgerError, Verdict, decode_ledger
+from elastic_ext.job import Ledger, Verdict
 from elastic_ext.policy import NO_LIMIT, Action
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
+from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.participant import ROOT
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, RecordError, State, decode
+from elastic_ext.rendezvous.reading import Reader
+from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
 
 
 @dataclass(frozen=True)
 class LiveJob:
-    """As of one moment. nodes, parts: by id of the node. refused: why, by host."""
+    """As of one moment. nodes, parts: by id of the node. refused: why, by host. faults: what cannot be read, a line each."""
 
     run_id: str
     header: Header
@@ -24,34 +26,43 @@ class LiveJob:
     parts: dict[str, Assignment]
     ledger: Ledger
     refused: dict[str, str]
+    faults: tuple[str, ...] = ()
 
 
 def read(client: EtcdClient, run_id: str) -> LiveJob:
-    """Raises UsageError: there is no such job, or it is of another version."""
-    prefix = f"{ROOT}/{run_id}/"
+    """Raises UsageError: there is no such job, or etcd does not tell."""
+    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
     try:
-        found = {kv.key.decode(errors="replace")[len(prefix) :]: kv.value for kv in client.get_prefix(prefix).kvs}
-        if not found:
-            raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
-        below = {
-            folder: {key[len(folder) :]: value for key, value in found.items() if key.startswith(folder)}
-            for folder in ("nodes/", "assign/", "refused/")
-        }
-        return LiveJob(
-            run_id,
-            decode(Header, found["round"], "round") if "round" in found else Header(),
-            {id_: decode(Node, value, id_) for id_, value in below["nodes/"].items()},
-            {id_: decode(Assignment, value, id_) for id_, value in below["assign/"].items()},
-            decode_ledger(found["ledger"].decode(errors="replace")) if "ledger" in found else Ledger(),
-            {host: value.decode(errors="replace") for host, value in below["refused/"].items()},
-        )
-    except (EtcdError, RecordError, LedgerError) as error:
+        kvs = client.get_prefix(prefix).kvs
+    except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
+    if not kvs:
+        raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
+    faults: list[str] = []
+    reader = Reader(faults.append)
+    header, ledger = Header(), Ledger()
+    nodes: dict[str, Node] = {}
+    parts: dict[str, Assignment] = {}
+    refused: dict[str, str] = {}
+    for kv in kvs:
+        folder, slash, _ = kv.key[len(prefix) :].decode(errors="replace").partition("/")
+        if kv.key == f"{prefix}round".encode():
+            header = reader.header(kv) or header
+        elif kv.key == f"{prefix}ledger".encode():
+            ledger = reader.ledger(kv) or ledger
+        elif folder in ("nodes", "assign", "refused") and slash and (id_ := reader.id_of(f"{prefix}{folder}/", kv.key)):
+            if folder == "refused":
+                refused[id_] = kv.value.decode(errors="replace")
+            elif folder == "nodes" and (node := reader.node(kv)) is not None:
+                nodes[id_] = node
+            elif folder == "assign" and (part := reader.assignment(kv)) is not None:
+                parts[id_] = part
+    return LiveJob(run_id, header, nodes, parts, ledger, refused, tuple(faults))
 
 
 def lines(job: LiveJob) -> Iterator[str]:
     """For a terminal: whoever may write to etcd must not be able to do more there than to be read."""
-    return map(printable, _lines(job))
+    return map(shown, _lines(job))
 
 
 def _lines(job: LiveJob) -> Iterator[str]:

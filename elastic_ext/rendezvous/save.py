@@ -19,8 +19,11 @@ from elastic_ext.etcd import (
     UnsupportedVersion,
     unchanged,
 )
+from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.participant import ROOT, wanted
-from elastic_ext.rendezvous.rounds import Header, Node, RecordError, State, decode, encode
+from elastic_ext.rendezvous.reading import Reader
+from elastic_ext.rendezvous.rounds import Header, Node, State, decode, encode
+from elastic_ext.typed import RecordError
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outc
     Raises UsageError: etcd refuses, or what is there is of another version.
     """
     deadline = time.monotonic() + timeout_s
-    prefix = f"{ROOT}/{run_id}/"
+    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
     try:
         asked = _ask(client, prefix, reason, deadline)
         return asked if isinstance(asked, Outcome) else _await(client, prefix, asked, deadline)
@@ -87,6 +90,7 @@ def _ask(client: EtcdClient, prefix: str, reason: str, deadline: float) -> Heade
 
 def _await(client: EtcdClient, prefix: str, asked: Header, deadline: float) -> Outcome:
     header: Header | None = asked
+    reader = Reader()
     folder = f"{prefix}nodes/"
     with client.watch_with_snapshot(prefix) as news:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -95,11 +99,12 @@ def _await(client: EtcdClient, prefix: str, asked: Header, deadline: float) -> O
                 header = None
             # One by one: what a node says of its save comes before what becomes of the round.
             for kind, kv in _changes(item):
-                key, nodes = kv.key.decode(errors="replace"), []
-                if key == prefix + "round":
-                    header = decode(Header, kv.value, key) if kind == "put" else None
-                elif key.startswith(folder) and kind == "put":
-                    nodes.append(decode(Node, kv.value, key))
+                nodes = []
+                if kv.key == f"{prefix}round".encode():
+                    # One that cannot be read says nothing: the job's leader writes it again as it was.
+                    header = (reader.header(kv) or header or asked) if kind == "put" else None
+                elif kv.key.startswith(folder.encode()) and kind == "put" and reader.id_of(folder, kv.key):
+                    nodes += [node for node in [reader.node(kv)] if node is not None]
                 if (over := outcome(asked, asked if isinstance(item, Snapshot) else header, nodes)) is not None:
                     return over
             if (over := outcome(asked, header, [])) is not None:

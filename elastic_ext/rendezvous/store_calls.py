@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.errors import ElasticExtError
 
 CALL_S = 5.0
+LOOK_S = 0.1  # between two looks while a wait lasts: torch's rendezvous, which is asked then, tells of no change
 CONNECT_S = 12.0  # torch looks up the name of the address, too, and a name server that drops a question is asked again after 5 s
 NOTHING = "-"  # what a wait that ends without an answer leaves in the keys that nobody has set
 WAIT = timedelta(days=365)  # a store's wait needs some limit
@@ -62,8 +63,8 @@ class StoreCalls:
         self._calls, self._waits = self._answer(calls, CONNECT_S), self._answer(waits, CONNECT_S)
 
     def read(self, key: str) -> str:
-        """What is there; "" for nothing."""
-        return self.run(lambda: self._calls.get(key).decode() if self._calls.check([key]) else "")
+        """What is there; "" for nothing. Of what is not UTF-8 `swap` can make the same again."""
+        return self.run(lambda: _text(self._calls.get(key)) if self._calls.check([key]) else "")
 
     def put(self, key: str, value: str) -> None:
         """When this returns all others can read it; torch's set alone is not answered."""
@@ -74,16 +75,24 @@ class StoreCalls:
 
     def swap(self, key: str, before: str, after: str) -> str:
         """Set it if it is `before` ("": not there, or empty); return what it is then."""
-        return self.run(lambda: self._calls.compare_set(key, before, after).decode())
+        # As bytes, which torch takes as well: what somebody else has put there may be no text.
+        expected: Any = before.encode(errors="surrogateescape")
+        return self.run(lambda: _text(self._calls.compare_set(key, expected, after)))
 
-    def wait_all(self, keys: Sequence[str], timeout_s: float, longer_s: Callable[[], float] = lambda: 0.0) -> None:
+    def wait_all(
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        longer_s: Callable[[], float] = lambda: 0.0,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until all of them are there. Those that are not in time are set to NOTHING.
 
-        longer_s: asked when the time is over: for how much longer.
+        longer_s: asked when the time is over: for how much longer. look: called every LOOK_S; what it raises ends the wait.
         """
         waiting = self._start(lambda: self._waits.wait(list(keys), WAIT))
         try:
-            if not wait([waiting], timeout_s).done:
+            if not self._in_time(waiting, timeout_s, look):
                 wait([waiting], longer_s())
             waiting.result(0.0)
         except NotInTime:
@@ -94,6 +103,17 @@ class StoreCalls:
             with suppress(StoreLost):
                 self._end_wait(keys)
             raise
+
+    @staticmethod
+    def _in_time(waiting: Future[None], timeout_s: float, look: Callable[[], None] | None) -> bool:
+        if look is None:
+            return bool(wait([waiting], timeout_s).done)
+        deadline = time.monotonic() + timeout_s
+        while not wait([waiting], max(0.0, min(LOOK_S, deadline - time.monotonic()))).done:
+            if time.monotonic() >= deadline:
+                return False
+            look()
+        return True
 
     def _end_wait(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -137,6 +157,10 @@ class StoreCalls:
         self._threads.append(threading.Thread(target=run, name="elastic_ext-store", daemon=True))
         self._threads[-1].start()
         return answer
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="surrogateescape")
 
 
 def _clone(store: Store) -> Store:

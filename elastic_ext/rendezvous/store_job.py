@@ -17,15 +17,29 @@ from torch.distributed import Store
 
 from elastic_ext import job
 from elastic_ext.failures import kinds
+from elastic_ext.printable import printable
 from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous.reading import Reader
 from elastic_ext.rendezvous.store_calls import NOTHING, StoreCalls
+from elastic_ext.typed import Name
 
 logger = logging.getLogger(__name__)
 
+SCHEMA = 1  # of `Told`
+MOST_AGENTS = 2**16  # that are waited for at the end
 JUDGING_S = 10.0  # that a judge may take when it need not wait any more before another one takes its place
 
 # The reports, the ledger before, and the id of the node that hosts the store ("": none does).
 Judge = Callable[[Mapping[str, job.Report], job.Ledger, str], tuple[job.Ledger, job.Verdict]]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a node of a round tells. order: when the store learnt of it. report: a record of `job`; "": nothing has failed."""
+
+    node: Name
+    order: int
+    report: str
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,7 @@ class StoreJob:
         self._node_id = node_id
         self._hosts = hosts
         self._known = ledger
+        self._reader = Reader()
         self._first = ""
         self._number = 0  # of this agent; 0: it has not come in
 
@@ -92,7 +107,9 @@ class StoreJob:
             if judging_node == self._node_id:
                 return self._judge(part, report, judge, settle_s, patience_s)
             if before:
-                logger.warning("the verdict on round %s did not come in time; now node %s judges", part.round, judging_node)
+                logger.warning(
+                    "the verdict on round %s did not come in time; now node %s judges", part.round, printable(judging_node)
+                )
             if (told := self._await(part, max(settle_s, patience_s) + JUDGING_S)) is not None:
                 return told
 
@@ -107,7 +124,7 @@ class StoreJob:
     def stopped(self) -> job.Verdict | None:
         """The verdict that has ended the job for all nodes."""
         text = self.calls.read("stopped")
-        return job.decode_verdict(text) if text else None
+        return self._reader.verdict(text, b"stopped") if text else None
 
     def stop(self, verdict: job.Verdict) -> job.Verdict:
         """The job ends by what one node has judged alone: the others find it closed, and ask why. Returns what holds for all."""
@@ -116,7 +133,7 @@ class StoreJob:
 
     def refused(self, host: str) -> str:
         """Why this host may not come back yet; "": it may."""
-        return self.calls.read(f"refused/{host}")
+        return printable(self.calls.read(f"refused/{host}"))
 
     def forgive(self, host: str, reason: str) -> None:
         """The time of this refusal is over. A store has no clock: the nodes that were there when it began keep the time."""
@@ -128,24 +145,28 @@ class StoreJob:
 
     def await_others(self, timeout_s: float) -> None:
         """Until all other agents have left: what they read lives in this process."""
-        agents = self.calls.add("agents", 0)
+        agents = min(self.calls.add("agents", 0), MOST_AGENTS)
         self.calls.wait_all([f"gone/{number}" for number in range(1, agents + 1) if number != self._number], timeout_s)
 
     def _tell(self, part: Part, report: str) -> None:
         """report: "" for nothing has failed. One that comes after the judgement is not heard."""
-        told = json.dumps([self._node_id, self.calls.add("orders", 1), report])
-        self.calls.swap(f"{part.round}/report/{part.rank}", "", told)
+        told = Told(self._node_id, self.calls.add("orders", 1), report)
+        self.calls.swap(f"{part.round}/report/{part.rank}", "", json.dumps({"schema": SCHEMA, **vars(told)}))
 
     def _await(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.Verdict] | None:
         mine = f"{part.round}/verdict/{part.rank}"
         self.calls.wait_all([mine], timeout_s)
-        text = self.calls.read(mine)
-        return (self.ledger(), job.decode_verdict(text)) if text != NOTHING else None
+        if (text := self.calls.read(mine)) == NOTHING:
+            return None
+        ledger, verdict = self.ledger(), self._reader.verdict(text, mine.encode())
+        if verdict is None:  # somebody else has written it; the ledger is what holds
+            verdict = next((each for each in ledger.verdicts[-1:] if each.round == part.round), None)
+        return (ledger, verdict) if verdict is not None else None
 
     def _judge(
         self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
     ) -> tuple[job.Ledger, job.Verdict]:
-        reports = self._await_reports(part, settle_s, patience_s) or {self._node_id: report}
+        reports = {self._node_id: report, **self._await_reports(part, settle_s, patience_s)}
         host = self.calls.read("host")
         while True:
             before = self.calls.read("ledger")
@@ -177,8 +198,9 @@ class StoreJob:
 
     def _reports(self, keys: Sequence[str]) -> dict[str, job.Report]:
         """Those that are there, by id of the node."""
-        told = [json.loads(text) for text in map(self.calls.read, keys) if text not in ("", NOTHING)]
-        return {node: judging.report_of(text, order) for node, order, text in told if text}
+        texts = [(key, text) for key in keys if (text := self.calls.read(key)) not in ("", NOTHING)]
+        found = [self._reader.read(Told, text, key, SCHEMA) for key, text in texts]
+        return {told.node: judging.report_of(told.report, told.order) for told in found if told is not None and told.report}
 
     def _publish(self, part: Part, verdict: job.Verdict) -> None:
         """What others may read once they know of the verdict comes before it."""

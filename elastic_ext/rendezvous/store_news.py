@@ -56,7 +56,7 @@ class RoundNews:
         try:
             for number in itertools.count(1):
                 store.wait([f"{self._key}/{number}"], WAIT)
-                reason = store.get(f"{self._key}/{number}").decode()
+                reason = store.get(f"{self._key}/{number}").decode(errors="replace")
                 if reason != SAVE:
                     break
                 self.saves += 1
@@ -68,6 +68,11 @@ class RoundNews:
             self.reason = reason
             self._on_news()
         self._heard.set()
+
+    @property
+    def lost(self) -> bool:
+        """The store does not answer any more: the agent of rank 0, which hosts it, is gone."""
+        return self._heard.is_set() and self.reason is None and not self._ended
 
     @property
     def of_failure(self) -> bool:
@@ -123,7 +128,7 @@ class RoundNews:
     def _say(self, store: TCPStore, text: str, first: int = 1) -> None:
         """Under the first free number from `first` on, unless the round is over."""
         for number in itertools.count(first):
-            there = store.compare_set(f"{self._key}/{number}", "", text).decode()
+            there = store.compare_set(f"{self._key}/{number}", "", text).decode(errors="replace")
             if there == text or there != SAVE:
                 return
 

@@ -1,0 +1,36 @@
+"""The names that become parts of keys: of a job and of a host. Standard library only."""
+
+from __future__ import annotations
+
+import platform
+
+from elastic_ext.errors import UsageError
+from elastic_ext.printable import printable
+from elastic_ext.settings import Settings
+from elastic_ext.typed import MOST_NAME, is_name
+
+
+def checked(run_id: str) -> str:
+    """The run id, if its keys can only be its own: those of a job `a/nodes` would lie among the nodes of the job `a`.
+
+    Raises UsageError.
+    """
+    if is_name(run_id):
+        return run_id
+    seen = f"{len(run_id)} characters" if len(run_id) > MOST_NAME else f"'{printable(run_id)}'"
+    raise UsageError(f"--rdzv-id: expected 1 to {MOST_NAME} printable characters without a /, got {seen}; choose another one")
+
+
+def host_name(settings: Settings) -> str:
+    """What this node is called, fit to be part of a key. The kernel takes any bytes for a host's name."""
+    if settings.node_name is not None:
+        return settings.node_name
+    name = "".join(character if is_name(character) else "-" for character in platform.node())
+    return name[:MOST_NAME] or "localhost"
+
+
+def checked_address(address: str) -> str:
+    """An address that this node tells to others. Raises UsageError: none of them could read it."""
+    if is_name(address):
+        return address
+    raise UsageError(f"--local-addr='{printable(address)[:MOST_NAME]}': expected an address or the name of a host")

@@ -162,11 +162,9 @@ def test_manifests(fuzz: Fuzz) -> None:
 
     def check(data: bytes) -> None:
         try:
-            read = manifest.decode(data)
+            manifest.decode(data)
         except ElasticExtError:
             return
-        for node in range(len(read.nodes)):
-            tiers.part_of(read, node)
         if json.loads(data) != json.loads(good):
             raise Broken("a damaged manifest is taken for whole")
 
@@ -304,7 +302,8 @@ def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path) -> No
         command("explain", *option, str(path), *([str(case)] if option else []), codes=(EX_CONFIG,))
 
     fuzz.run(check, [b""], same, 1)
-    fuzz.run(lambda _: read_settings({}, {"ELASTIC_EXT_CONFIG": str(path)}), [b""], same, 1)
+    if kind != "NUL":  # no variable can hold one
+        fuzz.run(lambda _: read_settings({}, {"ELASTIC_EXT_CONFIG": str(path)}), [b""], same, 1)
 
 
 def same(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:

@@ -126,7 +126,7 @@ HUGE = {"number": "0x" + "f" * 5000, "table": "{a" + ".a" * 2000 + " = 1}"}
 def test_a_value_that_python_refuses_to_write(value, tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text(f"metrics_port = {value}")
-    with pytest.raises(UsageError, match="metrics_port=.*expected a port number"):
+    with pytest.raises(UsageError, match=r"metrics_port=.*expected a port number"):
         settings.read({}, {"ELASTIC_EXT_CONFIG": str(path)})
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from elastic_ext.checkpoints.manifest import MANIFEST, ManifestError, decode
-from elastic_ext.checkpoints.peek import MOST_BYTES, PeekError, StandIn, number, peek
+from elastic_ext.checkpoints.peek import MOST_BYTES, PeekError, StandIn, is_count, number, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 OWN = "elastic_ext"
@@ -35,6 +35,8 @@ LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning chec
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # by which scripts tell the step, best first
 EPOCH_KEYS = ("epoch",)
 PICKLE_READ = 1 << 20  # bytes of a torch.save file's data.pkl above which it is not looked into for the step
+
+MOST_DIRECTORY = 256 << 20  # bytes of a zip directory; 100 for each record of a file
 
 _ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: how every torch.save file since torch 1.6 begins
 
@@ -121,7 +123,7 @@ def check_torch_save(entry: Entry, file: IO[bytes]) -> Verdict:
     ``file`` must be seekable; only its tail and data.pkl are read, however large it is. Raises OSError when it cannot be read.
     """
     try:
-        archive = zipfile.ZipFile(file)
+        archive = open_zip(file)
     except NOT_A_ZIP:
         file.seek(0)
         if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
@@ -141,9 +143,30 @@ def check_torch_save(entry: Entry, file: IO[bytes]) -> Verdict:
     return Verdict(True, kind, f"zip directory intact, {len(names)} entries", entry.mtime, step, epoch, entry.size)
 
 
+class _Sparing:
+    """A file that gives no more at once than a zip directory may have: a damaged end of the archive says how much is read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MOST_DIRECTORY:
+            raise zipfile.BadZipFile(f"a zip directory of {size} bytes")
+        return self._file.read(size if size >= 0 else MOST_DIRECTORY)  # without a size: the end, after the directory
+
+    def seekable(self) -> bool:
+        return True
+
+
+def open_zip(file: IO[bytes]) -> zipfile.ZipFile:
+    """A zip archive for reading. Raises NOT_A_ZIP, OSError."""
+    return zipfile.ZipFile(_Sparing(file))
+
+
 def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[str, Any]:
     """What the saved dict holds at its top, as far as it is plain; empty where it is no dict or too large to look into."""
-    if info.file_size > PICKLE_READ or info.compress_type != zipfile.ZIP_STORED:
+    if info.file_size > PICKLE_READ or info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         return {}
     with archive.open(info) as content:
         if info.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
@@ -204,7 +227,7 @@ def dcp_items(metadata: bytes) -> tuple[DcpItem, ...]:
     found = []
     for info in stored.values() if isinstance(stored, dict) else ():
         place = [info.field(name) for name in ("relative_path", "offset", "length")] if isinstance(info, StandIn) else []
-        if [type(part) for part in place] == [str, int, int] and min(place[1:]) >= 0:
+        if place and type(place[0]) is str and is_count(place[1]) and is_count(place[2]):
             found.append(DcpItem(*place))
     return tuple(found)
 

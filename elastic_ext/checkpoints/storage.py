@@ -49,6 +49,7 @@ class Entry:
     mtime: float | None  # seconds since the epoch by the clock of the filesystem, None where it keeps no time
     barred: str = ""  # why this cannot be a checkpoint of its own, known from the listing alone
     sibling: str = ""  # of a link to a name in the same directory: that name
+    linked: bool = False  # it is a link; what else is told is of its target
 
 
 class Storage:
@@ -168,7 +169,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        with open(self.path(name), "rb") as file:
+        with open(self.path(name), "rb", opener=_open_file) as file:
             yield file
 
     @contextmanager
@@ -211,6 +212,23 @@ class LocalStorage(Storage):
                 continue
         _sync_dir(path)
         shutil.rmtree(path)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Raises OSError for what is no file: opening a pipe would wait for a writer, and a device does what it likes."""
+    _refuse_special(os.stat(path), path)
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _refuse_special(os.fstat(number), path)  # it may have been replaced
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def _refuse_special(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a directory has an error of its own
+        raise OSError(errno.EINVAL, "neither a file nor a directory", path)
 
 
 @contextmanager
@@ -291,7 +309,7 @@ def _local_entry(item: os.DirEntry[str], root: str) -> Entry | None:
     if item.is_symlink():
         folder, target = os.path.split(os.path.realpath(item.path))
         sibling = target if folder == os.path.realpath(root) else ""
-    return Entry(item.name, item.path, is_dir, found.st_size, found.st_mtime, barred, sibling)
+    return Entry(item.name, item.path, is_dir, found.st_size, found.st_mtime, barred, sibling, item.is_symlink())
 
 
 class RemoteStorage(Storage):

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from elastic_ext.checkpoints import huggingface
-from elastic_ext.checkpoints.formats import DCP_METADATA, DCP_SHARD_SUFFIX, NOT_A_ZIP, DcpItem, dcp_items
+from elastic_ext.checkpoints.formats import (
+    DCP_METADATA,
+    DCP_SHARD_SUFFIX,
+    MOST_DIRECTORY,
+    NOT_A_ZIP,
+    DcpItem,
+    dcp_items,
+    open_zip,
+)
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode
 from elastic_ext.checkpoints.peek import MOST_BYTES, PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -34,7 +42,6 @@ ZIP_MAGIC = b"PK\x03\x04"
 # Signature, size of the rest, versions, two disks, two counts, size, start; then the locator: signature, disk, place, disks.
 _END = struct.Struct("<4sQHHIIQQQQ4sIQI")
 _END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
-_MOST_DIRECTORY = 256 << 20  # bytes; 100 for each record of a file
 _FLAGS = 0x0808  # of a zip entry: sizes follow the data, the name is UTF-8
 
 
@@ -176,11 +183,17 @@ def _plan_own(manifest: Manifest, found: dict[str, Entry]) -> tuple[list[_Task],
 
 
 def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
-    """All files below a directory, by their names relative to it. One listing for each directory. Raises OSError."""
+    """All files below a directory, by their names relative to it. One listing for each directory. Raises OSError.
+
+    A link to a file counts as the file. One to a directory is not followed: it may lead in a circle, or to all files there are.
+    Nor is one to an empty file, which may be one of the kernel's. A pipe or a link to nothing is no file.
+    """
     folders = [""]
     while folders:
         folder = folders.pop()
         for entry in sorted(storage.entries(f"{name}/{folder}".rstrip("/")), key=lambda each: each.name):
+            if entry.barred or (entry.linked and (entry.is_dir or entry.size == 0)):
+                continue
             if entry.is_dir:
                 folders.append(f"{folder}{entry.name}/")
             else:
@@ -260,7 +273,7 @@ def zip_fault(file: IO[bytes]) -> tuple[str, str]:
     unchecked = 0
     file.seek(0)
     try:
-        with zipfile.ZipFile(file) as archive:
+        with open_zip(file) as archive:
             for info in archive.infolist():
                 fault = _odd(info) or _record_fault(archive, info)
                 if fault:
@@ -294,7 +307,7 @@ def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
 def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
     """The end of the directory in its 64-bit form, APPNOTE.TXT 4.3.14 and 4.3.15, which torch writes and zipfile half reads."""
     file.seek(archive.start_dir)
-    tail = file.read(_MOST_DIRECTORY)
+    tail = file.read(MOST_DIRECTORY)
     size = tail.rfind(_END_64)
     if size < 0 or len(tail) - size < _END.size:
         return ""

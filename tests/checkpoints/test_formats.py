@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
+import tracemalloc
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from elastic_ext.checkpoints import catalog, detect, peek
 from elastic_ext.checkpoints.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Verdict
+from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Verdict, dcp_items
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.checkpoints.verify import stored_files
@@ -205,6 +215,79 @@ def test_whatever_bytes_are_peeked_at(tmp_path: Path) -> None:
 
 
 # Lightning.
+
+
+def peak_of(data: bytes) -> int:
+    """Bytes of memory that a look into a pickle takes at most."""
+    tracemalloc.start()
+    try:
+        peek.peek(data)
+    except peek.PeekError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
+
+
+PER_BYTE = 200  # of memory for each byte of a pickle: a stand-in takes a hundred, and one of two bytes can ask for one
+FLIPS = int(os.environ.get("ELASTIC_EXT_TEST_FLIPS", 4000))
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
+def test_flipped_bits_of_a_pickle_cost_no_memory(protocol: int) -> None:
+    """Of `.metadata`, in each protocol: the memo's indices are in its opcodes up to 3."""
+    chunks = [ChunkStorageMetadata(torch.Size((i, 0)), torch.Size((1, 9))) for i in range(9)]
+    stored = {MetadataIndex("w", torch.Size((i, 0)), i): _StorageInfo(f"__{i}_0.distcp", i * 1000, 1000) for i in range(9)}
+    tensors = {"w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((9, 9)), chunks)}
+    whole = pickle.dumps(Metadata(tensors, {"plain": [1, "two", b"three", (2**70, 1.5)]}, stored), protocol)
+    assert len(dcp_items(whole)) == 9
+    chance = random.Random(protocol)
+    for _ in range(FLIPS // 5):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 1, 3))):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        assert peak_of(bytes(data)) < PER_BYTE * len(whole) + 100_000, bytes(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"\x80\x04}" + put + b"." for put in (b"r\xff\xff\xff\x00", b"p99999999\n", b"q\xff")),  # the memo's index
+        *(b"\x80\x04" + op + (1 << 28).to_bytes(4, "little") + b"few" for op in (b"B", b"T", b"X", b"\x8b")),
+        *(b"\x80\x05" + op + (1 << 28).to_bytes(8, "little") + b"few" for op in (b"\x96", b"\x8e", b"\x8d", b"\x95")),
+        b"\x80\x04}p" + b"9" * 5000 + b"\n.",
+    ],
+)
+def test_a_pickle_that_asks_for_more_than_it_is(data: bytes) -> None:
+    with pytest.raises(peek.PeekError):
+        peek.peek(data)
+    assert peak_of(data) < 100_000
+
+
+def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
+    """Of a million digits: no step, and no size of a file."""
+    assert peek.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
+    info = _StorageInfo("__0_0.distcp", 0, 1 << 3_000_000)
+    assert dcp_items(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))) == ()
+
+
+def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    """Its end says that it is a gigabyte long, in a file that is as long."""
+    path = tmp_path / "step_5.pt"
+    torch.save({"step": 5}, path)
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"PK\x05\x06")
+    with open(path, "wb") as file:
+        file.seek(1 << 30)
+        file.write(data[:at] + data[at : at + 12] + (1 << 30).to_bytes(4, "little") + data[at + 16 :])
+    os.truncate(path, (1 << 30) + len(data))
+    tracemalloc.start()
+    found = verdict(tmp_path, path.name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not found.complete
+    assert peak < 300 << 20
 
 
 def test_a_file_of_lightning(tmp_path: Path) -> None:

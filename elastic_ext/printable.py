@@ -33,6 +33,17 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
+def literal(value: object, most: int) -> str:
+    """A value that somebody else gave, as Python would write it, up to `most` characters; a number or a nesting that Python
+    refuses to write is only named.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"<{type(value).__name__}, too large to show>"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def redacted(text: str) -> str:
     """`text` without the credentials of URLs and endpoints: what is before the @, and options that are named like a secret."""
     if "@" in text:

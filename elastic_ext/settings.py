@@ -17,6 +17,7 @@ from elastic_ext.checkpoints import names
 from elastic_ext.errors import UsageError
 from elastic_ext.failures import files
 from elastic_ext.failures.kinds import KINDS
+from elastic_ext.printable import literal
 from elastic_ext.typed import MOST_NAME, is_name
 
 if sys.version_info >= (3, 11):
@@ -175,6 +176,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _boolean: "on or off",
     _seconds: "a number of seconds, 0 or more",
     _hang_timeout: "a number of seconds, 1 or more",
+    _stall: "a number of seconds, 1 or more",
     _megabytes: "a number of megabytes a second, 0 or more",
     _port: "a port number, 0 to 65535",
     _restarts: "a whole number, or -1 for no limit",
@@ -362,18 +364,17 @@ def _parse(key: str, value: Any, origin: str) -> Any:
         near = difflib.get_close_matches(key, [*_FIELDS, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
     parse = _FIELDS[key].metadata["parse"]
-    text = str(value).strip()
-    if _CONTROL.search(text):
-        raise UsageError(f"setting {key}={_shown(value)} in {origin}: expected a text without control characters")
     try:
+        text = str(value).strip()
+        if _CONTROL.search(text):
+            raise UsageError(f"setting {key}={_shown(value)} in {origin}: expected a text without control characters")
         return parse(text)
-    except (ValueError, KeyError, OverflowError) as error:
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # of a file: a number or a table of any size
         raise UsageError(f"setting {key}={_shown(value)} in {origin}: expected {_EXPECTED[parse]}") from error
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}..."
+    return literal(value, MOST_CHARACTERS)
 
 
 # (a time, the time that it must not exceed, why)

@@ -207,7 +207,9 @@ def test_a_bad_rule_is_told_in_one_line(change, said):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("[[rule", "TOML"), ("\xff", "TOML"), ("rule = 3", "[[rule]]"), ("rules = []", "rules"), ("rule = [3]", "expected a table"),
+    [('[[rule]]\nname = "n"\nexit_code = 0x' + "f" * 5000, "exit_code=<"),
+     ('[[rule]]\nname = "n"\nexit_code = {a' + ".a" * 2000 + " = 1}", "exit_code=<"),
+     ("[[rule", "TOML"), ("\xff", "TOML"), ("rule = 3", "[[rule]]"), ("rules = []", "rules"), ("rule = [3]", "expected a table"),
      ('[[rule]]\nname = "n"\nkind = "code"\ndecision = "stop"', "at least one of"),
      ('[[rule]]\nname = "n"\nexit_code = 3\nkind = "code"', "expected a decision")],
 )  # fmt: skip

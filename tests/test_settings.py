@@ -119,6 +119,21 @@ def test_what_is_no_setting_is_left_alone():
     assert settings.read({}, environ) == settings.Settings(resume_from="/x")
 
 
+HUGE = {"number": "0x" + "f" * 5000, "table": "{a" + ".a" * 2000 + " = 1}"}
+
+
+@pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
+def test_a_value_that_python_refuses_to_write(value, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text(f"metrics_port = {value}")
+    with pytest.raises(UsageError, match=r"metrics_port=.*expected a port number"):
+        settings.read({}, {"ELASTIC_EXT_CONFIG": str(path)})
+
+
+def test_every_setting_says_what_was_expected():
+    assert {field.metadata["parse"] for field in dataclasses.fields(settings.Settings)} <= settings._EXPECTED.keys()
+
+
 @pytest.mark.parametrize(
     ("own", "conf", "shutdown", "said"),
     [

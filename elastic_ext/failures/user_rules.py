@@ -26,7 +26,7 @@ from elastic_ext.errors import UsageError
 from elastic_ext.failures import files
 from elastic_ext.failures.kinds import CASCADE, KINDS, Verdict
 from elastic_ext.failures.matching import Facts
-from elastic_ext.printable import printable
+from elastic_ext.printable import literal, printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,6 +35,7 @@ else:
 
 GROUP = "elastic_ext.rules"
 CONDITIONS = ("pattern", "exit_code", "exception", "signal")
+MOST_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
 USER_DECISIONS = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.FOLLOW)
@@ -150,7 +151,7 @@ def _checked(table: Any, where: str, origin: str) -> UserRule:
         raise UsageError(f"{where}: expected at least one of {', '.join(CONDITIONS)}")
     for key, expected, good in _CHECKS:
         if key in table and not good(table[key]):
-            raise UsageError(f"{where}: {key}={table[key]!r}: expected {expected}")
+            raise UsageError(f"{where}: {key}={literal(table[key], MOST_SHOWN)}: expected {expected}")
     for key in ("kind", "decision"):
         if key not in table:
             raise UsageError(f"{where}: expected a {key}")

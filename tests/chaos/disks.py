@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from itertools import permutations
 from pathlib import Path
 
 from elastic_ext.checkpoints import detect
-from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
+from elastic_ext.checkpoints.manifest import MANIFEST, ManifestError, decode, order_of
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.tiers import part_of
 
 
 def newest_whole(local_dirs: Mapping[str, Path], remote: Path) -> str:
     """Name of the newest one that is whole on the disks of these nodes together, or in the remote directory; "": none is.
 
-    local_dirs: by node; each node holds the part of one place in the round.
+    local_dirs: by node; each holds the files of its own ranks.
     """
     names = {path.name for folder in (*local_dirs.values(), remote) if folder.is_dir() for path in folder.iterdir()}
     ours = sorted((name for name in names if order_of(name)), key=order_of_own, reverse=True)
@@ -32,30 +29,28 @@ def order_of_own(name: str) -> tuple[int, int]:
 
 
 def whole_locally(name: str, folders: list[Path]) -> bool:
-    found = [_manifest(folder / name) for folder in folders]
-    if not found or None in found or len({digest for _, digest in filter(None, found)}) != 1:
+    """Each file is on one of the disks, and all that have a part of it mean the same checkpoint."""
+    found = {_manifest(folder / name) for folder in folders} - {None}
+    if len(found) != 1:
         return False
-    manifest = next(iter(filter(None, found)))[0]
-    if len(manifest.nodes) != len(folders):
-        return False
-    return any(
-        all(_has_part(folder / name, manifest, place) for place, folder in enumerate(order)) for order in permutations(folders)
-    )
+    manifest = decode(next(filter(None, found)))
+    return all(any(_size(folder / name / file.name) == file.size for folder in folders) for file in manifest.files)
 
 
-def _manifest(folder: Path) -> tuple[Manifest, str] | None:
+def _manifest(folder: Path) -> bytes | None:
     try:
         data = (folder / MANIFEST).read_bytes()
-        return decode(data), hashlib.sha256(data).hexdigest()
+        decode(data)
     except (FileNotFoundError, NotADirectoryError, ManifestError):
         return None
+    return data
 
 
-def _has_part(folder: Path, manifest: Manifest, place: int) -> bool:
+def _size(path: Path) -> int | None:
     try:
-        return all((folder / file.name).stat().st_size == file.size for file in part_of(manifest, place))
+        return path.stat().st_size
     except FileNotFoundError:
-        return False
+        return None
 
 
 def whole_remotely(name: str, remote: Path) -> bool:

@@ -82,7 +82,7 @@ def outcome(check: Callable[[bytes], object], data: bytes) -> tuple[tuple[str, .
     signal.setitimer(signal.ITIMER_REAL, CASE_S, CASE_S)  # again: an exit handler may wait for what hangs
     try:
         check(data)
-    except (Exception, Hung) as error:  # noqa: BLE001 the top of a case: whatever escapes is what is looked for
+    except (Exception, Hung) as error:  # noqa: BLE001  (the top of a case: whatever escapes is what is looked for)
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "elastic_ext" in frame.filename]
         place = f"{frames[-1].filename.rpartition('elastic_ext/')[2]}:{frames[-1].name}" if frames else ""
         said = str(error)[:80] if isinstance(error, Broken) else ""

@@ -27,6 +27,7 @@ from elastic_ext.checkpoints import manifest, tiers
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import EX_CONFIG, ElasticExtError
 from elastic_ext.etcd import EtcdClient
+from elastic_ext.failures import files
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import live, rounds
@@ -162,11 +163,9 @@ def test_manifests(fuzz: Fuzz) -> None:
 
     def check(data: bytes) -> None:
         try:
-            read = manifest.decode(data)
+            manifest.decode(data)
         except ElasticExtError:
             return
-        for node in range(len(read.nodes)):
-            tiers.part_of(read, node)
         if json.loads(data) != json.loads(good):
             raise Broken("a damaged manifest is taken for whole")
 
@@ -288,7 +287,8 @@ def test_rules(fuzz: Fuzz, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [[], ["--rules"]], ids=["evidence", "rules"])
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "endless", "loop", "NUL", "missing"])
-def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path) -> None:
+def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WAIT_S", 0.1)
     path = tmp_path / kind
     if kind == "endless":
         path = Path("/dev/zero")
@@ -304,7 +304,8 @@ def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path) -> No
         command("explain", *option, str(path), *([str(case)] if option else []), codes=(EX_CONFIG,))
 
     fuzz.run(check, [b""], same, 1)
-    fuzz.run(lambda _: read_settings({}, {"ELASTIC_EXT_CONFIG": str(path)}), [b""], same, 1)
+    if kind != "NUL":  # no variable can hold one
+        fuzz.run(lambda _: read_settings({}, {"ELASTIC_EXT_CONFIG": str(path)}), [b""], same, 1)
 
 
 def same(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
@@ -357,12 +358,12 @@ def files_of(folder: Path) -> list[str]:
 def test_checkpoint_directories(fuzz: Fuzz, name: str, samples: Path, tmp_path: Path) -> None:
     """ls, verify and the choice, where one file of a checkpoint is damaged. Checksums find what they cover."""
     good = samples / name
-    files = files_of(good) if good.is_dir() else [""]
+    names = files_of(good) if good.is_dir() else [""]
     target = tmp_path / name
 
     def check(data: bytes) -> None:
         number, _, content = data.partition(b":")
-        file = files[int(number or b"0") % len(files)]
+        file = names[int(number or b"0") % len(names)]
         shutil.rmtree(tmp_path)
         if good.is_dir():
             shutil.copytree(good, target)
@@ -375,9 +376,9 @@ def test_checkpoint_directories(fuzz: Fuzz, name: str, samples: Path, tmp_path: 
             raise Broken(f"{name}/{file} is damaged, and verify says it is sound")
 
     def mutate(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
-        number = rng.randrange(len(files))
-        content = (good / files[number] if files[number] else good).read_bytes()
-        change = mutated_json if files[number].endswith(".json") else mutated
+        number = rng.randrange(len(names))
+        content = (good / names[number] if names[number] else good).read_bytes()
+        change = mutated_json if names[number].endswith(".json") else mutated
         return b"%d:%s" % (number, change(content, rng))
 
     fuzz.run(check, [b""], mutate, share(0.05))

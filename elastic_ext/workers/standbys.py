@@ -24,7 +24,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from elastic_ext.wakeup import Wakeup
-from elastic_ext.workers import memory, standby_rules, warden
+from elastic_ext.workers import memory, pidfds, standby_rules, warden
 from elastic_ext.workers.import_checks import PER_WORKER
 from elastic_ext.workers.parked import Parked, ServerState, StandbyServer, WarmPopen
 from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Learned
@@ -257,6 +257,8 @@ class Standbys:
         if timeout_s == 0:
             self._refill()
             timeout_s = None
+        if self._server is not None:
+            pidfds.go_on(self._server.pid, "server of the warm standbys")
         if self._server is not None and (reason := standby_rules.room(memory.available(), 0, server_runs=True)) is not None:
             self._give_up(reason)  # the training needs it more
         with self._lock:

@@ -235,7 +235,7 @@ class Standbys:
             self._servers -= 1  # it was not in vain
         self._end_all()
         with self._lock:
-            self._off = f"what they need was lacking: {error}"
+            self._off = f"what they need was lacking: {getattr(error, 'strerror', None) or error}"
             self._again_at = time.monotonic() + self._pause_s
             reason = self._off
         self._pause_s = min(2 * self._pause_s, AGAIN_MOST_S)

@@ -84,6 +84,9 @@ class Supervisor(AgentSeam):
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
             copier.check(self._settings)
+            # Before the run: what ends that closes the job for all nodes.
+            self._extras = launch.extras_fit(spec.local_world_size, descriptors.left())
+            os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
@@ -123,9 +126,7 @@ class Supervisor(AgentSeam):
         exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
-            with usage_errors_exit():
-                extras = launch.extras_fit(self.spec.local_world_size, descriptors.left())
-            if not extras:
+            if not self._extras:
                 logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._wakeup = stack.enter_context(Wakeup())
             self._handler.on_news = self._wakeup.set
@@ -137,18 +138,19 @@ class Supervisor(AgentSeam):
                 stack.callback(server.close)
                 self._metrics_url = server.url
             stack.enter_context(bridge_torchelastic(self._metrics))
-            with usage_errors_exit():
-                self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
+            self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
             stack.callback(self._logs.remove)
             self._news = WorkerNews(os.path.join(self._logs.run_dir, "news"))
             stack.callback(self._news.close)
-            self._stderr = self._logs.stderr = StderrTails(extras and self._settings.stderr_tail and self._settings.bootstrap)
+            self._stderr = self._logs.stderr = StderrTails(
+                self._extras and self._settings.stderr_tail and self._settings.bootstrap
+            )
             stack.callback(self._stderr.close)
             self._host = Host(self._settings)
             stack.callback(self._host.close)
             self._guard = Guard(self._token, self._logs.run_dir)
-            self._standbys = self._make_standbys() if extras else None
+            self._standbys = self._make_standbys() if self._extras else None
             if self._settings.hang and torch.distributed.is_nccl_available():
                 self._flight = FlightRecorder(self._logs.run_dir, os.environ)
             self._copier = copier.start(self._settings, self._token, self._metrics)
@@ -489,9 +491,8 @@ class Supervisor(AgentSeam):
         warm_start = self._standbys.start if self._standbys is not None else None
         with self._phase("start"), started_by(warm_start, descriptors.as_users):
             pids = super().start_workers()
-        if not self.leads_groups:  # functions: torch starts them in its own way
-            for pid in pids.values():
-                descriptors.as_users(pid)
+        for pid in pids.values():  # functions, too, which torch starts in its own way
+            descriptors.as_users(pid)
         if self._standbys is not None:
             released = self._standbys.round_started()
             self._warm = {local_rank for local_rank, pid in pids.items() if pid in released}

@@ -6,12 +6,15 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from elastic_ext.workers import descriptors
+from elastic_ext.workers.logs import WorkerLogs
 from tests import refusing
 from tests.jobs import AGENT, TORCHRUN, Gate, Job, run, wait_gone
 from tests.ports import free_port
@@ -186,6 +189,19 @@ def test_shared_memory_without_inodes(tmp_path, options):
     assert job.returncode == 0, job.all
     assert "Traceback" not in job.err
     assert list(other.glob("elastic_ext_*")) == []
+
+
+def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "full").write_text("")
+    logs = WorkerLogs(DefaultLogsSpecs())
+    logs.run_dir, logs.tell, logs.variables = str(tmp_path / "full"), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
+    for _ in range(2):
+        logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
+        assert Path(logs.error_files[0]).parent.is_dir()
+        assert len(list(tmp_path.glob("elastic_ext_*"))) == 1  # that of the round before has gone
+    logs.remove()
+    assert list(tmp_path.glob("elastic_ext_*")) == []
 
 
 def refused(command: list[str], tmp_path: Path, said: str) -> None:

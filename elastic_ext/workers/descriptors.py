@@ -36,7 +36,10 @@ def raised() -> Iterator[None]:
         with _lock:
             _agents -= 1
             if not _agents and _users is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, _users)
+                try:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, _users)
+                except (OSError, ValueError) as error:  # somebody has lowered the hard one
+                    logger.info("the limit of open files is not set back: %s", error)
                 _users = None
 
 
@@ -79,7 +82,7 @@ def as_users(pid: int) -> None:
 
 
 def left() -> int:
-    """How many more files this process can open."""
+    """How many more files this process can open once its limit is raised."""
     now = limit()
-    soft = MOST if now is None or now[0] == resource.RLIM_INFINITY else now[0]
-    return soft - len(os.listdir("/proc/self/fd"))
+    hard = MOST if now is None or now[1] == resource.RLIM_INFINITY else min(now[1], MOST)
+    return hard - len(os.listdir("/proc/self/fd"))

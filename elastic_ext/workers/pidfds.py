@@ -55,6 +55,7 @@ def watch(pid: int) -> int:
 
     Raises:
         ProcessLookupError: it has ended and was reaped.
+        OSError of ENOTSUP: there are no pidfds, and it is no child of this process (start method forkserver).
         OSError: no descriptor, or no thread, is to be had.
     """
     if why_none() is None:
@@ -62,7 +63,9 @@ def watch(pid: int) -> int:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError as error:
-        raise ProcessLookupError(errno.ESRCH, f"no child {pid}") from error
+        if state(pid) in ("", "Z", "X"):
+            raise ProcessLookupError(errno.ESRCH, f"no child {pid}") from error
+        raise OSError(errno.ENOTSUP, f"the end of process {pid}, no child of this one, is not seen: {why_none()}") from error
     ours, theirs = os.pipe()
     try:
         threading.Thread(target=_await_end, args=(pid, theirs), name="elastic_ext_end", daemon=True).start()

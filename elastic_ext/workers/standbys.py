@@ -25,7 +25,7 @@ from typing import Any
 
 from elastic_ext.printable import Block, masked
 from elastic_ext.wakeup import Wakeup
-from elastic_ext.workers import memory, standby_rules, warden
+from elastic_ext.workers import memory, pidfds, standby_rules, warden
 from elastic_ext.workers.import_checks import PER_WORKER
 from elastic_ext.workers.parked import Parked, ServerState, StandbyServer, WarmPopen
 from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Cold, ColdReason, Learned
@@ -237,7 +237,7 @@ class Standbys:
         if self._server is not None:
             self._servers -= 1  # it was not in vain
         self._end_all()
-        cold = Cold(ColdReason.LACKING, f"what they need was lacking: {error}")
+        cold = Cold(ColdReason.LACKING, f"what they need was lacking: {getattr(error, 'strerror', None) or error}")
         with self._lock:
             self._off = cold
             self._again_at = time.monotonic() + self._pause_s
@@ -260,6 +260,8 @@ class Standbys:
         if timeout_s == 0:
             self._refill()
             timeout_s = None
+        if self._server is not None:
+            pidfds.go_on(self._server.pid, "server of the warm standbys")
         if self._server is not None and (reason := standby_rules.room(memory.available(), 0, server_runs=True)) is not None:
             self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
         with self._lock:

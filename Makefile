@@ -12,9 +12,11 @@ demo: $(READY) ## run the main job, kill a worker, show the recovery
 test: $(READY) lint ## everything, in under 20 minutes on 2 cores
 	$(PY) -m pytest -q -n 2 --dist loadgroup tests
 
-chaos: $(READY) ## the long tests; the writers of checkpoints are killed at 200 random instants, on local disk and on S3
+chaos: $(READY) ## the long tests; writers of checkpoints killed at 200 instants, any process of a job 300 times; 100,000 fuzzed inputs
 	ELASTIC_EXT_TEST_LONG=1 ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q -n 2 --dist loadgroup tests
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
+	ELASTIC_EXT_TEST_KILLS=300 $(PY) -m pytest -q tests/chaos/test_kills.py
+	ELASTIC_EXT_TEST_FUZZ=100000 $(PY) -m pytest -q tests/chaos/test_fuzz.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

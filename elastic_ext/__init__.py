@@ -5,7 +5,11 @@ Importing this package imports no torch: the entry point is loaded by every torc
 
 import importlib
 
+from elastic_ext.observe import log_records
+
 __version__ = "0.1.0"
+
+log_records.install()
 
 _LAZY = {
     "resume_from": "elastic_ext.training",

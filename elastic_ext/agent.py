@@ -1,10 +1,17 @@
 """`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous by default. Takes every torchrun option."""
 
-from __future__ import annotations
+# No __future__: nothing is to be imported before sys.path is in order.
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
+    # `-m` has put the working directory first: a queue.py in it would be imported in place of Python's own.
+    _here = sys.path.pop(0)
+    from elastic_ext.workers import isolated
+
+    isolated.look_last([_here])
 
 import logging
 import os
-import sys
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastic_ext import settings
 from elastic_ext.checkpoints import commands as checkpoint_commands
 from elastic_ext.errors import EX_CONFIG, UsageError
-from elastic_ext.failures import case, user_rules
+from elastic_ext.failures import case, files, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.policy import EXIT_CODES, decide
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
 
 SHOWN = 300  # characters of an error
 
@@ -52,6 +52,15 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which exit codes to tell")
     explain.set_defaults(run=_explain)
     checkpoint_commands.add(commands)
+    examine = commands.add_parser("doctor", help="say whether a job could run here, and what it would know of its failures")
+    examine.description = (
+        "Look at torch, the entry point, the agent, standbys, etcd, checkpoint_dir, the metrics port, evidence and limits. "
+        "Starts no job and leaves nothing behind. The exit code is 78 where a check has failed, else 0."
+    )
+    examine.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="etcd servers to look at, too")
+    examine.add_argument("--rdzv-conf", metavar="KEY=VALUE[,...]", default="", help="settings, as torchrun gets them")
+    examine.add_argument("--json", action="store_true", help="JSON instead of a screen")
+    examine.set_defaults(run=_doctor)
     return options
 
 
@@ -59,7 +68,17 @@ class _Parser(argparse.ArgumentParser):
     """Wrong usage is 78 in this project, not argparse's 2."""
 
     def error(self, message: str) -> Any:
-        self.exit(EX_CONFIG, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from elastic_ext.observe import doctor
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that others gave
+    checks = doctor.examine(args.rdzv_conf, args.rdzv_endpoint, os.environ)
+    print(doctor.as_json(checks) if args.json else doctor.rendered(checks), flush=True)
+    return doctor.exit_code(checks)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -113,7 +132,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """The JSON texts of a file, each with its place for an error message."""
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        content = files.text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return
@@ -135,7 +154,7 @@ def _parsed(text: str | UsageError) -> Any:
 
 
 def _complain(text: str) -> None:
-    print(f"elastic-ext: {printable(' '.join(text.split())[:SHOWN])}", file=sys.stderr)
+    print(f"elastic-ext: {shown(' '.join(text.split()))[:SHOWN]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_ext.printable import shown
+
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
 
 
 class ElasticExtError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of everything that this package raises on purpose. Its text is one line that may go to any terminal."""
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class UsageError(ElasticExtError):
@@ -25,6 +30,10 @@ class BadCheckpoints(ElasticExtError):
 
 class SeamError(ElasticExtError):
     """This torch does not have the seam that the plug-in stands on. The command exits with 78, nothing is started."""
+
+
+class RoundOver(ElasticExtError):
+    """The round ended before all of its nodes knew what to resume from: no worker was started, the next round chooses again."""
 
 
 class RanksMissing(ElasticExtError):

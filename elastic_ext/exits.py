@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +22,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from elastic_ext.errors import ElasticExtError
+from elastic_ext.observe.files import write_whole
 from elastic_ext.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
+from elastic_ext.printable import redacted
 
 logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
 MOST_BYTES = 4096  # that Kubernetes keeps of it
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr stays, though it may lead to a file
 
 
 class Failures(dict[int, ProcessFailure]):
@@ -94,7 +98,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 def tell(verdict: Mapping[str, Any], path: str | None) -> None:
     """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
-    text = json.dumps(verdict)
+    text = redacted(json.dumps(verdict))
     if path:
         _write(Path(path), text + "\n", replace=True)
     if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):
@@ -102,21 +106,17 @@ def tell(verdict: Mapping[str, Any], path: str | None) -> None:
 
 
 def _write(path: Path, text: str, replace: bool) -> None:
+    """replace: put a new file in the place of what is there, but for a pipe or a device."""
     try:
-        if replace and (path.is_file() or not path.exists()):
-            _replace(path, text)
-        else:  # /dev/stderr, a pipe: to be written to; without a reader it would block for ever
-            with open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                file.write(text)
+        stream = path.parent in STREAMS
+        if replace and not stream and (path.is_file() or not path.exists()):
+            write_whole(path, text)
+            return
+        # A pipe without a reader would block for ever.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if replace else os.O_TRUNC))
+        with open(descriptor, "w", encoding="utf-8") as file:
+            if replace and not stream and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("somebody has put a link to a file there")
+            file.write(text)
     except (OSError, ValueError) as error:  # ValueError: no name of a file
         logger.warning("the verdict could not be written to %s: %s", path, error)
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +17,12 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+import elastic_ext
 from elastic_ext.checkpoints import discovery
+from elastic_ext.checkpoints.resolution import Resumption
 from elastic_ext.errors import UsageError
 from elastic_ext.policy import NO_LIMIT
+from elastic_ext.printable import printable, redacted
 from elastic_ext.settings import SECRET_VARIABLES, Settings
 from elastic_ext.workers.standbys import Wanted
 
@@ -25,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP = str(Path(__file__).with_name("workers") / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
+IN_MEMORY = "/dev/shm"
+FILES, FILES_PER_WORKER = 16, 8  # that the agent makes in its private directory, at most
+# Files that an agent opens beside those that it has before its run; measured on one node, with some to spare. A worker: its
+# pidfd and two connections to the store of the round. The extras: warm standbys, and the pipes of stderr with what they keep.
+DESCRIPTORS, DESCRIPTORS_PER_WORKER = 24, 3
+EXTRAS, EXTRAS_PER_WORKER = 16, 5
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
@@ -101,9 +112,70 @@ def standbys(spec: WorkerSpec, settings: Settings, token: str) -> Wanted | str:
     )
 
 
+def make_run_dir(workers: int) -> str:
+    """Make the agent's private directory: in memory where that has room for the files of so many workers, else on disk.
+
+    Raises:
+        UsageError: it can be made nowhere.
+    """
+    troubles = []
+    for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
+        try:
+            parent = parent or tempfile.gettempdir()
+            _check_room(parent, workers)
+            return tempfile.mkdtemp(prefix="elastic_ext_", dir=parent)
+        except OSError as error:
+            troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
+        logger.info("the agent's files are not in %s", troubles[-1])
+    raise UsageError(
+        f"no directory for the agent's own small files can be made ({'; '.join(troubles)}); expected one with "
+        f"{_files(workers)} free inodes; make room there, or set TMPDIR; nothing was started"
+    )
+
+
+def _files(workers: int) -> int:
+    return FILES + workers * FILES_PER_WORKER
+
+
+def _check_room(directory: str, workers: int) -> None:
+    """Raises OSError. A file system that does not count its inodes has as many as it needs."""
+    room = os.statvfs(directory)
+    if room.f_files and room.f_favail < _files(workers):
+        raise OSError(errno.ENOSPC, f"{room.f_favail} free inodes, {_files(workers)} needed")
+
+
+def extras_fit(workers: int, left: int) -> bool:
+    """Whether there are descriptors for warm standbys and the tails of stderr too. left: how many more files may be opened.
+
+    Raises:
+        UsageError: there are too few for the workers themselves.
+    """
+    needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
+    if left < needed:
+        raise UsageError(
+            f"this agent may open {left} more files, and {workers} workers take {needed}: raise the hard limit of open files "
+            "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=) or start fewer workers here; nothing was started"
+        )
+    return left >= needed + EXTRAS + workers * EXTRAS_PER_WORKER
+
+
 def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """For a worker, which inherits what it is not given."""
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
+
+
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
+    """What the agent says of itself at the start of a run, in one line. metrics: where they are served; None: nowhere."""
+    if settings.checkpoint_dir is None:
+        begins = "resumes from nothing: no checkpoint_dir is set"
+    elif resumed.path:
+        begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
+    else:
+        begins = f"begins from nothing: {redacted(resumed.reason)}"
+    served = metrics or ("not served" if settings.metrics else "off")
+    return printable(
+        f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
+    )
 
 
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:

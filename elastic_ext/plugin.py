@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ext.errors import EX_CONFIG, SeamError, UsageError
+from elastic_ext.printable import shown
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -58,5 +59,5 @@ def usage_errors_exit() -> Iterator[None]:
     try:
         yield
     except (UsageError, SeamError) as error:
-        print(f"elastic_ext: {error}", file=sys.stderr)  # print takes a closed stderr, too
+        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print takes a closed stderr, too
         raise SystemExit(EX_CONFIG) from error

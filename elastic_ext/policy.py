@@ -171,7 +171,7 @@ def decide(
     spare = nodes is None or nodes - 1 >= max(min_nodes or 1, 1)
     outcome = _after_the_table(_from_table(diagnosis, past), diagnosis, past, alone=nodes == 1, spare=spare)
     if max_restarts == NO_LIMIT or restarts_charged < max_restarts:
-        outcome = _once_more_cold(outcome, diagnosis)
+        outcome = _once_more_cold(outcome, diagnosis, past)
     limit = (kind_limits or {}).get(outcome.kind, NO_LIMIT)
     outcome = _within_kind(outcome, (kinds_charged or {}).get(outcome.kind, 0), limit)
     outcome = _within_budget(outcome, restarts_charged, max_restarts)
@@ -200,7 +200,7 @@ _CHARGED = frozenset({Verdict.CONFIRM, Verdict.RESTART})
 
 
 def _from_table(diagnosis: Diagnosis, past: tuple[Past, ...]) -> _Outcome:
-    """What the table says. Without any evidence it is a bug to be confirmed if two tries in a row got to no step."""
+    """What the table says. What no rule knows is a bug to be confirmed if two tries in a row got to no step."""
     verdict = Verdict.RESTART if diagnosis.decision is Verdict.FOLLOW else diagnosis.decision
     if diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False and past and _at_start(past[-1]):
         verdict = Verdict.CONFIRM
@@ -227,7 +227,8 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Past, 
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     same_node = bool(same) and node is not None and not alone and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
-    if outcome.verdict is Verdict.CONFIRM and not same_node and _confirmed(same, diagnosis.rule == NO_EVIDENCE):
+    only_exit = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.exception is None
+    if outcome.verdict is Verdict.CONFIRM and not same_node and _confirmed(same, only_exit):
         kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
         where = " on another node" if node is not None and any(earlier.node not in (node, None) for earlier in same) else ""
         return _Outcome(Verdict.STOP, kind, f"{outcome.reason}; the same came back{where} with no progress", "repeated", EX_CODE)
@@ -241,10 +242,11 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Past, 
     return outcome
 
 
-def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis) -> _Outcome:
+def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Past]) -> _Outcome:
     """Before the first step a failure may come of what is different in a warm standby: no bug until a usual start fails, too."""
     ends = outcome.verdict is Verdict.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USERS
-    if not ends or not _warm_start_to_blame(diagnosis, outcome.kind):
+    usual_start_failed = any(each.same_fingerprint and each.warm is False for each in past)
+    if not ends or usual_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
         return outcome
     reason = f"{outcome.reason}; but its process was a warm standby: once more without"
     return _Outcome(Verdict.CONFIRM, outcome.kind, reason, WARM_START)
@@ -267,9 +269,9 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Past]) -> bool:
     return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
 
 
-def _confirmed(same: Sequence[Past], no_evidence: bool) -> bool:
+def _confirmed(same: Sequence[Past], only_exit: bool) -> bool:
     """Whether a suspected bug is one. Where the progress is not known, or only the exit is, it takes one try more."""
-    weak = no_evidence or all(earlier.progress is None for earlier in same)
+    weak = only_exit or all(earlier.progress is None for earlier in same)
     return len(same) >= (2 if weak else 1)
 
 

@@ -1,6 +1,22 @@
-"""What others wrote, fit for a terminal or a log: no escape sequences, no forged lines. Standard library only."""
+"""What others wrote, fit for a terminal or a log: no escape sequences, no forged lines, no credentials. Standard library only.
+
+All logs of this package pass `observe/log_records.py`, all its errors `ElasticExtError.__str__`; what the commands print, and
+what torch prints for us, is made fit where it is printed.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# user:password@ of a URL. An access key's secret may hold slashes, which people leave as they are; the bound keeps it linear.
+_USERINFO = re.compile(r"://(?:[^\s/@]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
+_SECRET_OPTION = re.compile(
+    r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"]+", re.IGNORECASE
+)
+
+_SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET_CHARACTERS = 6  # a shorter value is in too many texts that are none of it
 
 
 def printable(text: str) -> str:
@@ -14,3 +30,38 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def redacted(text: str) -> str:
+    """`text` without the credentials of URLs: what is before the @, and options that are named like a secret."""
+    if "://" not in text:
+        return text
+    return _SECRET_OPTION.sub(r"\1***", _USERINFO.sub("://***@", text))
+
+
+def masked(text: str, environ: Mapping[str, str]) -> str:
+    """`text` without the values of variables that are named like a secret."""
+    for name, value in environ.items():
+        if len(value) >= SECRET_CHARACTERS and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, "***")
+    return text
+
+
+def shown(text: str) -> str:
+    """One line for people: `printable` and `redacted`."""
+    return printable(redacted(text))
+
+
+class Block(str):
+    """Text of several lines that a log shows as such; any other text is shown as one line."""
+
+
+def shown_lines(text: str) -> str:
+    """Several lines for people, for who indents them."""
+    return "\n".join(printable(line.expandtabs()) for line in redacted(text).splitlines())
+
+
+def shown_block(text: str) -> Block:
+    """Several lines for people. All but the first are indented: none can be taken for a line of the log itself."""
+    first, *others = shown_lines(text).split("\n")
+    return Block("\n".join([first, *(line if line[:1] in ("", " ") else f"  {line}" for line in others)]))

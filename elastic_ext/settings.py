@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from elastic_ext.checkpoints import names
 from elastic_ext.errors import UsageError
+from elastic_ext.failures import files
 from elastic_ext.failures.kinds import KINDS
 from elastic_ext.typed import MOST_NAME, is_name
 
@@ -54,6 +54,11 @@ _KUBERNETES_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_
 
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # METRICS_PORT is a setting, and what a Service "...-metrics" makes
 
+MOST_BYTES = 1 << 20  # of the settings file
+MOST_CHARACTERS = 200  # of a name, and of a bad value in a message
+
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # blanks and line ends may separate words
+
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -67,6 +72,13 @@ def _boolean(text: str) -> bool:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def _stall(text: str) -> float:
+    value = _seconds(text)
+    if value < 1:
         raise ValueError(text)
     return value
 
@@ -174,7 +186,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     _pattern: "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt",
     _modules: "names of modules with blanks between them",
     _text: "a non-empty text",
-    _name: f"a name of {MOST_NAME // 2} printable characters at most, without a /",
+    _name: f"1 to {MOST_NAME // 2} printable characters without a /",
 }
 
 
@@ -202,6 +214,9 @@ class Settings:
     )
     copy_mb_s: float = _setting(
         0.0, _megabytes, "megabytes a second at which a node may copy checkpoints from local_dir to checkpoint_dir; 0: no limit"
+    )
+    copy_stall: float = _setting(
+        60.0, _stall, "how long copying to checkpoint_dir may make no progress at the end of a job; twice that, it is given up"
     )
     etcd_ca: str | None = _setting(None, _text, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, _text, "ext_etcd: file of this client's certificate")
@@ -325,8 +340,8 @@ def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
     if not path:
         return "", {}
     try:
-        return path, tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return path, tomllib.loads(files.text(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the settings file {path} (ELASTIC_EXT_CONFIG) cannot be read as TOML: {error}") from error
 
 
@@ -347,10 +362,18 @@ def _parse(key: str, value: Any, origin: str) -> Any:
         near = difflib.get_close_matches(key, [*_FIELDS, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
     parse = _FIELDS[key].metadata["parse"]
+    text = str(value).strip()
+    if _CONTROL.search(text):
+        raise UsageError(f"setting {key}={_shown(value)} in {origin}: expected a text without control characters")
     try:
-        return parse(str(value).strip())
-    except (ValueError, KeyError) as error:
-        raise UsageError(f"setting {key}={value!r} in {origin}: expected {_EXPECTED[parse]}") from error
+        return parse(text)
+    except (ValueError, KeyError, OverflowError) as error:
+        raise UsageError(f"setting {key}={_shown(value)} in {origin}: expected {_EXPECTED[parse]}") from error
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}..."
 
 
 # (a time, the time that it must not exceed, why)

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import shutil
 import signal
 import statistics
@@ -29,8 +28,10 @@ from elastic_ext import exits, job, launch, policy, postmortem, saving
 from elastic_ext import settings as settings_module
 from elastic_ext.checkpoints import copier, resolution, tiers
 from elastic_ext.checkpoints.copier import Copier
+from elastic_ext.checkpoints.pins import Pin
 from elastic_ext.checkpoints.resolution import Place, Resumption
-from elastic_ext.errors import BadCheckpoints, JobStopped, UsageError
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.errors import BadCheckpoints, JobStopped, RoundOver, UsageError
 from elastic_ext.failures import kinds, report, user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
@@ -42,11 +43,12 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
+from elastic_ext.printable import Block, printable
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
-from elastic_ext.wakeup import Wakeup
-from elastic_ext.workers import hang, stacks
+from elastic_ext.wakeup import Wakeup, readable
+from elastic_ext.workers import descriptors, hang, stacks
 from elastic_ext.workers.flight_recorder import FlightRecorder
 from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.hang import Stuck
@@ -54,6 +56,7 @@ from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.news import WorkerNews
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Leaving, ProgressBoard
+from elastic_ext.workers.standby_rules import ColdReason
 from elastic_ext.workers.standbys import Standbys
 from elastic_ext.workers.stderr_tail import StderrTails
 from elastic_ext.workers.watch import HangWatch
@@ -94,16 +97,19 @@ class Supervisor(AgentSeam):
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
         )
+        self._metrics_url: str | None = None
+        self._introduced = False
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
-        self._cold = ""  # why there are no standbys
+        self._cold = "few files may be opened"  # why there are no standbys
         self._warm: set[int] = set()  # local ranks of this round that standbys have taken
         self._watch: HangWatch | None = None
         self._flight: FlightRecorder | None = None
         self._hung: dict[int, Stuck] = {}  # by local rank, those of this round that the others waited for
         self._saves: SaveOnDemand | None = None
         self._copier: Copier | None = None
+        self._pin: Pin | None = None  # of what the workers are loading
         self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
         self._news: WorkerNews
@@ -116,25 +122,33 @@ class Supervisor(AgentSeam):
         """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
         exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
+            stack.enter_context(descriptors.raised())
+            with usage_errors_exit():
+                extras = launch.extras_fit(self.spec.local_world_size, descriptors.left())
+            if not extras:
+                logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._wakeup = stack.enter_context(Wakeup())
             self._handler.on_news = self._wakeup.set
             if self._settings.metrics:
                 host, port = self._settings.metrics_host, self._settings.metrics_port
                 # A port that nobody chose must be seen, and torchrun shows warnings only.
                 announce = logging.WARNING if port == 0 else logging.INFO
-                stack.callback(MetricsServer(self._metrics.registry, host, port, announce).close)
+                server = MetricsServer(self._metrics.registry, host, port, announce)
+                stack.callback(server.close)
+                self._metrics_url = server.url
             stack.enter_context(bridge_torchelastic(self._metrics))
-            in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._logs.run_dir = tempfile.mkdtemp(prefix="elastic_ext_", dir=in_memory)
+            with usage_errors_exit():
+                self._logs.run_dir = launch.make_run_dir(self.spec.local_world_size)
             stack.callback(shutil.rmtree, self._logs.run_dir, ignore_errors=True)
+            stack.callback(self._logs.remove)
             self._news = WorkerNews(os.path.join(self._logs.run_dir, "news"))
             stack.callback(self._news.close)
-            self._stderr = self._logs.stderr = StderrTails(self._settings.stderr_tail and self._settings.bootstrap)
+            self._stderr = self._logs.stderr = StderrTails(extras and self._settings.stderr_tail and self._settings.bootstrap)
             stack.callback(self._stderr.close)
             self._host = Host(self._settings)
             stack.callback(self._host.close)
             self._guard = Guard(self._token, self._logs.run_dir)
-            self._standbys = self._make_standbys()
+            self._standbys = self._make_standbys() if extras else None
             if self._settings.hang and torch.distributed.is_nccl_available():
                 self._flight = FlightRecorder(self._logs.run_dir, os.environ)
             self._copier = copier.start(self._settings, self._token, self._metrics)
@@ -152,19 +166,34 @@ class Supervisor(AgentSeam):
                 self._forget_round()
                 if self._standbys is not None:
                     self._standbys.close()
+                left: tuple[str, ...] = ()
                 if self._copier is not None:  # before the guard, which would end it
-                    self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
+                    left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
                 self._guard.close(clean)
-            return result
+            return self._not_delivered(left) if clean and left else result
+
+    def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
+        """All was trained, and what was saved last is on this node only. Started again here, the agent copies it."""
+        reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
+        code = policy.exit_code_for(policy.EX_TRY_AGAIN, self._settings.exit_codes)
+        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "not-copied")
+        verdict = job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+        logger.error("elastic_ext: %s; exit code %s", printable(reason), code)
+        return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, report.failure_elsewhere(verdict)))
 
     def _make_standbys(self) -> Standbys | None:
         """Before the first rendezvous: while that is under way they import what workers need."""
         wanted = launch.standbys(self.spec, self._settings, self._token)
         if isinstance(wanted, str):
             logger.info("no warm standbys: %s", wanted)
-            self._cold = wanted
+            self._cold = ColdReason.OFF.value
             return None
-        return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
+        try:
+            return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
+        except (OSError, RuntimeError) as error:  # no descriptor, no thread
+            self._cold = "they could not be started"
+            logger.warning("no warm standbys: %s: %s", self._cold, error)
+            return None
 
     def _asked_to_stop(self, error: SignalException) -> None:
         """Somebody has signalled the agent. Who, and so the exit code, is for the platform to say where it can."""
@@ -217,7 +246,10 @@ class Supervisor(AgentSeam):
                     self._saves.look(self._handler)
                 self._look_for_hangs()
                 if self._copier is not None and self._board is not None:
-                    self._copier.saved(sum(word.saves for word in self._board.read_all()))
+                    words = self._board.read_all()
+                    self._copier.saved(sum(word.saves for word in words))
+                    if any(word.steps or word.saves for word in words):  # loading is collective: all have
+                        self._unpin()
                 if (over := self._handler.round_over()) is None:
                     continue
                 logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
@@ -292,7 +324,7 @@ class Supervisor(AgentSeam):
         """Before a restart: nothing to do meanwhile. A signal ends it by its exception."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
-            select.select([self._wakeup], [], [], left_s)
+            readable(self._wakeup, left_s)
             raise_again(self._wakeup.clear())
 
     def _look(self) -> RunResult:
@@ -373,7 +405,8 @@ class Supervisor(AgentSeam):
         self._hung = {local_rank: each for local_rank, each in stuck.items() if each in behind}
         recorded = self._flight.dump(each.rank for each in stuck.values()) if self._flight is not None else ""
         for each in sorted(stuck.values(), key=lambda one: one.blame):
-            logger.warning("elastic_ext: %s%s", each.reason, f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            where = Block(f"; it was at:\n{each.stack[:SHOWN_STACKS]}" if each.stack else "")
+            logger.warning("elastic_ext: %s%s", each.reason, where)
             self._stacks.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
         if recorded:
             logger.warning("elastic_ext: %s", recorded)
@@ -422,8 +455,14 @@ class Supervisor(AgentSeam):
         self.next_round()
 
     def join_round(self) -> None:
-        with self._phase("rendezvous"):
-            super().join_round()
+        while True:
+            with self._phase("rendezvous"):
+                super().join_round()
+            try:
+                self._resumed = self._agree_on_checkpoint()
+                break
+            except RoundOver as over:
+                logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
 
     def start_workers(self) -> dict[int, Any]:
@@ -437,6 +476,7 @@ class Supervisor(AgentSeam):
             **self._resume_variables(),
             **(self._flight.variables if self._flight is not None else {}),
         }
+        self._introduce()
         self._logs.tell = {slot: {"agent": self._token} for slot in range(self.spec.local_world_size)}
         store_at = self.group.master_addr, self.group.master_port
         if self._settings.bootstrap and self._board is not None:
@@ -446,8 +486,12 @@ class Supervisor(AgentSeam):
         if self._standbys is not None and self._board is not None:
             self._standbys.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
             self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
-        with self._phase("start"), started_by(self._standbys.start if self._standbys is not None else None):
+        warm_start = self._standbys.start if self._standbys is not None else None
+        with self._phase("start"), started_by(warm_start, descriptors.as_users):
             pids = super().start_workers()
+        if not self.leads_groups:  # functions: torch starts them in its own way
+            for pid in pids.values():
+                descriptors.as_users(pid)
         if self._standbys is not None:
             released = self._standbys.round_started()
             self._warm = {local_rank for local_rank, pid in pids.items() if pid in released}
@@ -465,6 +509,13 @@ class Supervisor(AgentSeam):
         self._host.round_started(pids.values())
         self._count_workers("running")
         return pids
+
+    def _introduce(self) -> None:
+        """Once: a restart is told elsewhere. A warning, though it is none, for torchrun shows nothing else."""
+        if not self._introduced:
+            self._introduced = True
+            backend, run_id = self._handler.get_backend(), self._handler.get_run_id()
+            logger.warning("%s", launch.start_line(backend, run_id, self._metrics_url, self._settings, self._resumed))
 
     def _make_board(self, count: int) -> ProgressBoard | None:
         """In memory if there is room, else on disk, else none: the job runs without it."""
@@ -494,7 +545,14 @@ class Supervisor(AgentSeam):
                 )
             self._count_workers("stopped")
 
+    def _unpin(self) -> None:
+        """The workers have loaded their checkpoint, or will no more."""
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
     def _forget_round(self) -> None:
+        self._unpin()
         if self._copier is not None:
             self._copier.look()  # for what was saved as the last thing
         if self._processes is not None:
@@ -508,13 +566,26 @@ class Supervisor(AgentSeam):
             self._board.remove()
             self._board = None
 
-    def _resume_variables(self) -> dict[str, str]:
-        """What the workers are told to resume from: the same on every node."""
-        store: Any = self.group.store
+    def _agree_on_checkpoint(self) -> Resumption:
+        """What this round resumes from: the same on every node. Raises RoundOver: the round ended before all knew it."""
         place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
-        self._resumed = resolution.agree(self._settings, self._handler.get_run_id(), store, place)
+        pin = Pin(open_storage(self._settings.local_dir)) if self._settings.local_dir is not None else None
+        try:
+            resumed = resolution.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
+            if pin is not None and resumed.local:
+                pin.narrow(resumed.path.rpartition("/")[2])
+                self._pin, pin = pin, None
+        finally:
+            if pin is not None:
+                pin.release()
+        return resumed
+
+    def _resume_variables(self) -> dict[str, str]:
+        """What the workers are told to resume from."""
         if self._settings.checkpoint_dir is None:
             return {}
+        if self._copier is not None:
+            self._copier.round_starts(self._resumed.path)
         if self._resumed.path:
             logger.info("resuming from %s, step %s (%s)", self._resumed.path, self._resumed.step, self._resumed.reason)
         else:
@@ -550,7 +621,7 @@ class Supervisor(AgentSeam):
                 local_rank,
                 pid,
                 grace_s,
-                f"; it was at:\n{where[:SHOWN_STACKS]}" if where else "",
+                Block(f"; it was at:\n{where[:SHOWN_STACKS]}" if where else ""),
             )
 
     def _progress(self) -> list[WorkerProgress]:

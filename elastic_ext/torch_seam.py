@@ -17,6 +17,8 @@ multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _
     that makes the process of a Popen. Swapped only while the workers of a round are started.
 DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
     Torch's step out of a round at the start of next_rendezvous(), for a node that does not come back.
+_RendezvousState, _NodeDesc
+    What the pickled state of its rendezvous is made of: nothing else may be in it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,13 @@ from elastic_ext.errors import SeamError
 
 logger = logging.getLogger(__name__)
 
+# What the pickled state of torch's c10d rendezvous is made of.
+STATE_CLASSES = frozenset(
+    {
+        *((DynamicRendezvousHandler.__module__, name) for name in ("_RendezvousState", "_NodeDesc")),
+        *(("datetime", name) for name in ("datetime", "timezone", "timedelta")),
+    }
+)
 STOCK_SHUTDOWN_TIMEOUT_S = 30  # torch 2.8 to 2.11 have no --shutdown-timeout; this is what their code waits
 
 
@@ -106,6 +115,7 @@ Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | N
 """Of a command, its environment and files for stdout and stderr: the process, or None where torch is to start it."""
 
 _start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
+_started: ContextVar[Callable[[int], None]] = ContextVar("elastic_ext_started", default=lambda pid: None)
 _starting = threading.Lock()
 _starts = 0  # how many agents of this process start workers at this moment
 
@@ -128,15 +138,21 @@ class _Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = _start.get()
         found = start(args, env, self._stdout, self._stderr) if start is not None else None
-        return found if found is not None else super()._popen(args, env)
+        if found is None:
+            found = super()._popen(args, env)
+            _started.get()(found.pid)
+        return found
 
 
 @contextmanager
-def started_by(start: Start | None) -> Iterator[None]:
-    """Inside, `start` is asked for the process of each command that this thread has torch start."""
+def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
+    """Inside, `start` is asked for the process of each command that this thread has torch start.
+
+    started: told the pid of each that torch itself has started, at once.
+    """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)
-    if start is None or current not in (get_subprocess_handler, _Handler):  # None, or somebody else's
+    if current not in (get_subprocess_handler, _Handler):  # None, or somebody else's
         if start is not None:
             logger.warning("workers are started without warm standbys: torch's get_subprocess_handler is %r", current)
         yield
@@ -144,11 +160,12 @@ def started_by(start: Start | None) -> Iterator[None]:
     with _starting:
         _starts += 1
         multiprocessing.get_subprocess_handler = _Handler
-    token = _start.set(start)
+    tokens = _start.set(start), _started.set(started)
     try:
         yield
     finally:
-        _start.reset(token)
+        _start.reset(tokens[0])
+        _started.reset(tokens[1])
         with _starting:
             _starts -= 1
             if not _starts:

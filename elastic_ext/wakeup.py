@@ -6,9 +6,17 @@ signal handlers in the main thread between bytecodes, never inside poll(2).
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import threading
+
+
+def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
+    """Whether a read would not block, waited for so long. Not select(2), which takes no descriptor above 1,023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
 class Wakeup:

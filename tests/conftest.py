@@ -55,7 +55,17 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 LONG = {
     "test_benchmarks.py": ("test_verdict", "test_code_bug_waste", "test_restart_reliability", "test_overhead"),
     "test_benchmarks_node_loss.py": ("one_row_of_ours",),
-    "test_tiers.py": ("replaced_node", "copier_is_killed", "right_after_a_save", "full_local_disk"),
+    "test_copier.py": ("[kubeflow", "the_agent_pins"),
+    "test_tiers.py": (
+        "[nab]",
+        "[damaged]",
+        "started_again",
+        "from_everywhere",
+        "replaced_node",
+        "copier_is_killed",
+        "right_after_a_save",
+        "full_local_disk",
+    ),
     "test_checkpointer.py": (
         *("lose_nothing_that_was_committed[s3]", "4_then_2_then_3_ranks[s3]", "[wrap1-", "[wrap3-", "other_wrappers"),
     ),
@@ -98,6 +108,10 @@ LONG = {
     ),
     "test_readme.py": ("losses_of_the_demo",),
     "test_plain.py": ("restarts_it[ext_c10d]", "both_restart[ext_c10d]", "is_lost[ext_c10d]"),
+    "test_starts.py": (
+        *("limit[on]", "[no_pidfd]", "nr_inodes=24", "[no.such", "[192.0.2.1-1]", "test_standbys_without", "[96-32]"),
+        *("of_another_host_on_etcd", "stderr_of_a_worker", "delay_the_end[pump"),
+    ),
 }
 
 

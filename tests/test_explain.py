@@ -1,6 +1,7 @@
 """`elastic-ext explain` and the rules that a user brings."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -10,7 +11,7 @@ import pytest
 
 from elastic_ext import cli, settings
 from elastic_ext.errors import UsageError
-from elastic_ext.failures import user_rules
+from elastic_ext.failures import files, user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.job import Ledger, Verdict
@@ -96,9 +97,15 @@ def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, 
     assert said in err[0]
 
 
-def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path):
+def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "WAIT_S", 0.2)
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
     assert (code, len(told), len(err)) == (78, 38, 1)
+    os.mkfifo(tmp_path / "fifo")
+    for no_end, said in ((tmp_path / "fifo", "nothing came"), (tmp_path, "directory"), ("/dev/zero", "longer than")):
+        code, told, err = explain(capsys, no_end, CASES)
+        assert (code, len(told), len(err)) == (78, 38, 1)
+        assert said in err[0]
     for arguments in ([], ["--rdzv-id=x"], ["--rdzv-id=x", "--rdzv-endpoint=y", CASES]):
         code, told, err = explain(capsys, *arguments)
         assert (code, told, len(err)) == (78, [], 1)

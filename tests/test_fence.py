@@ -6,7 +6,8 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.fence import Fence
+from elastic_ext.rendezvous.fence import LOOK_SHARE, TRAIN_ON_S, Fence, excused, train_on_s
+from elastic_ext.rendezvous.participant import returning_s
 
 TTL_S = 2.0
 LONG_S = 30.0
@@ -65,13 +66,15 @@ def test_while_nobody_can_renew_all_train_on(nodes, store):
     assert not any(node.changed.wait(TTL_S) for node in nodes)
 
 
-def test_when_the_first_comes_back_with_its_old_lease_the_others_have_time_to_follow(nodes, store):
+@pytest.mark.parametrize("lease_id", [None, 77])
+def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id):
+    """With its old lease, which the server had kept, or with a new one: it has registered again."""
     for node in nodes:
         node.ends_in(0.3)
     for rank in range(3):
         said(store, rank, b"1")
     assert not nodes[1].changed.wait(1.0)  # the leases are over by their count
-    nodes[0].ends_in(LONG_S)
+    nodes[0].ends_in(LONG_S, lease_id)
     said(store, 0, b"2")
     assert not nodes[1].changed.wait(TTL_S / 4)
     nodes[1].ends_in(LONG_S)
@@ -81,19 +84,39 @@ def test_when_the_first_comes_back_with_its_old_lease_the_others_have_time_to_fo
     assert not nodes[1].changed.is_set()
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_when_one_comes_back_and_leases_were_not_given_again_the_others_stop_at_once(nodes, store, over):
-    """It came back in time, so the server never stopped counting; or it came back with a new lease: the old ones were over."""
-    for node in nodes:
-        node.ends_in(0.3 if over else TTL_S / 2)
-    for rank in range(3):
-        said(store, rank, b"1")
-    if over:
-        assert not nodes[1].changed.wait(1.0)
-    nodes[0].ends_in(LONG_S, lease_id=77 if over else None)
+@pytest.mark.parametrize(
+    ("others", "all_down_at", "now", "excuses"),
+    [
+        ([], None, 100.0, True),  # there is nobody else
+        (["1", "1"], None, 100.0, True),
+        (["1", "0"], 99.0, 100.0, False),
+        (None, 99.0, 100.0, False),  # the store does not answer
+        (["1", "an unknown word"], 99.0, 100.0, False),
+        (["1", "2"], 99.0, 100.0, True),
+        (["2", "2"], 99.0, 99.0 + TRAIN_ON_S - 0.1, True),
+        (["2", "2"], 99.0, 99.0 + TRAIN_ON_S, False),
+        (["2", "2"], None, 100.0, False),  # of an earlier outage
+    ],
+)
+def test_who_trains_on_with_a_lease_that_is_over(others, all_down_at, now, excuses):
+    assert excused(others, all_down_at, now, TTL_S) is excuses
+
+
+@pytest.mark.parametrize("ttl_s", [2, 5, 10, 16, 60, 600])
+def test_whoever_leads_waits_longer_than_a_node_trains_on(ttl_s):
+    """With a look to say that it is back, one to see it, and what a look may take when the store is slow."""
+    assert returning_s(ttl_s) >= train_on_s(ttl_s) + 2 * LOOK_SHARE * ttl_s + 2
+
+
+def test_what_could_not_be_said_is_said_later(nodes, store):
+    """Else a node would look to be in trouble for ever, and a node that is cut off alone would train on."""
+    nodes[0].ends_in(TTL_S / 2)
+    said(store, 0, b"1")
+    tell, nodes[0].fence._tell = nodes[0].fence._tell, lambda *_: None
+    nodes[0].ends_in(LONG_S)
+    assert not nodes[0].changed.wait(TTL_S / 4)
+    nodes[0].fence._tell = tell
     said(store, 0, b"0")
-    assert nodes[1].changed.wait(LONG_S)
-    assert nodes[1].fence.closed
 
 
 def test_what_was_said_of_an_earlier_outage_excuses_nobody(nodes, store):

@@ -81,7 +81,7 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     metrics.restarted("membership")
     metrics.failed("unknown")
     metrics.round_started(3, 16)
-    metrics.worker_started("cold", "none was ready")
+    metrics.worker_started("cold", "not_ready")
     metrics.standbys(2, 1 << 20)
     metrics.workers(running=2)
     metrics.workers(failed=1, stopped=1)
@@ -101,7 +101,7 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_failures_total", (("kind", "unknown"),)): 1,
         ("elastic_ext_round", ()): 3,
         ("elastic_ext_world_size", ()): 16,
-        ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "none was ready"))): 1,
+        ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "not_ready"))): 1,
         ("elastic_ext_standbys", ()): 2,
         ("elastic_ext_standby_memory_bytes", ()): 1 << 20,
         ("elastic_ext_workers", (("state", "running"),)): 0,
@@ -217,9 +217,9 @@ def test_odd_names_do_not_break_the_page() -> None:
         metrics.put("torchelastic", name, 1)
     found = read(metrics)
     (info,) = (dict(labels) for name, labels in found if name == "elastic_ext_info")
-    assert (info["run_id"], info["node"]) == ("job\\udcff", 'a "b"\\\n')
+    assert (info["run_id"], info["node"]) == ("job\\udcff", 'a "b"\\\\n')
     names = [dict(labels)["name"] for name, labels in found if name == "elastic_ext_torchelastic_last_value"]
-    assert names == ['quo"te', "back\\slash", "two\nlines", "한글", "\\udcfe", ""]
+    assert names == ['quo"te', "back\\slash", "two\\nlines", "한글", "\\udcfe", ""]
 
 
 # torchelastic's put_metric.
@@ -483,15 +483,13 @@ def test_clients_that_hang_are_in_nobodys_way(serve: Any, caplog: pytest.LogCapt
 
 
 def test_clients_that_talk_nonsense_or_leave_print_nothing(serve: Any, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
-    server = serve(agent(run_id="x" * 4_000_000))  # more than socket buffers hold, so that leaving is an error for the server
+    workers = [WorkerProgress(number, 1, 1.0, 1.0, 1.0, 1, 1) for number in range(20_000)]
+    server = serve(agent(progress=lambda: workers))  # more than socket buffers hold: leaving is an error for the server
     for sent in (b"\x16\x03\x01\x02\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(sent)
             assert client.recv(1)
     assert get(f"{server.url}/")[0] == 200
-    for thread in threading.enumerate():
-        if "process_request_thread" in thread.name:
-            thread.join()
     server.close()
     assert capfd.readouterr() == ("", "")
     assert warnings(caplog) == []

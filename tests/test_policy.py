@@ -15,6 +15,7 @@ def of(type_=None, message="", **more):
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
+OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
 
 
@@ -58,6 +59,17 @@ SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
         (SILENT, (Past(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Past(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
         (SILENT, (Past(False, False, "n2"),) * 2, None, "confirm", "unknown", "no-evidence", None),
+        # an exception that no rule knows: the same one again is evidence
+        (OWN, (), None, "restart", "unknown", "no-evidence", None),
+        (OWN, (SAME_THERE,), None, "stop", "code", "repeated", 65),
+        (OWN, (Past(True, False, None),), None, "stop", "code", "repeated", 65),
+        (OWN, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),
+        (OWN, (SAME_HERE,), (3, 2), "replace_node", "unknown", "same-node", 69),
+        (OWN, (SAME_HERE,), (2, 2), "confirm", "unknown", "no-evidence", None),
+        (OWN, (Past(False, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (OWN, (Past(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
+        (OWN, (Past(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
+        (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
         (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),
@@ -123,6 +135,12 @@ def test_a_warm_start_is_no_proof_of_a_bug(diagnosis, charged, decision, rule, c
     decided = decide(diagnosis, charged, 3)
     assert (decided.verdict.value, decided.cold) == (decision, cold), decided
     assert rule is None or decided.rule == rule
+
+
+def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one():
+    warm = of("my.Trouble", "x", **WARM)
+    for was_warm, rule in ((False, "repeated"), (True, "warm-start"), (None, "warm-start")):
+        assert decide(warm, 1, 3, (Past(True, False, "n1", warm=was_warm),), nodes=1).rule == rule
 
 
 def test_exit_codes_of_the_presets():

@@ -371,6 +371,29 @@ def test_a_killed_warden_is_replaced(tmp_path):
         child.wait()
 
 
+def test_a_stopped_warden_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
+    """What it is told no longer goes into its pipe after some hundred rounds; at the end it is told to go on."""
+    guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    try:
+        first = guard._process.pid
+        os.kill(first, signal.SIGSTOP)
+        os.waitid(os.P_PID, first, os.WSTOPPED)
+        guard._workers = [child.pid] * 4000
+        for _ in range(8):  # 30 KB each
+            guard._tell()
+        assert "has not read for long; another one takes its place" in caplog.text
+        assert wait_gone([first]) == []
+        guard.watch([child.pid])
+        os.kill(guard._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, guard._process.pid, os.WSTOPPED)
+        guard.close(clean=False)
+        assert child.wait(20) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     """The wait ends with the last exit: with a grace of an hour this test would time out otherwise."""
     workers = WorkerProcesses({rank: start(SLEEPS).pid for rank in range(3)}, own_groups=True)

@@ -96,6 +96,77 @@ def test_next_action(seen, now, action):
     assert next_action(seen, LIMITS, now) == action
 
 
+OF_TWO = Header(3, State.RUNNING, nodes=2)
+OUTAGE = {"returning_until": 10.0}
+BACK = "node b may come back after the outage"
+PARTS = "the parts of 1 nodes in round 3"
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "action"),
+    [
+        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b")),
+        (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        # What has ended the round need not wait; the next one does.
+        (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),
+        (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, End(State.BROKEN, "node a started again")),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes are here")),
+        # A leader that does not know all parts must not take those that it knows for all: it would hold the job for done.
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(f"{PARTS} are being written again", 4.0)),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 9.5, Wait(f"{PARTS} are being written again", 10.0)),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a"), 0, End(State.BROKEN, "the parts of 1 nodes in it are lost")),
+        # One that has never seen the header, but nodes that were in that round.
+        (
+            view(Header(), {"a": node(round=3), "b": node()}, **OUTAGE),
+            9,
+            Wait("the header of round 3 is lost, its nodes write it again", 10.0),
+        ),
+    ],
+)
+def test_next_action_after_an_outage(seen, now, action):
+    assert next_action(seen, LIMITS, now) == action
+
+
+@pytest.mark.parametrize("waits", [node(after=7), node(round=7)])
+def test_a_number_that_any_node_has_been_in_is_not_used_again(waits):
+    seen = view(Header(1, State.BROKEN), {"a": node(1), "b": waits}, "a")
+    header, parts = rounds.seal(seen, Seal(("a", "b"), ""))
+    assert header.round == 8
+    assert {part.round for part in parts.values()} == {8}
+
+
+JOB = Header(3, State.RUNNING, seal="s", job="j")
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "brought_back"),
+    [
+        (None, JOB, True),
+        (None, dataclasses.replace(JOB, state=State.BROKEN), True),
+        (None, Header(), False),
+        # The next job of this run id may have begun.
+        (None, dataclasses.replace(JOB, state=State.DONE), False),
+        (None, dataclasses.replace(JOB, state=State.CLOSED), False),
+        (JOB, JOB, False),
+        # A round that is over stays over, whoever brings back what.
+        (JOB, dataclasses.replace(JOB, state=State.BROKEN), True),
+        (JOB, dataclasses.replace(JOB, state=State.CLOSED), True),
+        (dataclasses.replace(JOB, state=State.BROKEN), dataclasses.replace(JOB, state=State.BROKEN, verdict="v"), True),
+        (JOB, dataclasses.replace(JOB, save=1), True),
+        (JOB, dataclasses.replace(JOB, round=4, seal="t"), True),
+        (dataclasses.replace(JOB, state=State.BROKEN), JOB, False),
+        (dataclasses.replace(JOB, round=4, seal="t"), JOB, False),
+        # Two rounds of one number, and another job: what is in the store counts.
+        (dataclasses.replace(JOB, seal="t"), dataclasses.replace(JOB, state=State.BROKEN), False),
+        (dataclasses.replace(JOB, round=1, job="k"), JOB, False),
+    ],
+)
+def test_which_header_comes_back(found, known, brought_back):
+    assert rounds.brings_back(found, known) is brought_back
+
+
 def test_topology_orders_strangers():
     seen = view(
         Header(), {"a": node(topology="r2"), "b": node(topology="r1"), "c": node(topology="r2"), "d": node(topology="r1")}
@@ -133,6 +204,7 @@ def test_what_is_no_record_is_refused_in_one_line(value):
 
 
 IDS = st.sampled_from("abcdef")
+BACK_S = 8.0  # that members have to come back
 
 
 class Job(RuleBasedStateMachine):
@@ -140,10 +212,13 @@ class Job(RuleBasedStateMachine):
 
     `store` is the truth, `seen` what the leader has been told; events may be delivered late, doubled, or (after a new leader or
     a lost watch) replaced by a snapshot. A leader's write holds only if the header is still the one that it saw.
+
+    All records may be lost at once. Nodes then are away until they register again; each brings back what it knows of the header,
+    and its own part. The leader after that may be one that knows of the outage, or one that never saw anything of the job.
     """
 
-    @initialize(min_nodes=st.integers(1, 3), extra=st.integers(0, 2))
-    def begin(self, min_nodes, extra):
+    @initialize(min_nodes=st.integers(1, 3), extra=st.integers(0, 2), here=st.integers(0, 4))
+    def begin(self, min_nodes, extra, here):
         self.limits = Limits(min_nodes, min_nodes + extra, last_call_s=5)
         self.now = 0.0
         self.header, self.store, self.joined, self.members = Header(), {}, {}, {}
@@ -154,12 +229,18 @@ class Job(RuleBasedStateMachine):
         self.last_arrival = 0.0
         self.reporting = {}  # node id -> round whose verdict it waits for
         self.reported_at = {}
+        self.known = {}  # node id -> the header that it remembers
+        self.away = {}  # node id -> what it says of itself once it has registered again
+        self.lost_at = None
+        self.seals = 0
+        for id_ in "abcdef"[:here]:
+            self.start(id_, 1)
 
     def write_header(self, header):
         """A round that is over never runs again, and a number is used once; so is a verdict, and nothing goes on without it."""
         if header.state is State.RUNNING:
             assert self.header.state is not State.RUNNING
-            assert header.round == self.header.round + 1
+            assert header.round == self.header.round + 1 or (self.lost_at is not None and header.round > self.header.round)
         elif header.verdict:
             assert (self.header.state, self.header.verdict) == (State.BROKEN, "")
             assert header.round == self.header.round
@@ -170,56 +251,112 @@ class Job(RuleBasedStateMachine):
 
     @rule(id_=IDS, workers=st.integers(1, 4))
     def start(self, id_, workers):
-        if id_ not in self.store:
+        if id_ not in self.store and id_ not in self.away:
             self.clock += 1
             self.store[id_], self.joined[id_] = node(self.header.round, workers), self.clock
+            self.known[id_] = self.header
 
     @rule(id_=IDS)
     def crash(self, id_):
         """The process or its host dies, or its lease expires while it is cut off: it fences itself before that."""
         self.store.pop(id_, None)
+        self.away.pop(id_, None)
+        self.known.pop(id_, None)
         self.running.pop(id_, None)
         self.assignments.pop(id_, None)
         self.reporting.pop(id_, None)
 
+    @rule()
+    def lose_records(self):
+        """Etcd was out of reach for longer than all leases. Workers train on."""
+        self.away.update(self.store)
+        self.header, self.store, self.seen, self.members, self.lost_at = Header(), {}, {}, {}, self.now
+
+    @precondition(lambda self: self.trains())
+    @rule(order=st.permutations("abcdef"), led_after=st.sets(IDS))
+    def lose_records_and_all_come_back(self, order, led_after):
+        """In any order, and the leader looks while some are still missing: the round goes on as if nothing had been."""
+        header, running = self.header, dict(self.running)
+        self.lose_records()
+        for id_ in order:
+            self.register_again(id_)
+            self.look_at_header(id_)
+            if id_ in led_after and self.store:
+                self.deliver_all()
+                self.lead(stale=False)
+        self.deliver_all()
+        self.lead(stale=False)
+        assert (self.header, self.running) == (header, running)
+
+    def trains(self):
+        """A round runs, on all its nodes, and the leader would let it go on."""
+        if getattr(self, "header", Header()).state is not State.RUNNING or set(self.running) != set(self.members):
+            return False
+        if self.away or not all(self.known[id_] == self.header for id_ in self.running):
+            return False
+        seen = dataclasses.replace(self.leader_view(), nodes=dict(self.store), returning_until=None)
+        return isinstance(next_action(seen, self.limits, self.now), Wait)
+
+    @rule(id_=IDS)
+    def register_again(self, id_):
+        if id_ in self.away:
+            self.clock += 1
+            self.store[id_] = dataclasses.replace(self.away.pop(id_), round=self.running.get(id_, 0))
+            self.joined[id_] = self.clock
+
+    def bring_back(self, id_):
+        """Write what is missing, and take in what is newer."""
+        found = self.header if self.header.round else None
+        if rounds.brings_back(found, self.known[id_]):
+            assert self.lost_at is not None
+            self.header, self.members = self.known[id_], {}  # parts in another round are none in this
+        elif found is not None:
+            self.known[id_] = found
+        mine = self.assignments.get(id_)
+        if mine is not None and mine.of(self.header):
+            self.members[id_] = mine.rank
+
     @rule(id_=IDS)
     def look_at_header(self, id_):
         """A node's watches: it takes its part in a round that runs, and comes back when its round is over."""
-        header, mine = self.header, self.assignments.get(id_)
         if id_ not in self.store:
             return
+        self.bring_back(id_)
+        header, mine = self.known[id_], self.assignments.get(id_)
         if id_ in self.reporting:
             if header.round != self.reporting[id_] or header.verdict:
                 self.store[id_] = dataclasses.replace(self.store[id_], after=self.reporting.pop(id_))
             return
-        if header.state is State.RUNNING and mine and mine.round == header.round and self.store[id_].after < header.round:
+        ours = mine is not None and mine.of(header)
+        if id_ not in self.running and header.state is State.RUNNING and ours and self.store[id_].after < header.round:
             self.running[id_] = header.round
-        elif id_ in self.running and (header.round != self.running[id_] or header.state is not State.RUNNING):
+        elif id_ in self.running and (not ours or header.state is not State.RUNNING):
             if header.state is State.DONE:
                 del self.running[id_]
                 return
             self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
-        elif header.state is not State.RUNNING and mine and mine.round == header.round and self.store[id_].after < header.round:
+        elif header.state is not State.RUNNING and ours and self.store[id_].after < header.round:
             # Its round was over before it began here: it must say so, or the leader would wait for it to stop workers.
             self.store[id_] = dataclasses.replace(self.store[id_], after=header.round)
 
     @rule(id_=IDS)
     def finish(self, id_):
-        if id_ in self.running:
+        if id_ in self.running and id_ in self.store:
             self.store[id_] = dataclasses.replace(self.store[id_], done=self.running[id_])
 
     @rule(id_=IDS)
     def fail(self, id_):
         """A node's workers fail: it breaks the round itself, if that still runs, and comes back."""
-        if id_ in self.running:
-            if self.header.state is State.RUNNING and self.header.round == self.running[id_]:
+        if id_ in self.running and id_ in self.store:
+            if self.header.state is State.RUNNING and self.assignments[id_].of(self.header):
                 self.write_header(dataclasses.replace(self.header, state=State.BROKEN, reason="failed"))
+                self.known[id_] = self.header
             self.store[id_] = dataclasses.replace(self.store[id_], after=self.running.pop(id_))
 
     @rule(id_=IDS, follows=st.booleans())
     def fail_and_report(self, id_, follows):
         """A node's workers fail: it tells of it and waits for the verdict. It may be told to break the round only later."""
-        if id_ in self.running:
+        if id_ in self.running and id_ in self.store:
             self.reporting[id_] = self.running.pop(id_)
             told = {"reported": self.reporting[id_], "report": "it failed", "follows": follows}
             self.store[id_] = dataclasses.replace(self.store[id_], **told)
@@ -248,17 +385,32 @@ class Job(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
 
-    def leader_view(self):
-        seen = View(self.header, dict(self.seen), dict(self.joined), dict(self.members), self.last_arrival)
+    def leader_view(self, knows_of_outage=True):
+        knows_of_outage = knows_of_outage or (self.header.round == 0 and any(each.round for each in self.seen.values()))
+        until = self.lost_at + BACK_S if self.lost_at is not None and knows_of_outage else None
+        seen = View(self.header, dict(self.seen), dict(self.joined), dict(self.members), self.last_arrival, returning_until=until)
         if not rounds.reports(seen):
             return seen
         return dataclasses.replace(seen, reported_at=self.reported_at.setdefault(self.header.round, self.now))
 
+    @precondition(lambda self: self.store)
+    @rule()
+    def all_news_arrive(self):
+        """Without this hardly any round would be formed by chance."""
+        for _ in range(3):
+            for id_ in "abcdef":
+                self.look_at_header(id_)
+            self.deliver_all()
+            self.now += 6
+            self.lead(stale=False)
+        for id_ in "abcdef":
+            self.look_at_header(id_)
+
     @precondition(lambda self: self.seen)
-    @rule(stale=st.booleans())
-    def lead(self, stale):
+    @rule(stale=st.booleans(), knows_of_outage=st.booleans())
+    def lead(self, stale, knows_of_outage=True):
         """The leader acts on what it has been told; its transaction compares the keys of the nodes that it seals."""
-        seen = self.leader_view()
+        seen = self.leader_view(knows_of_outage)
         action = next_action(seen, self.limits, self.now)
         if isinstance(action, End):
             if self.header.state is State.RUNNING:
@@ -268,7 +420,8 @@ class Job(RuleBasedStateMachine):
             self.write_header(dataclasses.replace(self.header, verdict="restart"))
         elif isinstance(action, Seal):
             assert self.header.verdict or not rounds.reports(seen), "sealed over a failure that nobody has judged"
-            header, parts = rounds.seal(seen, action)
+            self.seals += 1
+            header, parts = rounds.seal(seen, action, str(self.seals))
             if stale and self.header != seen.header:
                 return
             self.check_sealed(seen, action, header, parts)
@@ -285,7 +438,7 @@ class Job(RuleBasedStateMachine):
         assert [part.base_rank for part in ordered] == [sum(workers[:rank]) for rank in range(len(workers))]
         assert header.world == sum(workers)
         assert all(part.role_world == header.world for part in ordered)
-        assert header.round == self.header.round + 1
+        assert header.round > max(max(each.after, each.round) for each in seen.nodes.values())
         assert all(seen.nodes[id_].after >= seen.header.round or id_ not in seen.members for id_ in parts)
 
     @invariant()
@@ -296,13 +449,15 @@ class Job(RuleBasedStateMachine):
     @invariant()
     def with_everything_delivered_the_job_never_sits_still(self):
         """Progress: from any state, if all news arrive and nodes answer, a round runs or there are too few nodes."""
-        if not getattr(self, "store", None):
+        if not getattr(self, "store", None) and not getattr(self, "away", None):
             return
         state = (self.header, dict(self.store), dict(self.members), dict(self.assignments), dict(self.running), dict(self.seen))
         saved = (*state, self.now, self.last_arrival)
         waiting = dict(self.reporting), dict(self.reported_at)
+        outage = dict(self.known), dict(self.away), dict(self.joined), self.clock, self.seals
         for _ in range(12):
             for id_ in "abcdef":
+                self.register_again(id_)
                 self.look_at_header(id_)
             self.deliver_all()
             self.now += 6
@@ -314,8 +469,10 @@ class Job(RuleBasedStateMachine):
         if self.header.state is State.RUNNING:
             alive = [id_ for id_ in self.members if id_ in self.store]
             assert all(self.running.get(id_) == self.header.round for id_ in alive)
+            assert set(self.running) <= set(alive), "two worlds"
         (self.header, self.store, self.members, self.assignments, self.running, self.seen, self.now, self.last_arrival) = saved
         self.reporting, self.reported_at = waiting
+        self.known, self.away, self.joined, self.clock, self.seals = outage
 
 
 TestJob = Job.TestCase

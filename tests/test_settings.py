@@ -1,11 +1,15 @@
 """Settings: precedence, validation, contradictions. Pure."""
 
 import dataclasses
+import os
+import threading
 
 import pytest
 
 from elastic_ext import settings
 from elastic_ext.errors import UsageError
+from elastic_ext.failures import files, user_rules
+from elastic_ext.rendezvous.judging import LedgerFile
 
 
 def test_defaults_need_nothing():
@@ -35,6 +39,14 @@ def test_rdzv_conf_wins_over_the_environment_and_that_over_the_file(tmp_path):
         ({"max_restarts": "-2"}, {}, "-1 for no limit"),
         ({"checkpoint_dir": ""}, {}, "non-empty"),
         ({}, {"ELASTIC_EXT_CONFIG": "/no/such/file"}, "/no/such/file"),
+        ({}, {"ELASTIC_EXT_CONFIG": "/dev/zero"}, "longer than 1 MB"),
+        ({}, {"ELASTIC_EXT_CONFIG": "/"}, "Is a directory"),
+        ({"node_name": "a/b"}, {}, "printable characters without a /"),
+        ({"node_name": "a" * 201}, {}, "1 to 100"),
+        ({"node_name": "a\udcff"}, {}, "printable"),
+        ({"node_name": "a\nb"}, {}, "printable"),
+        ({"checkpoint_dir": "a\0b"}, {}, "control characters"),
+        ({"lease_ttl": "9" * 5000}, {}, "2 or more"),
     ],
 )
 def test_bad_input_is_named_in_one_line(conf, environ, said):
@@ -49,6 +61,37 @@ def test_a_file_that_is_not_toml(tmp_path):
     file.write_bytes(b"\xff\xfe not toml")
     with pytest.raises(UsageError, match=r"conf\.toml"):
         settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)})
+
+
+def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "WAIT_S", 0.2)
+    fifo, deep, nul = tmp_path / "fifo", tmp_path / "deep.toml", tmp_path / "nul.toml"
+    os.mkfifo(fifo)
+    deep.write_text("topology = " + "[" * 5000)
+    nul.write_text('topology = "a\\u0000b"')
+    for file, said in ((fifo, "nothing came"), (deep, "recursion"), (nul, "control characters")):
+        with pytest.raises(UsageError) as error:
+            settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)})
+        assert said in str(error.value)
+        assert "\n" not in str(error.value)
+    for file, said in ((fifo, "nothing came"), (deep, "recursion")):
+        with pytest.raises(UsageError, match=said):
+            user_rules.load(str(file))
+
+
+def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    threading.Thread(target=fifo.write_text, args=('topology = "rack 3"',)).start()
+    assert settings.read({}, {"ELASTIC_EXT_CONFIG": str(fifo)}).topology == "rack 3"
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder"])
+def test_a_ledger_file_that_is_no_file_is_refused_before_a_file_takes_its_place(tmp_path, what):
+    path = tmp_path / what
+    os.mkfifo(path) if what == "fifo" else path.mkdir()
+    with pytest.raises(UsageError, match="expected a file"):
+        LedgerFile(str(path), "x")
 
 
 @pytest.mark.parametrize("text", ["on", "TRUE", "1", "yes", True])

@@ -15,9 +15,10 @@ import pytest
 
 from elastic_ext.workers import memory, standby_rules
 from elastic_ext.workers.parked import StandbyServer
-from elastic_ext.workers.standby_rules import Learned
+from elastic_ext.workers.standby_rules import ColdReason, Learned
 from tests import jobs
 from tests.jobs import AGENT, Finished, Gate, Job, run, wait_gone
+from tests.ports import free_port
 from tests.test_sources import memory_group
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -333,6 +334,23 @@ def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
     warm, _, said = learned(tmp_path, until, "if attempt != '1': import first\nimport torch".replace("attempt", CALLED))
     assert warm == "False"
     assert said.count(f"without a warm standby: {until}") == 1
+
+
+def test_what_a_module_raises_and_prints_is_no_metric_and_its_password_in_no_log(tmp_path, lib):
+    """The metrics are for everybody. Of what a module says, the log shows all but the values of secret variables."""
+    planted = "hunter2-planted"
+    says = "f\"no database at db://me:{os.environ['DB_PASSWORD']}@host {os.environ['DB_PASSWORD']}\""
+    (lib / "first.py").write_text(f"import os, sys\nif 'torch' in sys.modules: print({says}); raise ImportError({says})")
+    port = free_port()
+    scrape = f"print(urllib.request.urlopen('http://127.0.0.1:{port}/metrics').read().decode())"
+    begin = f"if {CALLED} != '1': import first\nimport torch, urllib.request\nif {CALLED} == '2': {scrape}"
+    until = "first, which the workers import, cannot be imported after torch: ImportError: no database at"
+    warm, out, said = learned(tmp_path, until, begin, DB_PASSWORD=planted, ELASTIC_EXT_METRICS_PORT=str(port))
+    assert warm == "False"
+    assert planted not in out + said
+    reasons = set(re.findall('elastic_ext_worker_starts_total.*reason="([^"]*)"', out))
+    assert "unsafe_import" in reasons
+    assert reasons <= {each.value for each in ColdReason}
 
 
 CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"

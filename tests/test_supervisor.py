@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import elastic_ext
+from elastic_ext import settings
+from elastic_ext.checkpoints.resolution import Resumption
+from elastic_ext.launch import start_line
 from tests.jobs import AGENT, EXT, Job, run, wait_gone
 from tests.test_sources import memory_group
 
@@ -155,6 +160,48 @@ def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_on
     assert '{}["missing"]' in tail
     assert "rank      : 1" in tail
     assert tail.rstrip().splitlines()[-1].startswith("===")
+
+
+def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_stops_the_job(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text("import torch\nclass NoLicense(Exception): pass\nprint('began', flush=True)\nraise NoLicense('server 7')\n")
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    assert job.returncode == 65, job.all
+    assert job.out.count("began") == 2
+    assert "the same came back with no progress" in job.err
+
+
+@pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path, command):
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"step": 7}, tmp_path / "checkpoints" / "step_7.pt")
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'}"
+    job = run([*command, "--nproc-per-node=2", "--rdzv-id=a\x1b[2Jb", "--max-restarts=1", conf, GLOO, "kill:1"], tmp_path)
+    assert job.returncode == 0, job.all
+    (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
+    backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id a\\x1b\[2Jb, "
+    found = rf"metrics http://127\.0\.0\.1:\d+, resumes from {tmp_path}/checkpoints/step_7\.pt, step 7$"
+    assert re.search(backend + found, line), line
+    assert "supervises" not in job.out
+
+
+@pytest.mark.parametrize(
+    ("conf", "metrics", "resumed", "end"),
+    [
+        ({}, "http://[::1]:1", Resumption(), "metrics http://[::1]:1, resumes from nothing: no checkpoint_dir is set"),
+        ({"metrics": "off"}, None, Resumption(), "metrics off, resumes from nothing: no checkpoint_dir is set"),
+        ({}, None, Resumption(), "metrics not served, resumes from nothing: no checkpoint_dir is set"),
+        (
+            {"checkpoint_dir": "s3://me:pw/d@bucket/c"},
+            None,
+            Resumption("s3://me:pw@bucket/c/step_1?sig=secret&x=1", None),
+            "resumes from s3://***@bucket/c/step_1?sig=***&x=***, step unknown",
+        ),
+        ({"checkpoint_dir": "/c"}, None, Resumption(reason="resume_from=none"), "begins from nothing: resume_from=none"),
+    ],
+)
+def test_what_the_start_line_says(conf, metrics, resumed, end):
+    assert start_line("ext_etcd", "job1", metrics, settings.read(conf, {}), resumed).endswith(end)
 
 
 def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):

@@ -13,6 +13,7 @@ WHY = {
     "rendezvous/c10d.py:_go_on": "the backoff that was decided, as on the nodes that failed",
     "workers/flight_recorder.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",
+    "workers/warden.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
     "workers/warden.py:_kill_all": "a child between fork and exec; the agent is dead by then",
 }
 

@@ -224,14 +224,22 @@ def copy(
 
 
 def copy_files(
-    source: Storage, target: Storage, name: str, files: Iterable[StoredFile], throttle: Callable[[int], None] | None = None
+    source: Storage,
+    target: Storage,
+    name: str,
+    files: Iterable[StoredFile],
+    throttle: Callable[[int], None] | None = None,
+    compared: Callable[[int], None] | None = None,
 ) -> int:
-    """Copy some files of a checkpoint of ours, not what makes it complete; return the bytes that were sent. As `copy`."""
+    """Copy some files of a checkpoint of ours, not what makes it complete; return the bytes that were sent. As `copy`.
+
+    compared: called with the bytes of each block that is read back, of a file that is there already.
+    """
     sent = 0
     for file in files:
         path = f"{name}/{file.name}"
         there = target.stat(path)
-        if there is None or there.size != file.size or not _same(source, target, path, file.checksum, False):
+        if there is None or there.size != file.size or not _same(source, target, path, file.checksum, False, compared):
             _send(source, target, path, file.checksum, file.size, throttle)
             sent += file.size
     return sent
@@ -252,12 +260,19 @@ def _sizes(target: Storage, checkpoint: Entry) -> Mapping[str, int]:
         return {}
 
 
-def _same(source: Storage, target: Storage, path: str, expected: str, compare: bool) -> bool:
+def _same(
+    source: Storage,
+    target: Storage,
+    path: str,
+    expected: str,
+    compare: bool,
+    tell: Callable[[int], None] | None = None,
+) -> bool:
     """Is what is there already the file that is to be there? compare: by content, where it is small and has no checksum."""
     if not expected:
         return not compare or target.read(path) == source.read(path)
     with target.open(path) as file:
-        return checksum(file) == expected
+        return checksum(file, tell) == expected
 
 
 def _send(source: Storage, target: Storage, path: str, expected: str, size: int, throttle: Callable[[int], None] | None) -> None:

@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from elastic_ext import training
 from elastic_ext.checkpoints import catalog, state, tiers, writer
-from elastic_ext.checkpoints.formats import OWN
+from elastic_ext.checkpoints.formats import DCP_METADATA, OWN
 from elastic_ext.checkpoints.generations import Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage
-from elastic_ext.checkpoints.writer import CheckpointError, Failure, Kind, LocalTier, Outcome, Ranks, Staged
+from elastic_ext.checkpoints.writer import CheckpointError, Failure, Kind, LocalTier, Outcome, Parts, Ranks, Staged
 from elastic_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -188,18 +188,21 @@ class Checkpointer:
         chosen, self._agents_choice = self._agents_choice, None
         if chosen is not None:
             return self._load_chosen(chosen) if chosen else Position()
-        passed: dict[str, set[str]] = {}  # names by address: the two tiers may have the same one
+        return self._load_newest({}) or Position()
+
+    def _load_newest(self, passed: dict[str, set[str]]) -> Position | None:
+        """None: there is none. passed: names to pass over, by address: the two tiers may have the same one."""
         while True:
             storage, name = self._newest(passed)
             if name is None:
-                return Position()
+                return None
             try:
-                manifest = self._checked(storage, name)
+                manifest, parts = self._checked(storage, name)
             except CheckpointError as error:
                 logger.warning("checkpoint %s is passed over: %s", storage.path(name), error)
                 passed.setdefault(storage.address, set()).add(name)
                 continue
-            return self._put_in_place(storage, name, manifest)
+            return self._put_in_place(storage, name, manifest, parts)
 
     def _newest(self, passed: Mapping[str, set[str]]) -> tuple[Storage, str | None]:
         """Of both tiers; of the same the local one. Raises OSError."""
@@ -207,53 +210,103 @@ class Checkpointer:
         if self._tier is None:
             return self._storage, remote
         local, tier = self._tier.storage, self._tier
-        mine = self._ranks.together(lambda: tiers.offers(local, tier.node) if tier.first else None)
+        mine = self._ranks.together(lambda: tiers.offers(local) if tier.first else None)
         told = self._ranks.all_gather(mine)
         barred = self._ranks.from_rank_0(lambda: catalog.in_quarantine(self._storage)) | passed.get(local.address, set())
-        offer = tiers.newest_of_all([each for each in told if each is not None], tier.nodes, barred)
+        offer = tiers.newest_of_all([each for each in told if each is not None], barred)
         if offer is None or (remote is not None and _order(remote) > _order(offer.name)):
             return self._storage, remote
         return local, offer.name
 
     def _load_chosen(self, path: str) -> Position:
+        """The agent's choice. One of the local tier that is gone or damaged by now has a copy, or older ones have."""
         storage, name = open_parent(path)
-        return self._put_in_place(storage, name, self._checked(storage, name))
+        try:
+            return self._put_in_place(storage, name, *self._checked(storage, name))
+        except CheckpointError as error:
+            if self._on_nodes(storage) is None:
+                raise
+            logger.warning("%s cannot be loaded: %s; %s is looked into", path, error, self._storage.address)
+            position = self._load_newest({storage.address: {name}})
+            if position is None:
+                raise  # beginning from nothing would lose the work
+            return position
 
     def _on_nodes(self, storage: Storage) -> LocalTier | None:
         return self._tier if self._tier is not None and storage.address == self._tier.storage.address else None
 
-    def _checked(self, storage: Storage, name: str) -> Manifest:
-        """The manifest, once all ranks together have looked at all files. Raises CheckpointError on all ranks."""
+    def _checked(self, storage: Storage, name: str) -> tuple[Manifest, Parts | None]:
+        """The manifest, once all ranks together have looked at all files. Raises CheckpointError on all ranks.
 
-        path = storage.path(name)
-
-        def read() -> Manifest:
-            try:
-                manifest = decode(storage.read(f"{name}/{MANIFEST}"))
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
-            except (ManifestError, OSError) as error:
-                raise CheckpointError(f"{path}: {error}") from error
-            if order_of(name) not in (None, manifest.order):
-                raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
-            return manifest
-
-        manifest = self._ranks.from_rank_0(read)
-
-        tier = self._on_nodes(storage)
+        With it, of one in the local tier, who has which of its files.
+        """
+        tier, path, parts = self._on_nodes(storage), storage.path(name), None
+        if tier is None:
+            manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
+            share = manifest.files[self._ranks.rank :: self._ranks.world]
+        else:
+            manifest, parts = self._parts(tier, name)
+            mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
+            share = tuple(file for file in mine if parts.agent(tier.node, file.name) == self._ranks.rank)
 
         def check() -> None:
-            share = manifest.files[self._ranks.rank :: self._ranks.world]
-            if tier is not None:
-                share = tuple(file for file in manifest.files if _checks(tiers.rank_of(file.name), self._ranks.rank, tier.first))
             wrong = [found for file in share if (found := writer.damage(storage, name, file, self._verify))]
             if wrong:
                 raise CheckpointError(f"{path}: {'; '.join(wrong)}")
 
         self._ranks.together(check)
-        return manifest
+        return manifest, parts
 
-    def _put_in_place(self, storage: Storage, name: str, manifest: Manifest) -> Position:
+    def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+        """What the nodes have of one in the local tier. Raises CheckpointError on all ranks if some file is nowhere."""
+        path = tier.storage.path(name)
+
+        def look() -> tuple[str, Manifest, frozenset[str]] | None:
+            try:
+                read = tiers.manifest_of(tier.storage, name)
+                return read and (tiers.digest(read[1]), read[0], tiers.files_here(tier.storage, name, read[0]))
+            except (ManifestError, OSError) as error:  # another node may have it
+                logger.warning("%s: %s", path, error)
+                return None
+
+        mine = look() if tier.first else None
+        told = self._ranks.all_gather(mine and (mine[0], mine[2]))
+        first = next((rank for rank, found in enumerate(told) if found is not None), None)
+        if first is None:
+            raise CheckpointError(f"{path} has no {MANIFEST} on any node: not a complete checkpoint of elastic_ext")
+        manifest = self._ranks.all_gather(mine[1] if mine and self._ranks.rank == first else None)[first]
+        assert manifest is not None, "that rank has said so"
+        _refuse_other(manifest, name, path)
+        digest = next(found[0] for found in told if found is not None)
+        same = [(rank, found[1]) for rank, found in enumerate(told) if found is not None and found[0] == digest]
+        here = {tiers.node_of(tier.nodes, rank): files for rank, files in same}
+        holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
+        lost = [file for file, nodes in holders.items() if not nodes]
+        if lost:
+            raise CheckpointError(f"{path}: {len(lost)} files are on no node, {lost[0]} among them")
+        return manifest, Parts(tier.nodes, tier.node, holders)
+
+    def _put_in_place(self, storage: Storage, name: str, manifest: Manifest, parts: Parts | None) -> Position:
+        tier = self._on_nodes(storage)
+        if tier is None or parts is None:
+            return self._restored(
+                storage, name, manifest, lambda tensors: writer.read_tensors(storage, name, tensors, self._ranks)
+            )
+        same = manifest.world_size == self._ranks.world
+        wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
+        small = {DCP_METADATA, writer.SHARED_FILE, *(writer.own_file(rank) for rank in wanted)}
+        files = [file for file in manifest.files if file.name in small]
+        with writer.of_all_nodes(tier, parts, name, self._ranks, files) as fetched:
+            return self._restored(
+                fetched,
+                name,
+                manifest,
+                lambda tensors: writer.read_tensors_of_nodes(tier, fetched, parts, name, tensors, self._ranks),
+            )
+
+    def _restored(
+        self, storage: Storage, name: str, manifest: Manifest, read_tensors: Callable[[dict[str, Any]], None]
+    ) -> Position:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
@@ -264,11 +317,7 @@ class Checkpointer:
             return shared, owns, state.template(objects, shared, owns)
 
         shared, owns, tensors = ranks.together(read)
-        tier = self._on_nodes(storage)
-        if tier is None:
-            ranks.together(lambda: writer.read_tensors(storage, name, tensors, ranks))
-        else:
-            ranks.together(lambda: writer.read_tensors_of_nodes(tier, name, tensors, ranks))
+        ranks.together(lambda: read_tensors(tensors))
         ranks.together(lambda: state.restore(objects, tensors, shared, owns))
         dataloader = ranks.together(lambda: self._put_dataloader(owns, same))
         if same:
@@ -284,7 +333,8 @@ class Checkpointer:
                 ranks.world,
             )
             state.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
-        self._loaded = name if tier is not None or storage.address == self._storage.address else None
+        ours = (self._storage.address, self._tier.storage.address if self._tier is not None else None)
+        self._loaded = name if storage.address in ours else None
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return Position(
             step=manifest.step,
@@ -570,9 +620,22 @@ def _local_tier(address: str, ranks: Ranks) -> LocalTier | None:
     return LocalTier(open_storage(address), nodes, numbers.index(group), local_rank == 0)
 
 
-def _checks(owner: int | None, rank: int, first: bool) -> bool:
-    """Does this rank look at a file of its node? What every node has, its first rank does."""
-    return owner == rank if owner is not None else first
+def _manifest(storage: Storage, name: str) -> Manifest:
+    """Raises CheckpointError."""
+    path = storage.path(name)
+    try:
+        manifest = decode(storage.read(f"{name}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
+    except (ManifestError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    _refuse_other(manifest, name, path)
+    return manifest
+
+
+def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
+    if order_of(name) not in (None, manifest.order):
+        raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
 
 
 def _order(name: str) -> tuple[int, int]:

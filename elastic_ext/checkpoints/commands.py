@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.manifest import ManifestError
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.verify import Mode, Verification, verify
 from elastic_ext.errors import UsageError
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
 
 EX_DAMAGED = 1  # `verify` has found damage, or `cp` has
 EX_NO_SAVE = 75  # sysexits.h, EX_TEMPFAIL: trying again may help
@@ -111,9 +111,10 @@ def _ls(args: argparse.Namespace) -> int:
         for row in rows:
             print(json.dumps(_as_json(row, row.entry.path == chosen)))
         return 0
-    print("\n".join(_columns(rows, chosen)))
+    for line in _columns(rows, chosen):
+        print(line)
     if choice.resume is not None:
-        print(f"\n* would be resumed from: {choice.resume.reason}")
+        print(f"\n* would be resumed from: {shown(choice.resume.reason)}")
     else:
         print("\nnothing to resume from" + (": none of the finished ones may be used" if choice.all_bad else ""))
     return 0
@@ -133,7 +134,8 @@ def _columns(rows: Sequence[Row], chosen: str | None) -> list[str]:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
         numbers = ["-" if value is None else str(value) for value in (row.step, row.epoch, row.generation)]
         size = "-" if row.size is None else size_of(row.size)
-        lines.append(("*" if row.entry.path == chosen else "", row.name, *numbers, size, row.format, marks or "-", row.state))
+        star, name, state = "*" if row.entry.path == chosen else "", shown(row.name), shown(row.state)
+        lines.append((star, name, *numbers, size, row.format, marks or "-", state))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip() for line in lines
@@ -179,13 +181,13 @@ def _show(row: Row, found: Verification, as_json: bool) -> None:
         print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **asdict(found)}), flush=True)
         return
     if not row.complete:
-        print(f"{row.name}: not complete: {row.state}")
+        _say(f"{row.name}: not complete: {row.state}")
     for fault in found.faults:
-        print(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
+        _say(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
     for note in found.notes:
-        print(f"{row.name}: {note.file}: {note.reason}")
+        _say(f"{row.name}: {note.file}: {note.reason}")
     if found.sound and row.complete:
-        print(f"{row.name}: sound, {found.files} files, {size_of(found.size)} read", flush=True)
+        _say(f"{row.name}: sound, {found.files} files, {size_of(found.size)} read")
 
 
 def _pin(args: argparse.Namespace) -> int:
@@ -223,7 +225,7 @@ def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     plan = catalog.plan_prune((row.kept for row in listing.rows(storage, args.pattern)), args.keep_last, args.keep_every)
     for each in plan:
-        print(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
+        _say(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
     if not args.yes:
         print(f"\nnothing was removed; --yes removes {len(doomed)} of {len(plan)}")
@@ -245,9 +247,9 @@ def _cp(args: argparse.Namespace) -> int:
             with Bar(row.name) as bar:
                 sent = catalog.copy(source, target, row.entry, bar.bytes)
         except (catalog.CopyError, ManifestError) as error:
-            print(f"{row.name}: DAMAGED {error}")
+            _say(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
-        print(f"{target.path(row.name)}: {size_of(sent)} sent", flush=True)
+        _say(f"{target.path(row.name)}: {size_of(sent)} sent")
     return 0
 
 
@@ -259,10 +261,15 @@ def _save(args: argparse.Namespace) -> int:
     with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
         done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
     if done.step is None:
-        print(f"elastic-ext: no save: {printable(done.reason)}", file=sys.stderr)
+        print(f"elastic-ext: no save: {shown(done.reason)}", file=sys.stderr)
         return EX_NO_SAVE
     print(done.step)
     return 0
+
+
+def _say(line: str) -> None:
+    """Names of files and what is in them are whoever's that may write there."""
+    print(shown(line), flush=True)
 
 
 def _named(rows: Iterable[Row], names: Sequence[str], storage: Storage) -> list[Row]:
@@ -278,7 +285,7 @@ class Bar:
     """A progress bar on stderr where that is a terminal, else nothing; gone when the work is done."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._on, self._shown, self._began = what, os.isatty(2), 0.0, time.monotonic()
+        self._what, self._on, self._shown, self._began = shown(what), os.isatty(2), 0.0, time.monotonic()
 
     def __enter__(self) -> Bar:
         return self

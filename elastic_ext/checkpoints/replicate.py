@@ -1,15 +1,17 @@
 """Copies a node's part of each checkpoint from the local tier to the remote directory: a process of its own beside the agent.
 
-    python -m elastic_ext.checkpoints.replicate LOCAL_DIR CHECKPOINT_DIR [--mb-s N]
+    elastic_ext.checkpoints.replicate [--mb-s N]      (run by workers/isolated.py)
 
+Environment: ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR, as workers have them. Nobody else can read it.
 Standard input: `look` (a checkpoint was saved), `finish` (copy what is left, then end); its end is the agent's, and ends this
-process. Standard output: one JSON object a line, see `Told`. It knows nothing that is not in the two directories: killed and
-started again it goes on with the file that was under way.
+process. Standard output: one JSON object a line, a `Told` after each turn and `{"pulse": BYTES}` while one file takes long. It
+knows nothing that is not in the two directories: killed and started again it goes on with the file that was under way.
 
 Saves may come faster than they can be copied, and all nodes must work on the same one. So the node that has rank 0's files, the
 leader, takes the newest whenever it is done with the one before, and says so in the remote directory (TARGET); the others look
 there. What is older than a complete one is left out. The leader puts the manifest last, once every file that it lists is there
-with its size. Object stores have no event for any of this: who waits looks again after pauses that grow.
+with its size. Object stores have no event for any of this: who waits looks again after pauses that grow. While a node sends a
+large file it says so there too (BEATS): the others wait for as long as that goes on.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from dataclasses import asdict, dataclass, field
 
 from elastic_ext.checkpoints import catalog
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
+from elastic_ext.checkpoints.pins import unless_pinned
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.checkpoints.tiers import Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
+from elastic_ext.checkpoints.tiers import LOCAL_ENV, REMOTE_ENV, Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
 from elastic_ext.errors import ElasticExtError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STALLED_S = 60.0
 FINISH_S = 60.0  # without any progress, after which nobody waits for the other nodes' files any more
 TARGET = f"{catalog.MARKERS}/copying"  # in the remote directory: the name of what all nodes copy now
+BEATS = f"{catalog.MARKERS}/copying_from"  # there, too: a file for each node, with the bytes that it has sent so far
+PULSE_S, BEAT_S = 5.0, 20.0  # how often the agent and the other nodes are told that one file is still on its way
 NICE = 10  # training comes first
 UNFINISHED = 3  # exit code
 
@@ -51,6 +56,7 @@ class Told:
         lag_s: for how long the oldest one that is not there has been waiting.
         waiting: names of those here that are newer than what is complete there; complete: the newest there, "": none.
         failures: turns that failed one after the other; reason: of the last.
+        others: changes while other nodes send what is still missing.
     """
 
     sent: int = 0
@@ -60,6 +66,12 @@ class Told:
     complete: str = ""
     failures: int = 0
     reason: str = ""
+    others: str = ""
+
+
+def moved(told: Told, before: Told) -> bool:
+    """Has anything come nearer to being complete since, here or on another node? Pure."""
+    return bool(told.sent) or (told.waiting, told.complete, told.others) != (before.waiting, before.complete, before.others)
 
 
 @dataclass
@@ -106,11 +118,22 @@ def next_target(pending: Sequence[Here], current: str, barred: Container[str], s
 class Replicator:
     """One node's copies. `turn` does all that can be done now."""
 
-    def __init__(self, local: Storage, remote: Storage, bucket: Bucket, wait: Callable[[float], object] = time.sleep) -> None:
-        self._local, self._remote, self._bucket, self._wait = local, remote, bucket, wait
-        self._sent = 0
+    def __init__(
+        self,
+        local: Storage,
+        remote: Storage,
+        bucket: Bucket,
+        wait: Callable[[float], object] = time.sleep,
+        pulse: Callable[[int], None] = lambda sent: None,
+    ) -> None:
+        """pulse: gets the bytes of this turn so far, every PULSE_S seconds of a file that takes long."""
+        self._local, self._remote, self._bucket, self._wait, self._pulse = local, remote, bucket, wait, pulse
+        self._sent = self._sent_before = 0  # bytes of this turn; of all the turns before it
+        self._pulse_at = self._beat_at = time.monotonic()
+        self._node = ""  # this node's name among BEATS; "": it has sent nothing yet
+        self._others = ""
         self._target: str | None = None  # of a leader; None: it has not looked yet
-        self._missed, self._progress_at = -1, 0.0  # files of the target that are not there, and when one came last
+        self._progress_at = 0.0  # when the target last came nearer to being complete
         self._up: set[str] = set()  # this node's part is there
         self._complete: set[str] = set()  # as a whole
         self._seen: dict[str, float] = {}  # when it was first seen here
@@ -118,7 +141,8 @@ class Replicator:
 
     def turn(self) -> Told:
         """Raises nothing of the storages: it is told."""
-        self._sent = 0
+        self._sent_before, self._sent = self._sent_before + self._sent, 0
+        self._pulse_at = self._beat_at = time.monotonic()
         reason, newest_remote = "", None
         pending: list[Here] = []
         try:
@@ -174,7 +198,7 @@ class Replicator:
             self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
         if name != self._target:
-            self._target, self._missed, self._progress_at = name, -1, time.monotonic()
+            self._target, self._progress_at = name, time.monotonic()
         return found
 
     def _said(self) -> str:
@@ -203,20 +227,30 @@ class Replicator:
         if name not in self._up:
             mine = {entry.name for entry in self._local.entries(name)}
             part = [file for file in manifest.files if file.name in mine and (here.leads or rank_of(file.name) is not None)]
+            self._node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
             try:
-                catalog.copy_files(self._local, self._remote, name, part, self._throttle)
+                catalog.copy_files(self._local, self._remote, name, part, self._throttle, lambda _: self._alive())
             except catalog.CopyError as error:  # the others must not wait for it
                 catalog.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
                 raise
             self._up.add(name)
         if self._is_complete(name):
             self._complete.add(name)
-        elif here.leads:
-            missing = len(self._missing(name, manifest))
-            if missing != self._missed:
-                self._missed, self._progress_at = missing, time.monotonic()
-            if not missing:
-                self._commit(here)
+            return
+        missing = len(self._missing(name, manifest))
+        others = f"{missing} {self._beats()}"
+        if others != self._others:
+            self._others, self._progress_at = others, time.monotonic()
+        if here.leads and not missing:
+            self._commit(here)
+
+    def _beats(self) -> list[str]:
+        """What the other nodes have said of how far they are."""
+        try:
+            names = sorted(entry.name for entry in self._remote.entries(BEATS) if entry.name != self._node)
+            return [self._remote.read(f"{BEATS}/{name}").decode(errors="replace") for name in names]
+        except FileNotFoundError:
+            return []
 
     def _commit(self, here: Here) -> None:
         self._remote.put(f"{here.name}/{MANIFEST}", here.data)
@@ -228,15 +262,30 @@ class Replicator:
 
     def _throttle(self, size: int) -> None:
         pause = self._bucket.take(size, time.monotonic())
-        if pause > 0:
-            self._wait(pause)
+        while pause > 0:  # it waits as it was told to, which is no standstill
+            self._wait(min(pause, PULSE_S))
+            pause -= PULSE_S
+            self._alive()
         self._sent += size
+        self._alive()
+
+    def _alive(self) -> None:
+        """Called with each block."""
+        now = time.monotonic()
+        if now - self._pulse_at >= PULSE_S:
+            self._pulse_at = now
+            self._pulse(self._sent)
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self._remote.put(f"{BEATS}/{self._node}", f"{self._sent_before + self._sent} {now:.0f}".encode())
 
     def _prune(self, whole: set[str], newest_remote: tuple[int, int] | None) -> None:
         held = [Held(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
         for name in plan_local_prune(held, newest_remote):
-            catalog.delete(self._local, name)
-            logger.info("removed %s: newer ones are complete", self._local.path(name))
+            with unless_pinned(self._local, name) as free:
+                if free:
+                    catalog.delete(self._local, name)
+                    logger.info("removed %s: newer ones are complete", self._local.path(name))
 
     def _told(self, pending: Sequence[Here], newest_remote: tuple[int, int] | None, reason: str) -> Told:
         now = time.monotonic()
@@ -247,7 +296,7 @@ class Replicator:
             lag = max(0, pending[-1].manifest.step - newest_remote[1]) if newest_remote is not None else None
         waited = max((now - since for since in self._seen.values()), default=0.0)
         complete = directory_name(newest_remote[1], newest_remote[0]) if newest_remote is not None else ""
-        return Told(self._sent, lag, waited, names, complete, self._failures, reason)
+        return Told(self._sent, lag, waited, names, complete, self._failures, reason, self._others if names else "")
 
 
 class _Orders:
@@ -281,9 +330,9 @@ def run(replicator: Replicator, orders: _Orders, tell: Callable[[Told], None]) -
         finish = orders.finish  # before the turn: what was saved before it was said is seen
         told = replicator.turn()
         tell(told)
-        if told.sent or told.waiting != last.waiting or not finish:
+        if moved(told, last) or not finish:
             progress_at = time.monotonic()
-        if told.sent or told.waiting != last.waiting:
+        if moved(told, last):
             pause = FIRST_PAUSE_S
         last = told
         if finish and not told.waiting and not told.failures:
@@ -300,17 +349,20 @@ def _tell(told: Told) -> None:
     print(json.dumps(asdict(told)), flush=True)
 
 
+def _pulse(sent: int) -> None:
+    print(json.dumps({"pulse": sent}), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("local_dir")
-    parser.add_argument("checkpoint_dir")
     parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes a second that may be sent; 0: no limit")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
     os.nice(NICE)
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
-    replicator = Replicator(open_storage(args.local_dir), open_storage(args.checkpoint_dir), Bucket(args.mb_s * 1e6))
+    local, remote = (open_storage(os.environ[name]) for name in (LOCAL_ENV, REMOTE_ENV))
+    replicator = Replicator(local, remote, Bucket(args.mb_s * 1e6), pulse=_pulse)
     return run(replicator, orders, _tell)
 
 

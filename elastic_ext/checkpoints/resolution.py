@@ -1,7 +1,10 @@
 """The agent's side of checkpoints: which one a round resumes from, the same on every node, and which one is put aside.
 
-The agent of group rank 0 looks once a round and says in the store of the round what it found; the others wait until they see it
-too, because a shared directory may show late what another host has written.
+The agent of group rank 0 looks once a round and tells the others what it found (`Exchange`); they wait until they see it too,
+because a shared directory may show late what another host has written.
+
+What is told is the name of a checkpoint in a directory that each node knows from its own settings, and no path: whoever can write
+where the nodes talk can have them load another of the job's checkpoints, but nothing of his own.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
+from elastic_ext import typed
 from elastic_ext.checkpoints import catalog, detect, discovery, tiers
 from elastic_ext.checkpoints.discovery import NONE, Choice, Wanted
 from elastic_ext.checkpoints.formats import Verdict
@@ -23,25 +26,57 @@ from elastic_ext.checkpoints.manifest import order_of
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled
 from elastic_ext.checkpoints.tiers import Offer
 from elastic_ext.checkpoints.verify import Mode
-from elastic_ext.errors import BadCheckpoints, ElasticExtError, UsageError
+from elastic_ext.errors import BadCheckpoints, ElasticExtError, RoundOver, UsageError
+from elastic_ext.printable import printable
 from elastic_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-KEY = "elastic_ext.resume"
-LOCAL_KEY = "elastic_ext.local"  # .GROUP_RANK: what each node could load from its own disk
 BEGUN = f"{catalog.MARKERS}/resume_from"  # one file for each run that was told where to begin
 SEEN_S = 60.0  # that a checkpoint may take to be seen by the other nodes (NFS caches attributes for up to 60 s: acregmax)
-ANSWER = timedelta(minutes=30)  # that group rank 0 may take: verifying a terabyte at 1 GB/s takes 17 minutes
-TOLD = timedelta(seconds=60)  # that a node may take to look into its local directory; one that is dead never says
+ANSWER_S = 30 * 60.0  # that group rank 0 may take: verifying a terabyte at 1 GB/s takes 17 minutes
+TOLD_S = 60.0  # that a node may take to look into its local directory; one that is dead never says
+SCHEMA = 1  # of what nodes tell each other
+MOST_TEXT = 2000  # characters of a reason or an error
+MOST_OFFERS = 16  # of one node, the newest
+MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
 
 
-class Store(Protocol):
-    """What is used of torch's Store."""
+class Exchange(Protocol):
+    """How the nodes of one round tell each other. Each method raises RoundOver where the round ends before it is done, and
+    ElasticExtError where there can be no answer any more.
+    """
 
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def offer(self, text: str) -> None:
+        """What this node could load from its own disk."""
+
+    def offers(self, timeout_s: float) -> list[str] | None:
+        """On node 0: of all nodes, in the order of the nodes; None: not all have one, or not all have told in time."""
+
+    def publish(self, text: str) -> None:
+        """On node 0: the choice. When this returns no other one can come to the nodes of this round."""
+
+    def choice(self, timeout_s: float) -> str:
+        """On the others: what node 0 has published."""
+
+
+class Alone:
+    """Of the only node of a round: nothing leaves this process."""
+
+    def __init__(self) -> None:
+        self._offered: list[str] = []
+
+    def offer(self, text: str) -> None:
+        self._offered = [text]
+
+    def offers(self, timeout_s: float) -> list[str] | None:
+        return self._offered
+
+    def publish(self, text: str) -> None:
+        """To nobody."""
+
+    def choice(self, timeout_s: float) -> str:
+        raise AssertionError("the only node is node 0")
 
 
 @dataclass(frozen=True)
@@ -128,66 +163,168 @@ class Place:
     workers: int = 1
 
 
-def agree(settings: Settings, run_id: str, store: Store, place: Place) -> Resumption:
+def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
     """The same answer on all nodes of a round; the agent of node 0 looks.
 
     One from the local tier has the path of this node's own part.
 
-    Raises what `choose` raises, on all nodes; UsageError where this node does not see what the others do.
+    Raises what `choose` raises, on all nodes; UsageError where this node does not see what the others do; RoundOver.
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    store.set(f"{LOCAL_KEY}.{place.node}", json.dumps({"workers": place.workers, "offers": _offers(settings, place.node)}))
+    exchange.offer(_told_offers(_offers(settings)))
     if place.node == 0:
         try:
-            local = _newest_local(settings, store, place)
+            local = _newest_local(settings, exchange)
             found = _newer(settings, run_id, local)
-        except (ElasticExtError, OSError) as error:
-            store.set(KEY, json.dumps({"error": str(error), "bad": isinstance(error, BadCheckpoints)}))
+        except RoundOver:
             raise
-        store.set(KEY, json.dumps(asdict(found)))
+        except (ElasticExtError, OSError) as error:
+            exchange.publish(_told_error(error))
+            raise
+        exchange.publish(_told_choice(settings, found))
         return _placed(settings, found)
-    store.wait([KEY], ANSWER)
-    said: Mapping[str, Any] = json.loads(store.get(KEY))
-    if "error" in said:
-        kind = BadCheckpoints if said["bad"] else UsageError
-        raise kind(f"group rank 0 cannot tell what to resume from: {said['error']}")
-    found = _placed(settings, Resumption(**said))
+    found = _placed(settings, _read_choice(settings, exchange.choice(ANSWER_S)))
     if found.path and not found.local:
         await_seen(found.path, time.monotonic() + SEEN_S)
     return found
 
 
+# What is told.
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A choice on its way.
+
+    Attributes:
+        name: of a checkpoint, in the directory of `_directory`; "": begin from nothing.
+        local: in the nodes' local directories instead.
+        asked_for: see `_directory`.
+        error: why node 0 cannot tell; "": it can. bad: there are checkpoints, and none may be used.
+    """
+
+    name: str
+    step: int | None = None
+    reason: str = ""
+    local: bool = False
+    asked_for: bool = False
+    error: str = ""
+    bad: bool = False
+
+
+def _told_error(error: Exception) -> str:
+    return _record(_Told("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints)))
+
+
+def _told_choice(settings: Settings, found: Resumption) -> str:
+    name, asked_for = (found.path, False) if found.local or not found.path else _name_of(settings, found.path)
+    return _record(_Told(name, found.step, found.reason[:MOST_TEXT], found.local, asked_for))
+
+
+def _name_of(settings: Settings, path: str) -> tuple[str, bool]:
+    """The name by which all nodes know a checkpoint, and whether it lies where `resume_from` says."""
+    for asked_for in (False, True):
+        directory = _directory(settings, asked_for)
+        for name in (path.rpartition("/")[2], path.rpartition(os.sep)[2]):
+            if directory is not None and open_storage(directory).path(name) == path:
+                return name, asked_for
+    raise UsageError(f"the checkpoint {path} has no name in checkpoint_dir {settings.checkpoint_dir} that other nodes could know")
+
+
+def _directory(settings: Settings, asked_for: bool) -> str | None:
+    """checkpoint_dir, or the directory of the checkpoint that resume_from names by a path; None: it names none."""
+    if not asked_for:
+        return settings.checkpoint_dir
+    if "/" not in settings.resume_from:
+        return None
+    return settings.resume_from.rstrip("/").rpartition("/")[0] or "/"
+
+
+def _read_choice(settings: Settings, text: str) -> Resumption:
+    """What node 0 has told. Raises BadCheckpoints, UsageError."""
+    try:
+        told = typed.read(_Told, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
+    except typed.RecordError as error:
+        raise UsageError(printable(str(error))) from error
+    if told.error:
+        kind = BadCheckpoints if told.bad else UsageError
+        raise kind(f"group rank 0 cannot tell what to resume from: {printable(told.error[:MOST_TEXT])}")
+    if (told.name and not _is_name(told.name)) or (told.local and order_of(told.name) is None):
+        raise UsageError(
+            f"group rank 0 says {printable(told.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
+            "somebody else write to the store of the rendezvous?"
+        )
+    found = Resumption(told.name, told.step, printable(told.reason[:MOST_TEXT]), told.local)
+    if not told.name or told.local:
+        return found
+    directory = _directory(settings, told.asked_for)
+    if directory is None:
+        raise UsageError(
+            f"group rank 0 resumes from {printable(told.name)} in another directory than checkpoint_dir, and this node is told "
+            "of none: give all nodes the same resume_from"
+        )
+    return replace(found, path=open_storage(directory).path(told.name))
+
+
+def _is_name(name: str) -> bool:
+    """Of something directly in a directory."""
+    return len(name) <= MOST_NAME and name not in (".", "..") and not any(each in name for each in ("/", os.sep, "\0"))
+
+
+def _record(told: _Told | _Offers) -> str:
+    return json.dumps({"schema": SCHEMA, **asdict(told)})
+
+
+@dataclass(frozen=True)
+class _Offers:
+    """What one node tells of its own disk. usable: it has a local tier."""
+
+    usable: bool
+    offers: tuple[Offer, ...]
+
+
+def _told_offers(offers: Sequence[Offer] | None) -> str:
+    return _record(_Offers(offers is not None, tuple(offers or ())[:MOST_OFFERS]))
+
+
 # The local tier.
 
 
-def _offers(settings: Settings, node: int) -> list[dict[str, Any]] | None:
+def _offers(settings: Settings) -> list[Offer] | None:
     """None: this node has no local tier that can be used."""
     if settings.local_dir is None or settings.resume_from:
         return None
     try:
-        return [asdict(offer) for offer in tiers.offers(open_storage(settings.local_dir), node)]
+        return tiers.offers(open_storage(settings.local_dir))
     except OSError as error:
         logger.warning("local_dir %s cannot be looked at: %s", settings.local_dir, error)
         return None
 
 
-def _newest_local(settings: Settings, store: Store, place: Place) -> Offer | None:
-    """The newest one that all nodes have their parts of."""
-    if settings.local_dir is None:
+def _newest_local(settings: Settings, exchange: Exchange) -> Offer | None:
+    """The newest one that the nodes have all parts of."""
+    if settings.checkpoint_dir is None or settings.local_dir is None or settings.resume_from:
         return None
-    keys = [f"{LOCAL_KEY}.{node}" for node in range(place.nodes)]
+    texts = exchange.offers(TOLD_S)
+    if texts is None:
+        logger.warning("local_dir is not resumed from: not all nodes have one, or not all have said in time what is in it")
+        return None
     try:
-        store.wait(keys, TOLD)
-    except RuntimeError as error:  # torch.distributed.DistStoreError, of which 2.8 has no public name of a timeout
-        logger.warning("local_dir is not resumed from: some node has not said what it has: %s", error)
+        said = [typed.read(_Offers, text, "what a node has in its local_dir", SCHEMA) for text in texts]
+    except typed.RecordError as error:
+        logger.warning("local_dir is not resumed from: %s", printable(str(error)))
         return None
-    said = [json.loads(store.get(key)) for key in keys]
-    if settings.checkpoint_dir is None or any(each["offers"] is None for each in said):
+    if not all(each.usable for each in said):
         return None
-    told = [[Offer(**{**offer, "nodes": tuple(offer["nodes"])}) for offer in each["offers"]] for each in said]
+    told = [each.offers for each in said]
     barred = catalog.in_quarantine(open_storage(settings.checkpoint_dir))
-    return tiers.newest_of_all(told, [each["workers"] for each in said], barred)
+    found = tiers.newest_of_all(told, barred)
+    for offer, ranks in tiers.lacking(told).items():
+        if ranks and offer.name not in barred and _order(offer.name) > _order(found.name if found is not None else ""):
+            missing = ", ".join(map(str, ranks))
+            logger.warning("%s is not resumed from: what ranks %s saved is on no node's local_dir", offer.name, missing)
+    return found
 
 
 def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
@@ -195,7 +332,9 @@ def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
     if local is None or settings.checkpoint_dir is None:
         return choose(settings, run_id)
     order = _order(local.name)
-    resumption = Resumption(local.name, local.step, f"newest of all nodes' local_dir, {len(local.nodes)} of them", local=True)
+    resumption = Resumption(
+        local.name, local.step, f"newest that the nodes have all parts of in local_dir, saved by {local.nodes}", local=True
+    )
     newer = [name for name in tiers.own_checkpoints(open_storage(settings.checkpoint_dir)) if _order(name) > order]
     if not newer:
         return resumption

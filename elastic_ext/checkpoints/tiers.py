@@ -2,6 +2,10 @@
 
 A node's part of a checkpoint has the names that the whole has: the files of the node's own ranks, and the few that all ranks need
 (the manifest among them, written last, rank 0's node's last of all). Markers and the fence stay in the remote directory.
+
+A part says itself what it is: by the manifest's digest, and by the ranks in its files' names. So it does not matter which agent
+or which node of a round has it, and in which order they come: a checkpoint can be loaded if each of its files is on the disk of
+some node (`newest_of_all`). What a rank needs of another node's disk that node sends (`writer.read_tensors_of_nodes`).
 """
 
 from __future__ import annotations
@@ -10,18 +14,22 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Annotated
 
 from elastic_ext.checkpoints.generations import MARKERS
-from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
+from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.errors import UsageError
+from elastic_ext.printable import redacted
+from elastic_ext.typed import Count, Name, Within
 
 logger = logging.getLogger(__name__)
 
-LOCAL_ENV = "ELASTIC_EXT_LOCAL_DIR"
+LOCAL_ENV, REMOTE_ENV = "ELASTIC_EXT_LOCAL_DIR", "ELASTIC_EXT_CHECKPOINT_DIR"
 OWNER = f"{MARKERS}/copied_to"  # in a local directory: which remote one it belongs to
+MOST_RANKS = 1 << 20  # that another node may say have saved a checkpoint
 
 # `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `writer.own_file`.
 _RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.pt)")
@@ -39,20 +47,27 @@ def ranks_of(nodes: Sequence[int], node: int) -> range:
     return range(ends[node], ends[node + 1])
 
 
-def part_of(manifest: Manifest, node: int) -> list[StoredFile]:
-    """What of a checkpoint a node must have."""
-    ranks = ranks_of(manifest.nodes, node)
-    return [file for file in manifest.files if (rank := rank_of(file.name)) is None or rank in ranks]
+def node_of(nodes: Sequence[int], rank: int) -> int:
+    return next(node for node in range(len(nodes)) if rank in ranks_of(nodes, node))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A checkpoint whose part one node has. digest: of the manifest: the same name may be another checkpoint."""
+    """What one node has of a checkpoint.
 
-    name: str
+    Attributes:
+        digest: of the manifest: the same name may be another checkpoint.
+        nodes: that saved it.
+        world: their ranks.
+        ranks: whose files are here, all of them.
+    """
+
+    name: Name
     digest: str
     step: int
-    nodes: tuple[int, ...]
+    nodes: Count
+    world: Annotated[int, Within(0, MOST_RANKS)]
+    ranks: tuple[Count, ...]
 
 
 def own_checkpoints(storage: Storage) -> list[str]:
@@ -73,8 +88,8 @@ def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
     return decode(data), data
 
 
-def offers(local: Storage, node: int) -> list[Offer]:
-    """The checkpoints that this node could load its part of, as the node with this number. Raises OSError."""
+def offers(local: Storage) -> list[Offer]:
+    """What this node has of each checkpoint, but for those that it has nothing usable of. Raises OSError."""
     found = []
     for name in own_checkpoints(local):
         try:
@@ -85,24 +100,50 @@ def offers(local: Storage, node: int) -> list[Offer]:
         if read is None or local.stat(f"{MARKERS}/quarantine/{name}.json") is not None:
             continue
         manifest, data = read
-        if node < len(manifest.nodes) and all(_has(local, name, file) for file in part_of(manifest, node)):
-            found.append(Offer(name, hashlib.sha256(data).hexdigest(), manifest.step, manifest.nodes))
+        here = files_here(local, name, manifest)
+        absent = {rank_of(file.name) for file in manifest.files if file.name not in here}
+        if None not in absent and manifest.nodes:
+            ranks = tuple(rank for rank in range(manifest.world_size) if rank not in absent)
+            found.append(Offer(name, digest(data), manifest.step, len(manifest.nodes), manifest.world_size, ranks))
     return found
 
 
-def _has(local: Storage, name: str, file: StoredFile) -> bool:
-    found = local.stat(f"{name}/{file.name}")
-    return found is not None and found.size == file.size
+def digest(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()
 
 
-def newest_of_all(told: Sequence[Iterable[Offer]], nodes: Sequence[int], barred: Iterable[str] = ()) -> Offer | None:
-    """The newest that every node has its part of, saved by the same ranks on nodes of the same order. Pure.
+def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
+    """The files of a checkpoint that are in a directory, each with its size. One listing. Raises OSError."""
+    try:
+        sizes = {entry.name: entry.size for entry in local.entries(name)}
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    return frozenset(file.name for file in manifest.files if sizes.get(file.name) == file.size)
 
-    told: what each node offers, in the order of the nodes. nodes: ranks of each. barred: names that must not be used.
+
+def lacking(told: Iterable[Iterable[Offer]]) -> dict[Offer, tuple[int, ...]]:
+    """Each checkpoint that some node has something of, and the ranks whose files no node has. Pure.
+
+    told: what each node offers. The keys are without ranks.
     """
-    common = set.intersection(*(set(each) for each in told)) if told else set()
-    usable = [offer for offer in common if offer.nodes == tuple(nodes) and offer.name not in set(barred)]
-    return max(usable, key=lambda offer: order_of(offer.name) or (0, 0), default=None)
+    held: dict[Offer, set[int]] = {}
+    for offer in (offer for offers in told for offer in offers):
+        held.setdefault(replace(offer, ranks=()), set()).update(offer.ranks)
+    return {offer: tuple(rank for rank in range(offer.world) if rank not in ranks) for offer, ranks in held.items()}
+
+
+def newest_of_all(told: Iterable[Iterable[Offer]], barred: Iterable[str] = ()) -> Offer | None:
+    """The newest that the nodes have all files of, whoever has which. Pure.
+
+    told: what each node offers. barred: names that must not be used.
+    """
+    names = set(barred)
+    whole = [offer for offer, ranks in lacking(told).items() if not ranks and offer.name not in names]
+    return max(whole, key=_order, default=None)
+
+
+def _order(offer: Offer) -> tuple[int, int]:
+    return order_of(offer.name) or (0, 0)
 
 
 @dataclass(frozen=True)
@@ -138,14 +179,14 @@ def claim(local: Storage, remote: Storage) -> None:
 
     Raises UsageError where it belongs to another one; OSError where it cannot be written to.
     """
-    address = remote.address.encode()
+    address = redacted(remote.address)  # others may read the file
     try:
-        found = local.read(OWNER)
+        found = local.read(OWNER).decode(errors="replace")
     except FileNotFoundError:
-        local.put(OWNER, address)
+        local.put(OWNER, address.encode())
         return
-    if found != address:
+    if redacted(found) != address:  # older versions kept it as it was
         raise UsageError(
-            f"local_dir {local.address} holds checkpoints that belong to {found.decode(errors='replace')}, and checkpoint_dir is "
+            f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
             f"{remote.address}: give each job a local_dir of its own, or empty it"
         )

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -31,8 +31,8 @@ from torch.futures import Future
 
 from elastic_ext.checkpoints.generations import MARKERS, StaleGroup, refuse_stale
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, StoredFile, encode
-from elastic_ext.checkpoints.storage import Storage
-from elastic_ext.checkpoints.tiers import rank_of
+from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.tiers import rank_of, ranks_of
 from elastic_ext.checkpoints.verify import checksum
 from elastic_ext.errors import ElasticExtError
 
@@ -444,17 +444,55 @@ def read_tensors(storage: Storage, name: str, tensors: dict[str, Any], ranks: Ra
     dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
 
 
-def read_tensors_of_nodes(tier: LocalTier, name: str, tensors: dict[str, Any], ranks: Ranks) -> None:
+@dataclass(frozen=True)
+class Parts:
+    """Who has which files of a checkpoint of the local tier, the same on all ranks.
+
+    Attributes:
+        nodes: ranks of each node of this round; node: this rank's.
+        holders: nodes that have a file, by its name.
+    """
+
+    nodes: tuple[int, ...]
+    node: int
+    holders: Mapping[str, tuple[int, ...]]
+
+    def has(self, node: int, file: str) -> bool:
+        return node in self.holders.get(file, ())
+
+    def agent(self, node: int, file: str) -> int:
+        """The rank of a node that reads a file there, or keeps what is sent of it: they share the work. Pure."""
+        ranks = ranks_of(self.nodes, node)
+        return ranks[(rank_of(file) or 0) % len(ranks)]
+
+
+@contextmanager
+def of_all_nodes(tier: LocalTier, parts: Parts, name: str, ranks: Ranks, files: Iterable[StoredFile]) -> Iterator[Storage]:
+    """The local directory, with what this node lacks of these small files, as the other nodes have sent it. Collective.
+
+    What is sent is kept in the local directory until the context ends. Raises CheckpointError on all ranks.
+    """
+    ranks.together(lambda: _remove_fetched(tier.storage) if tier.first else None)
+    try:
+        _fetch(tier, parts, name, ranks, [(file.name, 0, file.size) for file in files if not parts.has(tier.node, file.name)])
+        yield _WithFetched(tier.storage)
+    finally:
+        try:
+            if tier.first:
+                _remove_fetched(tier.storage)
+        except OSError as error:  # the next load removes it
+            logger.warning("what other nodes have sent stays in %s: %s", tier.storage.path(FETCHED), error)
+
+
+def read_tensors_of_nodes(
+    tier: LocalTier, storage: Storage, parts: Parts, name: str, tensors: dict[str, Any], ranks: Ranks
+) -> None:
     """As `read_tensors`, from the nodes' own disks: what a rank needs of another node's files that node sends.
 
-    A replicated tensor is written by one rank only. What is sent is kept in the local directory until all have read.
+    storage: of `of_all_nodes`, with `.metadata`. A replicated tensor is written by one rank only.
     """
-    try:
-        reader = _NodesReader(_NodeFiles(tier.storage, name), name, tier, ranks)
-        dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
-    finally:
-        if tier.first:
-            _remove_fetched(tier.storage)
+    reader = _NodesReader(_Files(storage, name), name, tier, parts, ranks)
+    dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
 
 
 FETCHED = f"{MARKERS}/fetched"
@@ -484,79 +522,124 @@ def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
     return found
 
 
-class _NodeFiles(_Files):
-    """This node's files, and beside them what other nodes have sent of theirs."""
+class _WithFetched(Storage):
+    """A node's local directory, and before it what other nodes have sent of their files."""
 
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        name = str(path)
-        if mode == "rb" and self._storage.stat(name) is None:
-            name = f"{FETCHED}/{name}"
-        with super().create_stream(name, mode) as stream:
-            yield stream
+    def __init__(self, local: Storage) -> None:
+        super().__init__(local.address)
+        self._local = local
+
+    def path(self, name: str) -> str:
+        return self._local.path(name)
+
+    def stat(self, name: str) -> Entry | None:
+        return self._local.stat(f"{FETCHED}/{name}") or self._local.stat(name)
+
+    def open(self, name: str) -> Any:
+        fetched = f"{FETCHED}/{name}"
+        return self._local.open(fetched if self._local.stat(fetched) is not None else name)
 
 
 class _NodesReader(_Reader):
-    def __init__(self, files: _Files, checkpoint: str, tier: LocalTier, ranks: Ranks) -> None:
+    def __init__(self, files: _Files, checkpoint: str, tier: LocalTier, parts: Parts, ranks: Ranks) -> None:
         super().__init__(files, checkpoint)
-        self._tier, self._ranks = tier, ranks
+        self._tier, self._parts, self._ranks = tier, parts, ranks
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._fetch(plan)
+        """Collective. Raises OSError on all ranks if one could not read or keep what was sent."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        wanted = [
+            (place.relative_path, place.offset, place.offset + place.length)
+            for place in places
+            if not self._parts.has(self._tier.node, place.relative_path)
+        ]
+        _fetch(self._tier, self._parts, self.path, self._ranks, joined(wanted))
         return super().read_data(plan, planner)
 
-    def _fetch(self, plan: LoadPlan) -> None:
-        """Collective. Raises OSError on all ranks if one could not read or keep what was sent."""
-        local, ranks = self._tier.storage, self._ranks
-        if self._tier.first:
-            _remove_fetched(local)
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        absent = {file for file in {place.relative_path for place in places} if local.stat(f"{self.path}/{file}") is None}
-        wanted = joined(
-            (place.relative_path, place.offset, place.offset + place.length) for place in places if place.relative_path in absent
-        )
-        asked = ranks.all_gather((self._tier.node, wanted))
-        here = {file for node, ranges in asked if node == self._tier.node for file, _, _ in ranges}
-        failed = ""
-        for file, begin, end in joined(each for _, ranges in asked for each in ranges):
-            try:
-                self._send(file, begin, end, keep=self._tier.first and file in here)
-            except OSError as error:
-                failed = failed or f"rank {ranks.rank}: {file}: {error}"
-        failures = [each for each in ranks.all_gather(failed) if each]
-        if failures:
-            raise OSError(errno.EIO, "; ".join(failures))
 
-    def _send(self, file: str, begin: int, end: int, keep: bool) -> None:
-        """From its owner to all. Raises OSError once all pieces are through: the others take part in them."""
-        owner, failure = rank_of(file), None
-        assert owner is not None, f"every node has {file}"
-        for first in range(begin, end, SENT_AT_ONCE):
-            piece = torch.zeros(min(SENT_AT_ONCE, end - first), dtype=torch.uint8)
-            try:
-                if owner == self._ranks.rank:
-                    self._read(file, first, piece)
-            except OSError as error:
-                failure = failure or error
-            dist.broadcast(piece, src=owner, group=self._ranks.group)
-            try:
-                if keep and failure is None:
-                    _keep(self._tier.storage.path(f"{FETCHED}/{self.path}/{file}"), first, piece)
-            except OSError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+@dataclass(frozen=True, order=True)
+class Piece:
+    """What is sent at once. number: of its place in its file; keepers: ranks that keep it, one of each node that wants it."""
 
-    def _read(self, file: str, first: int, piece: torch.Tensor) -> None:
-        with self._tier.storage.open(f"{self.path}/{file}") as stream:
-            stream.seek(first)
-            if stream.readinto(memoryview(piece.numpy())) != len(piece):
-                raise OSError(errno.EIO, f"it ends before byte {first + len(piece)}")
+    number: int
+    file: str
+    begin: int
+    end: int
+    sender: int
+    keepers: tuple[int, ...]
+
+
+def pieces(parts: Parts, asked: Sequence[tuple[int, Sequence[Range]]], most: int = SENT_AT_ONCE) -> list[Piece]:
+    """What is sent, in the order in which all ranks take part. Pure.
+
+    asked: (node, ranges) of each rank. First pieces come first: so all pairs of nodes send side by side, where each node of a row
+    wants its neighbour's files.
+    """
+    wanting: dict[str, list[tuple[int, Range]]] = {}
+    for node, ranges in asked:
+        for found in ranges:
+            wanting.setdefault(found[0], []).append((node, found))
+    sent = []
+    for file, wanted in wanting.items():
+        for _, begin, end in joined(found for _, found in wanted):
+            for number, first in enumerate(range(begin, end, most)):
+                last = min(end, first + most)
+                nodes = sorted({node for node, found in wanted if found[1] < last and first < found[2]})
+                if not nodes:
+                    continue  # a gap between two ranges
+                holder = parts.holders[file][nodes[0] % len(parts.holders[file])]
+                keepers = tuple(parts.agent(node, file) for node in nodes)
+                sent.append(Piece(number, file, first, last, parts.agent(holder, file), keepers))
+    return sorted(sent)
+
+
+def _fetch(tier: LocalTier, parts: Parts, name: str, ranks: Ranks, wanted: Sequence[Range]) -> None:
+    """Collective. Raises CheckpointError on all ranks if one could not read or keep what was sent."""
+    failed = ""
+    for piece in pieces(parts, ranks.all_gather((tier.node, wanted))):
+        try:
+            _send(tier.storage, name, piece, ranks)
+        except OSError as error:
+            failed = failed or f"rank {ranks.rank}: {piece.file}: {error}"
+    failures = [each for each in ranks.all_gather(failed) if each]
+    if failures:
+        raise CheckpointError("; ".join(failures))
+
+
+def _send(local: Storage, name: str, piece: Piece, ranks: Ranks) -> None:
+    """From the node that has it to those that want it. Raises OSError once it is through: the others take part in it."""
+    alone = len(piece.keepers) == 1
+    if alone and ranks.rank not in (piece.sender, *piece.keepers):
+        return
+    data = torch.zeros(piece.end - piece.begin, dtype=torch.uint8)
+    failure: OSError | None = None
+    if ranks.rank == piece.sender:
+        try:
+            _read(local, f"{name}/{piece.file}", piece.begin, data)
+        except OSError as error:
+            failure = error
+    if not alone:
+        dist.broadcast(data, src=piece.sender, group=ranks.group)
+    elif ranks.rank == piece.sender:
+        dist.send(data, dst=piece.keepers[0], group=ranks.group)
+    else:
+        dist.recv(data, src=piece.sender, group=ranks.group)
+    if failure is not None:
+        raise failure
+    if ranks.rank in piece.keepers:
+        _keep(local.path(f"{FETCHED}/{name}/{piece.file}"), piece.begin, data)
+
+
+def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
+    with local.open(path) as stream:
+        stream.seek(first)
+        if stream.readinto(memoryview(piece.numpy())) != len(piece):
+            raise OSError(errno.EIO, f"it ends before byte {first + len(piece)}")
 
 
 def _keep(path: str, first: int, piece: torch.Tensor) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
         file.seek(first)
         file.write(memoryview(piece.numpy()))
 

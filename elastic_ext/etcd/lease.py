@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LATE_SHARE = 0.5  # a renewal is due after a third, and one that fails is tried again at once
 MIN_TTL_S = 2  # etcd raises shorter ones to one and a half election timeouts, 2 s by default
 
 
@@ -32,6 +34,7 @@ class LeaseSession:
         ttl_s: as granted by the server.
         lost: set when the lease is lost.
         lost_reason: one line, once lost.
+        late_at: when a renewal last came `late`, monotonic; None: never.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class LeaseSession:
         granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
         self.lease_id = granted.lease_id
         self.ttl_s = granted.ttl_s
-        self._term: Term
+        self.late_at: float | None = None
+        self._term: Term | None = None
         self.renewed(granted.sent_at, granted.ttl_s)
         client.keeper.add(self)
 
@@ -76,7 +80,12 @@ class LeaseSession:
 
         Counted from just before the last renewal that succeeded was sent: the server began to count later than that.
         """
-        return self._term.alive_until
+        return self.term.alive_until
+
+    @property
+    def late(self) -> bool:
+        """More than LATE_SHARE of the lease's time is over: etcd does not answer, or this process stood still."""
+        return time.monotonic() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys now. Raises EtcdError where that fails: then it expires by itself."""
@@ -91,13 +100,16 @@ class LeaseSession:
 
     @property
     def term(self) -> Term:
+        assert self._term is not None  # from the constructor on
         return self._term
 
     def renewed(self, sent_at: float, ttl_s: int) -> None:
+        if self._term is not None and self.late:
+            self.late_at = time.monotonic()
         self._term = Term(self.lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, self._patient)
 
     def retry_at(self, at: float) -> None:
-        self._term = Term(self.lease_id, self._term.ttl_s, at, self._term.alive_until, self._patient)
+        self._term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self._patient)
 
     def end(self, reason: str) -> None:
         logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)

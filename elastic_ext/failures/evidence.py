@@ -73,6 +73,7 @@ class Past:
         node: where it was; None: not known.
         first_step_done: its worker had done an optimizer step; None: not known.
         same_checkpoint: both had resumed from the same one.
+        warm: its process was a warm standby; None: not known.
     """
 
     same_fingerprint: bool
@@ -80,6 +81,7 @@ class Past:
     node: str | None = None
     first_step_done: bool | None = None
     same_checkpoint: bool = False
+    warm: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Failure:
         resumed_from: path or URL of that checkpoint; "": none.
         kind: of the diagnosis.
         charged: the restart after it counted against the budget.
+        warm: its process was a warm standby; None: not known.
     """
 
     fingerprint: str
@@ -32,6 +33,7 @@ class Failure:
     kind: str = ""
     charged: bool = False
     resumed_from: str = ""
+    warm: bool | None = None
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> Failure:
@@ -45,6 +47,7 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
         evidence.node,
         diagnosis.kind,
         resumed_from=resumed_from,
+        warm=evidence.warm,
     )
 
 
@@ -57,6 +60,7 @@ def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
             past.node,
             past.first_step_done,
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
+            past.warm,
         )
         for number, past in enumerate(earlier)
     )

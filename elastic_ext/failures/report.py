@@ -12,7 +12,7 @@ from elastic_ext.failures.classify import Diagnosis, first_line
 from elastic_ext.failures.evidence import ErrorFile
 from elastic_ext.job import Verdict
 from elastic_ext.policy import Action, Decision
-from elastic_ext.printable import printable
+from elastic_ext.printable import Block, shown, shown_lines
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: Verdict,
     lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
     if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
         lines += ["  " + line.expandtabs() for line in traceback.rstrip().splitlines()]
-    return "\n".join(printable(line) for line in lines)
+    return Block("\n".join(map(shown, lines)))
 
 
 def from_elsewhere(verdict: Verdict) -> str:
     """The text for the log of a node on which nothing has failed."""
     decision = verdict.decision
-    return printable(
+    return shown(
         f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
         f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
     )
@@ -66,7 +66,7 @@ def failure_elsewhere(verdict: Verdict) -> dict[int, ProcessFailure]:
     """Torch's record of a failure that was on another node; it needs one to say that the job has failed."""
     failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
     failure.error_file_data = dict(failure.error_file_data)
-    failure.message = f"on {verdict.host}: {verdict.decision.reason}"
+    failure.message = shown(f"on {verdict.host}: {verdict.decision.reason}")
     return {verdict.rank: failure}
 
 
@@ -81,7 +81,7 @@ def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dic
         failure = _process_failure(worker)
         failure.timestamp = max(failure.timestamp, first.timestamp)
         if _traceback(worker.error_file):
-            failure.message = f"{_short(worker)}; its traceback is in the error file"
+            failure.message = shown(f"{_short(worker)}; its traceback is in the error file")
         failures[worker.rank] = failure
     return failures
 
@@ -95,11 +95,20 @@ def _process_failure(worker: FailedWorker) -> ProcessFailure:
         message = data["message"]
         failure.error_file = worker.error_file.path
         failure.error_file_data = data
-        failure.message = message
+        failure.message = _fit(message)
         failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
     elif worker.error_file.problem:
-        failure.message = f"{failure.message}\n  ({worker.error_file.problem})"
+        failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
     return failure
+
+
+def _fit(message: Any) -> Any:
+    """The message of an error file for torch, which prints and indents it: a text, or a dict whose traceback is printed."""
+    if not isinstance(message, dict):
+        return shown_lines(str(message))
+    extra = message["extraInfo"]
+    fit = {name: shown_lines(str(extra[name])) for name in ("py_callstack",) if name in extra}
+    return {**message, "message": shown_lines(str(message.get("message", ""))), "extraInfo": {**extra, **fit}}
 
 
 def _traceback(error_file: ErrorFile) -> str:

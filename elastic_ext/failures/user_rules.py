@@ -20,10 +20,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import UsageError
+from elastic_ext.failures import files
 from elastic_ext.failures.kinds import CASCADE, KINDS, Verdict
 from elastic_ext.failures.matching import Facts
 from elastic_ext.printable import printable
@@ -39,6 +39,7 @@ FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
 USER_DECISIONS = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.FOLLOW)
 MAX_PATTERN = 500  # characters
+MAX_BYTES = 1 << 20  # of a file
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
 
 
@@ -104,7 +105,7 @@ def load(path: str | None) -> tuple[UserRule, ...]:
 def from_file(path: str) -> tuple[UserRule, ...]:
     """Return the rules of a TOML file. Raises UsageError."""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(files.text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the rules file {path} cannot be read as TOML: {_one_line(error)}") from error
     unknown = sorted(content.keys() - {"rule"})

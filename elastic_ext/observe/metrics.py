@@ -22,6 +22,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from elastic_ext.failures.kinds import KINDS
+from elastic_ext.printable import shown
+
 logger = logging.getLogger(__name__)
 
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
@@ -32,6 +35,10 @@ RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 
 # torchelastic and what users put have a few dozen names; a name with a step or an id in it must not grow the agent for days.
 MAX_TORCHELASTIC_NAMES = 500
+
+MOST_LABEL = 200  # characters; more is cut
+RESTART_KINDS = frozenset({*KINDS, "membership"})
+OTHER = "other"
 
 Labels = tuple[str, ...]
 
@@ -153,11 +160,11 @@ class AgentMetrics(Collector):
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. ``kind``: a kind of failure, or membership."""
-        self._add("elastic_ext_restarts", (_label(kind),))
+        self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
     def failed(self, kind: str) -> None:
         """Count a failure of the kind that it was found to be."""
-        self._add("elastic_ext_failures", (_label(kind),))
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # another agent may have said it
 
     def round_started(self, round: int, world_size: int) -> None:
         """``world_size``: workers over all nodes."""
@@ -172,7 +179,7 @@ class AgentMetrics(Collector):
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
     def worker_started(self, how: str, reason: str) -> None:
-        """``how``: warm or cold. ``reason``: of a cold start."""
+        """``how``: warm or cold. ``reason``: of a cold start, out of a fixed set: each one is a time series for ever."""
         self._add("elastic_ext_worker_starts", (_label(how), _label(reason)))
 
     def standbys(self, count: int, used_bytes: int) -> None:
@@ -193,6 +200,10 @@ class AgentMetrics(Collector):
             self._add("elastic_ext_checkpoint_copy_failures", (), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
             self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
+
+    def copy_failed(self) -> None:
+        """The copier of checkpoints has died, or seems to be stuck."""
+        self._add("elastic_ext_checkpoint_copy_failures", (), 1)
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value given to torchelastic's put_metric, which takes anything: what is no number is dropped.
@@ -288,7 +299,7 @@ class _Histogram:
 
 def _label(value: str) -> str:
     """A lone surrogate, as in a host name or run id from an undecodable variable, would make every scrape fail."""
-    return str(value).encode("utf-8", "backslashreplace").decode()
+    return shown(str(value))[:MOST_LABEL]
 
 
 def _number(value: object) -> float | None:

@@ -1,20 +1,20 @@
 """The agent's HTTP server: GET /metrics, and a page at / that links to it.
 
-Nothing here may stop a training job: a port that is taken costs a warning, a client that hangs costs one thread for a while.
+Nothing here may stop a training job: a port that is taken costs a warning, and clients, who may be strangers, cost a bounded
+number of descriptors and no threads. One thread serves them all with poll.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import selectors
 import socket
-import sys
+import struct
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
@@ -22,15 +22,21 @@ from prometheus_client.registry import CollectorRegistry
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-CLIENT_TIMEOUT_S = 10.0  # the default scrape_timeout of Prometheus: who has not sent a request by then has given up
+MOST_CLIENTS = 16  # connections at once; a scraper or two need one each
+CLIENT_TIMEOUT_S = 10.0  # from connecting to the last byte; the default scrape_timeout of Prometheus: it has given up by then
+MOST_REQUEST = 16 << 10  # bytes
+BACKLOG = 128  # connections that the kernel keeps until they are taken
+RETRY_ACCEPT_S = 1.0  # after there was no descriptor or memory for another connection
 INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a>\n'
 
 # The host is fine, this port of it is not: try another port there. For anything else the host is the trouble.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # the connection stays in the backlog, and poll tells of it
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 
 
 class MetricsServer:
-    """Serves ``registry`` from daemon threads until `close`. Never raises because of the network.
+    """Serves ``registry`` from a daemon thread until `close`. Never raises because of the network.
 
     If ``port`` of ``host`` cannot be had, any free one is taken; if ``host`` cannot be bound at all, a free port of 127.0.0.1:
     with one warning. If that fails too, a warning, and nothing is served.
@@ -51,33 +57,26 @@ class MetricsServer:
         self._server = _bind(registry, host, port)
         if self._server is None:
             return
-        # Nothing but a request or close(), which closes the listening socket, has to wake it up.
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(3600.0,), name="elastic_ext-metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had: a limit of the container
             logger.warning("metrics: nothing is served: %s", error)
-            self._server.server_close()
+            self._server.close()
             self._server = None
             return
-        bound, self.port = self._server.server_address[:2]
+        bound, self.port = self._server.address
         self.url = _url(str(bound), self.port)
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
 
     def close(self) -> None:
-        """Stop listening and release the port. Requests under way may end on their own; calling it again does nothing."""
+        """Stop listening, release the port and cut requests that are under way; calling it again does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
-        try:
-            server.socket.shutdown(socket.SHUT_RDWR)  # Linux: wakes the select() of serve_forever at once
-        except OSError as error:
-            logger.debug("metrics: %s", error)
-        server.shutdown()
+        server.stop()
         self._thread.join()
-        server.server_close()
+        server.close()
 
 
 def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server | None:
@@ -93,7 +92,7 @@ def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server | None:
     except OSError as error:
         logger.warning("metrics: %s, nor on any port of %s (%s): nothing is served", wanted, other, error)
         return None
-    logger.warning("metrics: %s: listening on %s port %s instead", wanted, other, server.server_address[1])
+    logger.warning("metrics: %s: listening on %s port %s instead", wanted, other, server.address[1])
     return server
 
 
@@ -109,59 +108,190 @@ class _Page:
     content_type: str
     body: bytes
 
+    def encoded(self) -> bytes:
+        head = (
+            f"HTTP/1.0 {self.status.value} {self.status.phrase}\r\n"
+            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode("ascii") + self.body
 
-class _Server(ThreadingMixIn, TCPServer):
-    """Not http.server.HTTPServer, which asks the DNS for its own name when it binds: seconds where that is slow."""
 
-    daemon_threads = True
-    allow_reuse_address = True  # bind again beside connections of the last one; a listening socket is still in the way
-    request_queue_size = 64
+def _refusal(status: HTTPStatus, text: str) -> _Page:
+    return _Page(status, "text/plain; charset=utf-8", text.encode("ascii") + b"\n")
+
+
+@dataclass(eq=False)
+class _Client:
+    """One connection, which is cut at `deadline` (monotonic). unsent: what is left of the answer; None: it still asks."""
+
+    connection: socket.socket
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
+    unsent: memoryview | None = None
+
+
+class _Server:
+    """The listening socket, and the connections that were taken from it.
+
+    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. Whoever comes while all
+    are taken gets the place of the one that has gone longest without a whole request, so those who ask nothing cannot keep
+    out those who do.
+    """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         """Raises OSError (also for a name that does not resolve), OverflowError for a port out of range."""
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, address = found[0][0], found[0][4][0]
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._registry = registry
-        self._failure_shown = False
-        super().__init__((str(address), port), _Handler)
+        self._failure_shown = self._stopping = False
+        self._clients: list[_Client] = []  # the oldest first
+        self._accept_at: float | None = None  # when to listen again; None: it does listen
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # Bind again beside connections of the last one; a listening socket is still in the way.
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((str(address), port))
+            self._listener.listen(BACKLOG)
+            self._listener.setblocking(False)
+        except (OSError, OverflowError):
+            self._listener.close()
+            raise
+        bound = self._listener.getsockname()
+        self.address: tuple[str, int] = (str(bound[0]), int(bound[1]))
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def page(self, path: str, accept: str) -> _Page:
+    def serve(self) -> None:
+        """Until `stop`."""
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:  # the top of a thread
+            logger.exception("metrics: nothing is served any more")
+
+    def stop(self) -> None:
+        """Have `serve` return; from any thread."""
+        self._stopping = True
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # Linux: wakes poll at once
+        except OSError as error:
+            logger.debug("metrics: %s", error)
+
+    def close(self) -> None:
+        """After `serve` has returned, or was never called."""
+        for client in list(self._clients):
+            self._cut(client)
+        self._selector.close()
+        self._listener.close()
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it. Whole requests are answered before anybody may lose a place."""
+        ready = [key.data for key, _ in self._selector.select(self._next_look_s())]
+        for client in filter(None, ready):
+            self._go_on(client)
+        now = time.monotonic()
+        for client in [client for client in self._clients if client.deadline <= now]:
+            self._cut(client)
+        if self._accept_at is not None and self._accept_at <= now:
+            self._accept_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        if None in ready and not self._stopping:
+            self._accept(now)
+
+    def _next_look_s(self) -> float | None:
+        due = [client.deadline for client in self._clients]
+        due += [self._accept_at] if self._accept_at is not None else []
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _accept(self, now: float) -> None:
+        if len(self._clients) >= MOST_CLIENTS:  # before the accept: it must not take a further descriptor
+            self._cut(min(self._clients, key=lambda client: (client.unsent is not None, client.deadline)))
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                logger.debug("metrics: no connection is taken for %g s: %s", RETRY_ACCEPT_S, error)
+                self._selector.unregister(self._listener)
+                self._accept_at = now + RETRY_ACCEPT_S
+            return  # else the client has gone again
+        connection.setblocking(False)
+        client = _Client(connection, now + CLIENT_TIMEOUT_S)
+        self._clients.append(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._go_on(client)  # what it asks is often there already
+
+    def _go_on(self, client: _Client) -> None:
+        """Read or write what can be now."""
+        try:
+            if client.unsent is None:
+                self._read(client)
+            if client.unsent is not None:
+                self._write(client)
+        except BlockingIOError:
+            pass
+        except OSError as error:  # it went away, which is no news
+            logger.debug("metrics: a connection ended: %s", error)
+            self._cut(client)
+
+    def _read(self, client: _Client) -> None:
+        data = client.connection.recv(MOST_REQUEST)
+        client.received += data
+        page = self._answer(bytes(client.received))
+        if page is None and not data:
+            raise ConnectionError("it ended before the request did")
+        if page is not None:
+            client.unsent = memoryview(page.encoded())
+            client.received.clear()
+            self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
+
+    def _write(self, client: _Client) -> None:
+        assert client.unsent is not None
+        while client.unsent:
+            client.unsent = client.unsent[client.connection.send(client.unsent) :]
+        self._forget(client)
+        client.connection.close()
+
+    def _cut(self, client: _Client) -> None:
+        """Without leaving to the kernel what it has not read."""
+        self._forget(client)
+        client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+        client.connection.close()
+
+    def _forget(self, client: _Client) -> None:
+        self._selector.unregister(client.connection)
+        self._clients.remove(client)
+
+    def _answer(self, received: bytes) -> _Page | None:
+        """The page that a request gets; None: it is not whole yet."""
+        head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
+        if not end:
+            too_long = len(received) > MOST_REQUEST
+            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
+        line, *fields = head.decode("latin-1").split("\n")
+        logger.debug("metrics: %s", line)
+        method, _, target = line.partition(" ")
+        path, _, protocol = target.partition(" ")
+        if not protocol.startswith("HTTP/"):
+            return _refusal(HTTPStatus.BAD_REQUEST, "this is not HTTP")
+        if method != "GET":
+            return _refusal(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
+        named = (field.partition(":") for field in fields)
+        accept = next((value.strip() for name, _, value in named if name.lower() == "accept"), "")
+        return self._page_or_error(path.partition("?")[0], accept)
+
+    def _page_or_error(self, path: str, accept: str) -> _Page:
+        try:
+            return self._page(path, accept)
+        except Exception as error:  # whatever a collector raises
+            # With its trace once: a scrape comes every few seconds, for weeks.
+            level = logging.DEBUG if self._failure_shown else logging.WARNING
+            logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
+            self._failure_shown = True
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed, the agent's log says why")
+
+    def _page(self, path: str, accept: str) -> _Page:
         if path == "/":
             return _Page(HTTPStatus.OK, "text/html; charset=utf-8", INDEX)
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             return _Page(HTTPStatus.OK, content_type, encode(self._registry))
-        return _Page(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found: see /metrics\n")
-
-    def page_or_error(self, path: str, accept: str) -> _Page:
-        try:
-            return self.page(path, accept)
-        except Exception as error:  # the top of a thread
-            # With its trace once: a scrape comes every few seconds, for weeks.
-            level = logging.DEBUG if self._failure_shown else logging.WARNING
-            logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
-            self._failure_shown = True
-            body = b"the scrape failed, the agent's log says why\n"
-            return _Page(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", body)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news; the base class prints a trace to the job's stderr."""
-        error = sys.exc_info()[1]
-        level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
-        logger.log(level, "metrics: a request from %s failed: %r", client_address, error)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = CLIENT_TIMEOUT_S
-
-    def do_GET(self) -> None:
-        page = self.server.page_or_error(self.path.partition("?")[0], self.headers.get("Accept", ""))
-        self.send_response(page.status)
-        self.send_header("Content-Type", page.content_type)
-        self.send_header("Content-Length", str(len(page.body)))
-        self.end_headers()
-        self.wfile.write(page.body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("metrics: %s: %s", self.client_address[0], format % args)
+        return _refusal(HTTPStatus.NOT_FOUND, "not found: see /metrics")

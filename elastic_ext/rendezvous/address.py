@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
+import time
 
+from elastic_ext.errors import UsageError
+
+REACH_S = 3.0
+_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
+
+
+def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> str:
+    """By which the nodes of the job reach this one. The loopback's where the whole job is on this machine.
+
+    local_addr: torchrun's `--local-addr`. endpoint_host: of the rendezvous.
+    """
+    if local_addr and local_addr not in LOOPBACK_NAMES:
+        return local_addr
+    if local_addr or max_nodes == 1:
+        return loopback()
+    address = address_towards(endpoint_host)
+    return loopback() if address in LOOPBACK_NAMES else address
+
+
+def loopback() -> str:
+    """127.0.0.1, or ::1 on a machine without IPv4. A number: what the name "localhost" stands for is not for us to say."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family) as probe:
+                probe.bind((address, 0))
+                return address
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Of a number or a name that stands for this very machine everywhere."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in LOOPBACK_NAMES
 
 
 def host_of(endpoint: str) -> str:
@@ -30,6 +71,69 @@ def address_towards(host: str) -> str:
     except OSError:
         return socket.getfqdn()
     return host if source.startswith("127.") or source == "::1" else source
+
+
+def check_own(local_addr: str | None, default: str) -> None:
+    """Make sure that this host reaches itself by the address that it is about to tell others.
+
+    Not by a look at its interfaces: behind an address translation an address may be this host's and on none of them.
+
+    Args:
+        local_addr: what the user gave as --local-addr.
+        default: the address where that was not given.
+
+    Raises:
+        UsageError: no connection comes back within REACH_S; torch's store would try for minutes, in silence.
+    """
+    address = local_addr or default
+    trouble = "it has no address"
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        found, trouble = [], str(error.strerror or error)
+    deadline = time.monotonic() + REACH_S
+    for family, _, _, _, (host, *_) in found:
+        try:
+            return _reach(family, str(host), deadline)
+        except OSError as error:
+            trouble = str(error.strerror or error)
+    loopback = "" if _loopback_is_up() else "; the interface lo is not up: `ip link set lo up`"
+    raise UsageError(
+        f"{'--local-addr=' if local_addr else ''}{address}: this host does not reach itself by it ({trouble})"
+        f"{loopback}; expected an address or a name of this host, which other nodes can use too; nothing was started"
+    )
+
+
+def _reach(family: int, host: str, deadline: float) -> None:
+    """Connect to a port of this process's own. Raises OSError where what is sent does not come in."""
+    said = os.urandom(16)
+    with (
+        socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family) as server,
+        socket.create_connection((host, server.getsockname()[1]), timeout=_left_s(deadline)) as client,
+    ):
+        client.sendall(said)
+        while True:
+            server.settimeout(_left_s(deadline))
+            accepted = server.accept()[0]
+            with accepted:
+                accepted.settimeout(_left_s(deadline))
+                if accepted.recv(len(said), socket.MSG_WAITALL) == said:
+                    return  # else it is a stranger
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _loopback_is_up() -> bool:
+    """Not by /sys, which may show another network namespace."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
+    except OSError:
+        return False
+    flags: int = struct.unpack("16sh14x", answer)[1]
+    return bool(flags & 1)  # IFF_UP
 
 
 def listens_on(port: int) -> bool:

@@ -34,18 +34,21 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from elastic_ext import job, torch_seam
+from elastic_ext.checkpoints.resolution import Alone, Exchange
 from elastic_ext.errors import JobStopped
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
 from elastic_ext.rendezvous import judging, plain, run_id
-from elastic_ext.rendezvous.address import address_towards, host_of, listens_on
+from elastic_ext.rendezvous.address import check_own, host_of, listens_on, own_address
+from elastic_ext.rendezvous.c10d_backend import create
 from elastic_ext.rendezvous.reading import Reader
+from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.rendezvous.store_calls import StoreLost
+from elastic_ext.rendezvous.store_exchange import StoreExchange
 from elastic_ext.rendezvous.store_job import JUDGING_S, Part, StoreJob
 from elastic_ext.rendezvous.store_news import ALL_DONE, LEAVES, RoundNews
 from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
@@ -105,8 +108,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         self.torch_conf = dict(params.config)
         self._run_id = params.run_id
         self._reader = Reader()
-        self._endpoint_host = host_of(params.endpoint)
-        self._local_addr = params.local_addr
+        self._address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         self._server: TCPStore | None = None
         self._store: Store | None = None
         self._inner: RendezvousHandler | None = None
@@ -130,9 +132,10 @@ class EmbeddedRendezvous(RendezvousHandler):
         grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
         self._patience_s = max(grace_s + settings.settle + TELL_S, HUNG_S)
         self._others_s = grace_s + self._patience_s + OTHERS_S
+        check_own(params.local_addr, self._address)
         if params.max_nodes > 1:
             self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
-            backend, self._store = create_backend(params)
+            backend, self._store = create(params)
             self._inner = create_handler(self._store, backend, params)
             self.poll_interval_s = 0.1
             if isinstance(self._store, TCPStore):
@@ -166,10 +169,9 @@ class EmbeddedRendezvous(RendezvousHandler):
         self.round += 1
         self._saves_alone = 0
         self._stalled_alone = False
-        address = self._local_addr or "localhost"
-        self._server = _serve(address)
+        self._server = serve(self._address)
         store = PrefixStore("elastic_ext", self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self._server.port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._address, self._server.port))
 
     def _next_among(self, inner: RendezvousHandler) -> RendezvousInfo:
         self._come_in() if self.round == 0 else self._go_on()
@@ -199,11 +201,10 @@ class EmbeddedRendezvous(RendezvousHandler):
     def _publish(self, joined: RendezvousInfo) -> Published:
         """On the node of rank 0: where the store of this round is."""
         assert self._store is not None
-        address = self._local_addr or address_towards(self._endpoint_host)
-        self._server = _serve(address)
+        self._server = serve(self._address)
         number = self._store.add(f"{ROUND_KEY}.{self._run_id}", 1)
         launch = self._store.compare_set(f"{LAUNCH_KEY}.{self._run_id}", "", self.launch).decode(errors="replace")
-        published = Published(address, self._server.port, number, launch)
+        published = Published(self._address, self._server.port, number, launch)
         joined.store.set(ROUND_KEY, json.dumps({"schema": SCHEMA, **vars(published)}))
         return published
 
@@ -332,6 +333,18 @@ class EmbeddedRendezvous(RendezvousHandler):
         if reason is None:
             logger.info("what the workers of the other nodes came to is not known here; those of this node have finished")
         return reason in (None, ALL_DONE)
+
+    @property
+    def exchange(self) -> Exchange:
+        """By which the nodes of the current round agree what to resume from."""
+        if self._part.nodes == 1:
+            return Alone()
+        return StoreExchange(self._part, self._ask, self._over_before_it_began)
+
+    def _over_before_it_began(self) -> str | None:
+        if self._news is not None and self._news.lost:
+            return "the agent of rank 0 is gone"
+        return self.round_over()
 
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""
@@ -462,10 +475,6 @@ class EmbeddedRendezvous(RendezvousHandler):
         if self._news is not None:
             self._news.end()
             self._news = None
-
-
-def _serve(address: str) -> TCPStore:
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

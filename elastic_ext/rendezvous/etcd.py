@@ -25,18 +25,22 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_ext import job
 from elastic_ext.checkpoints import discovery
+from elastic_ext.checkpoints.resolution import Alone, Exchange
 from elastic_ext.errors import JobStopped, UsageError
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.exits import NodeRefused
 from elastic_ext.failures.kinds import Verdict as Asked
+from elastic_ext.printable import shown
 from elastic_ext.rendezvous import judging, plain, run_id
-from elastic_ext.rendezvous.address import address_towards, host_of
+from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.connect import connect
+from elastic_ext.rendezvous.etcd_exchange import EtcdExchange
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import Refused
 from elastic_ext.rendezvous.leader import Judged, Reports
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
 from elastic_ext.settings import Settings
 
@@ -73,7 +77,9 @@ class EtcdRendezvous(RendezvousHandler):
         self._endpoints = [
             each.strip() if "://" in each else f"http{'s' if tls else ''}://{each.strip()}" for each in params.endpoint.split(",")
         ]
-        self._address = run_id.checked_address(params.local_addr or address_towards(host_of(params.endpoint.split(",")[0])))
+        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
+        self._address = run_id.checked_address(address)
+        check_own(params.local_addr, self._address)
         self._changed = threading.Condition()
         self._loop = Loop()
         self.host = run_id.host_name(settings)
@@ -132,7 +138,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     def _next_round(self) -> RendezvousInfo:
         self._fence.watch(None, 0, 0)
-        server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        server = serve(self._address)
         node = Node(
             after=self.round,
             workers=self._workers,
@@ -140,6 +146,7 @@ class EtcdRendezvous(RendezvousHandler):
             address=self._address,
             port=server.port,
             topology=self.settings.topology or "",
+            local=self.settings.local_dir is not None,
         )
         self._participant.ready(node)
         header, part = self._part = self._await_round()
@@ -168,7 +175,7 @@ class EtcdRendezvous(RendezvousHandler):
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
-                    raise RendezvousClosedError(f"the job {self._run_id} is over: {participant.header.reason}")
+                    raise RendezvousClosedError(f"the job {self._run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.full}" if participant.full is not None else ""
@@ -254,6 +261,15 @@ class EtcdRendezvous(RendezvousHandler):
             for local in range(self._workers)
         ]
 
+    @property
+    def exchange(self) -> Exchange:
+        """By which the nodes of the current round agree what to resume from."""
+        assert self._part is not None, "before the first round"
+        header, part = self._part
+        if header.nodes == 1:
+            return Alone()
+        return EtcdExchange(self._participant, header, part, self._changed, self.round_over)
+
     def round_over(self) -> str | None:
         """Why the workers of the current round must stop; None while it runs."""
         header = self._participant.header
@@ -262,9 +278,13 @@ class EtcdRendezvous(RendezvousHandler):
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
             return f"this node can take no further part in the job: {failure}"
-        if header.round != self.round or header.state is State.BROKEN:
+        if header.round != self.round or header.state is State.BROKEN or not self._of_this_round(header):
             return header.reason
         return header.reason if header.state is State.CLOSED else None
+
+    def _of_this_round(self, header: Header) -> bool:
+        """Two rounds may have one number: where all records were lost, and a node that never saw them began anew."""
+        return self._part is None or self._part[0].seal == header.seal
 
     def stop_by(self) -> float | None:
         """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
@@ -276,7 +296,7 @@ class EtcdRendezvous(RendezvousHandler):
 
     @property
     def launch(self) -> str:
-        return f"{self._participant.job_lease:x}"
+        return self._participant.header.job
 
     def stalled(self, stalled: bool) -> None:
         """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
@@ -353,8 +373,8 @@ class EtcdRendezvous(RendezvousHandler):
         if self._left:
             return
         self._left = True
-        self._fence.close()
+        self._fence.close(LEAVE_TIMEOUT_S)
         self._participant.leave(LEAVE_TIMEOUT_S)
-        self._loop.close()
-        self._client.close()
+        self._client.close()  # before the loop, which may be in a call that nobody answers
+        self._loop.close(LEAVE_TIMEOUT_S)
         self._server = None

@@ -9,13 +9,19 @@ through the store of the round, which does not depend on etcd.
 |---|---|
 | more than 62 % | well (a renewal is due every third) |
 | 10 to 62 % | in trouble: say so in the store |
-| less than 10 % | closed, unless all others are in trouble too, or have just come out of it with their lease kept past its end |
+| less than 10 % | closed, unless all others are in trouble too, or have just come out of a trouble that all were in |
 
 Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (38 % + 33 % after the first
 one's last renewal) before the first one must decide (90 %). What is left then is all the time that its workers get to stop.
 
-When etcd is back one node renews first. If its lease was over by its own count and the server had kept it, then the server has
-given all leases their whole time again: the others have that time to renew theirs.
+When etcd is back one node renews first, or registers again where leases have ended. It says that it is back, and the others
+train on for `train_on_s`, counted from before it was back: they are about to come back too. Nothing is formed without them in
+that time, for whoever leads was in the outage, and gives the members longer than that to come back (`participant.returning_s`).
+
+Invariant: a node says that it is back only if half of its lease's time was over; a leader of which that is true waits for the
+members (`LeaseSession.late`). A node that comes out of a shorter trouble says that it is well, and excuses nobody.
+
+Not covered: all members of the round cut off from etcd while a node outside of it is not. Spares are not in the round's store.
 """
 
 from __future__ import annotations
@@ -28,15 +34,36 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from elastic_ext.etcd.lease import LATE_SHARE
+
 logger = logging.getLogger(__name__)
 
 TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
 LOOK_SHARE = 0.05  # how often a node in trouble looks again
-GRACE_SHARE = 0.5  # of the whole time that a lease got again: to renew it
+TRAIN_ON_S = 5.0  # gRPC takes as long to find a server again (min_reconnect_backoff_ms and a pause)
+TRAIN_ON_SHARE = 0.5  # of the lease time, where that is longer
 
-WELL, TROUBLE, KEPT = "0", "1", "2"  # what a node says of itself in the store
-_STATES = {state.encode(): state for state in (WELL, TROUBLE, KEPT)}  # anything else excuses nobody
+WELL, TROUBLE, BACK = "0", "1", "2"  # what a node says of itself in the store
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else excuses nobody
+
+
+def train_on_s(ttl_s: float) -> float:
+    """Seconds from when all were last seen in trouble to when this node must be back, once another is."""
+    return max(TRAIN_ON_S, TRAIN_ON_SHARE * ttl_s)
+
+
+def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
+    """Whether nobody can go on without a node in trouble.
+
+    others: what they say of themselves; None: the store does not answer. all_down_at: see Fence.
+    """
+    if others is None or not all(each in (TROUBLE, BACK) for each in others):
+        return False
+    if BACK not in others:
+        return True
+    # None: they say so of an earlier outage.
+    return all_down_at is not None and now < all_down_at + train_on_s(ttl_s)
 
 
 class Fence:
@@ -55,9 +82,8 @@ class Fence:
         self._round: tuple[tuple[str, int], int, int] | None = None
         self._store: tuple[tuple[str, int], TCPStore] | None = None  # kept open from trouble on; with its address
         self._said = WELL
-        self._over: int | None = None  # a lease whose end has passed, by our count
-        self._all_down = False  # since this trouble began all were seen in trouble at once
-        self._kept_at: float | None = None  # when another was first seen to have come out of it
+        self._late = False  # in this trouble half of the lease's time was over
+        self._all_down_at: float | None = None  # when a look began that saw all in trouble, the last one of this trouble
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
@@ -71,67 +97,55 @@ class Fence:
             self._said = WELL  # in a new store nobody has said anything
             self._wake.notify()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Its thread may be in a call of the store that nobody answers: that is left to itself after timeout_s."""
         with self._wake:
             self._ended = True
             self._wake.notify()
-        self._thread.join(self._ttl_s)
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
             with self._wake:
                 if self._ended:
                     return
-                lease_id, alive_until = self._lease()
+                _, alive_until = self._lease()
                 share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
                 if round_ is None or (share > TROUBLE_SHARE and self._said == WELL):
                     endless = round_ is None or share == float("inf")
                     self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
                     continue
-            self._look(round_, share, lease_id)
+            self._look(round_, share)
             with self._wake:
                 if not self._ended:
                     self._wake.wait(LOOK_SHARE * self._ttl_s)
 
-    def _look(self, round_: tuple[tuple[str, int], int, int], share: float, lease_id: int | None) -> None:
+    def _look(self, round_: tuple[tuple[str, int], int, int], share: float) -> None:
         """Say what there is to say, and decide."""
-        state = self._state(share, lease_id)
-        others = self._tell(round_, state)
-        closed = share <= CLOSE_SHARE and not self._excused(others, time.monotonic())
+        began = time.monotonic()
+        word = self._word(share)
+        others = self._tell(round_, word)
+        if word == TROUBLE and others is not None and all(each == TROUBLE for each in others):
+            self._all_down_at = began
+        closed = share <= CLOSE_SHARE and not excused(others, self._all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_:
                 return  # of a round that is over
-            # Once it is well again it has no more to say, and what it has said stands until the next trouble.
-            self._said = WELL if state == KEPT and others is not None else state
+            # Once it is out of trouble and has told so it has no more to say, and that stands until the next trouble.
+            self._said = TROUBLE if word == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed
         if closed and changed:
             logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
             self._on_change()
 
-    def _state(self, share: float, lease_id: int | None) -> str:
-        if share <= TROUBLE_SHARE:
-            if self._said != TROUBLE:
-                self._all_down, self._kept_at = False, None
-            if share <= 0:
-                self._over = lease_id
-            return TROUBLE
-        kept = self._over is not None and self._over == lease_id
-        self._over = None
-        return KEPT if kept else WELL
-
-    def _excused(self, others: list[str] | None, now: float) -> bool:
-        """Whether nobody can go on without this node. others: what they say of themselves; None: the store does not answer."""
-        if others is None or WELL in others:
-            return False
-        if KEPT not in others:
-            self._all_down = True
-            return True
-        if not self._all_down:
-            return False  # it says so of an earlier outage
-        if self._kept_at is None:
-            self._kept_at = now
-        return now < self._kept_at + GRACE_SHARE * self._ttl_s
+    def _word(self, share: float) -> str:
+        if share > TROUBLE_SHARE:
+            return BACK if self._late and self._all_down_at is not None else WELL
+        if self._said == WELL:
+            self._late, self._all_down_at = False, None
+        self._late = self._late or share <= 1 - LATE_SHARE
+        return TROUBLE
 
     def _tell(self, round_: tuple[tuple[str, int], int, int], state: str) -> list[str] | None:
         """Write this node's state into the round's store; return those of the others, who are well if they have never told."""

@@ -20,6 +20,10 @@ from elastic_ext.typed import Count, OtherSchema, RecordError
 JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
 
 
+class LostRace(ElasticExtError):
+    """Somebody else wrote first: what was about to be done must be looked at again."""
+
+
 class Refused(ElasticExtError):
     """This host was told to leave the job."""
 
@@ -137,6 +141,30 @@ class JobRecords:
         except LeaseLost:
             return None
         return lease_id if written.succeeded else None
+
+    def bring_back(self, lease_id: int) -> int:
+        """Return the lease of what belongs to nobody; where the job's record is lost, write it again.
+
+        lease_id: as last known. A lease that is alive is kept, for other records may be under it.
+
+        Raises:
+            LostRace: somebody else writes at the same time.
+            UsageError: another job, with other settings, has taken the run id meanwhile.
+        """
+        job = self._client.get(self._job).kv
+        theirs = self._agreed(job)
+        if theirs is None:
+            alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
+            written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
+            if written is None:
+                raise LostRace("the job's record was written by another node at the same time")
+            return written
+        if theirs != self._mine:
+            raise UsageError(
+                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+            )
+        assert job is not None
+        return job.lease_id
 
     def _forget(self, found: Found) -> bool:
         """Remove what a job left that no node is in any more; False where one still is.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import time
 from dataclasses import replace
@@ -12,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext import job
+from elastic_ext.errors import UsageError
+from elastic_ext.failures import files
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.observe.files import write_whole
 from elastic_ext.policy import Backoff
 from elastic_ext.printable import printable
 from elastic_ext.settings import Settings
-from elastic_ext.typed import MOST_BYTES, RecordError
+from elastic_ext.typed import RecordError
 
 logger = logging.getLogger(__name__)
+
+LEDGER_BYTES = 16 << 20
 
 
 def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
@@ -60,20 +64,24 @@ class LedgerFile:
     """
 
     def __init__(self, path: str | None, run_id: str) -> None:
+        """Raises UsageError: the path is of something else than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
+        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would put a file in its place
+            raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
         self.ledger = self._read()
 
     def _read(self) -> job.Ledger:
         """Another run's ledger is none of ours, and neither is one of a job that ended for good: somebody has looked at it."""
         if self._path is None or not self._path.exists():
             return job.Ledger()
+        if not self._path.is_file():  # reading a pipe would never end
+            logger.warning("ledger_file %s cannot be used: it is no file", self._path)
+            return job.Ledger()
         try:
-            if not self._path.is_file() or self._path.stat().st_size > 2 * MOST_BYTES:  # a pipe would be waited for
-                raise ValueError("it is no file that an agent has written")
-            record = json.loads(self._path.read_text(encoding="utf-8"))
+            record = json.loads(files.text(str(self._path), LEDGER_BYTES))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, RecordError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
             logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, printable(str(error)))
             return job.Ledger()
         return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
@@ -82,11 +90,9 @@ class LedgerFile:
         self.ledger = ledger
         if self._path is None:
             return
-        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}), encoding="utf-8")
-            part.replace(self._path)
-        except OSError as error:
+            write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}))
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
             logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_ext.etcd import Batch, Compare, Delete, EtcdError, LeaseLost, Put, Snapshot, absent, unchanged
+from elastic_ext.etcd import Batch, Compare, Delete, LeaseLost, Put, Snapshot, absent, unchanged
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import End, Header, Node, Seal, State, View, Wait
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REST_FACTOR = 3  # a look costs as much as there are nodes; among thousands that come at once the leader has more to do than look
 MOST_REST_S = 0.05
+AGAIN_S = 0.5  # after a write that failed for a reason which is not seen yet; its news bring the next look at once
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
@@ -84,6 +85,8 @@ class Leader:
         self._joined: dict[str, int] = {}
         self._told: dict[str, int] = {}  # revision of what it said last
         self._members: dict[str, int] = {}
+        self._members_of: tuple[int, str] = (0, "")  # round and seal
+        self._load_at = 0.0
         self._last_arrival = time.monotonic()
         self._reported: tuple[int, float] | None = None  # a round, and when the first report on it was seen
         self._renew_job_at = 0.0
@@ -107,12 +110,16 @@ class Leader:
         if now < self._rests_until:
             return self._rests_until
         self._called = False  # before the news are read: what comes later is another call
+        participant = self._participant
         if now >= self._renew_job_at:
             self._renew_job(now)
         self._read_nodes(now)
         if self._participant.header_lost:
             self._write_header(self._participant.header)
         while True:
+            if participant.header_revision == 0 and rounds.brings_back(None, participant.header):
+                participant.restore()
+            self._know_members(now)
             view = self._view()
             action = rounds.next_action(view, self._participant.limits, now)
             if isinstance(action, Wait):
@@ -120,16 +127,21 @@ class Leader:
                 self._rests_until = looked + min(REST_FACTOR * (looked - now), MOST_REST_S)
                 return min(action.until or self._renew_job_at, self._renew_job_at)
             logger.info("rendezvous: %s", action.reason)
+            before = participant.header_revision
             if isinstance(action, Seal):
                 self._seal(view, action)
             elif isinstance(action, rounds.Judge):
                 self._judge(view, action)
             else:
                 self._end(action)
+            if participant.header_revision == before:
+                # Nothing was written and nothing is new: this node's own key is gone, say, and it leads no more.
+                return now + AGAIN_S
 
     def _view(self) -> View:
         header = self._participant.header
-        view = View(header, self._nodes, self._joined, self._members, self._last_arrival)
+        returning = self._participant.returning_until
+        view = View(header, self._nodes, self._joined, self._members, self._last_arrival, returning_until=returning)
         if rounds.reports(view):
             if self._reported is None or self._reported[0] != header.round:
                 self._reported = (header.round, time.monotonic())
@@ -167,6 +179,8 @@ class Leader:
         self._nodes[id_] = node
         self._joined[id_] = kv.create_revision
         self._told[id_] = kv.mod_revision
+        if self._participant.header.round == 0 < node.round:
+            self._participant.expect_back()
         return None
 
     def _put_back(self, id_: str, kv: KeyValue) -> None:
@@ -188,14 +202,24 @@ class Leader:
         except LeaseLost:  # it has ended since, and nothing would take away what lies in its place
             participant.client.txn([same], [Delete(kv.key)])
 
+    def _know_members(self, now: float) -> None:
+        """Of a round that this leader has not sealed, and while parts of the round are missing."""
+        header = self._participant.header
+        missing = len(self._members) < header.nodes
+        if self._members_of != (header.round, header.seal) or (missing and now >= self._load_at):
+            self._load_members()
+            self._load_at = now + rounds.PARTS_LOOK_S
+
     def _load_members(self) -> None:
-        prefix = self._participant.prefix + "assign/"
-        self._members = {}
-        reader = self._participant.reader
+        prefix, header, reader = self._participant.prefix + "assign/", self._participant.header, self._participant.reader
+        known, self._members = self._members_of, {}
         for kv in self._participant.client.get_prefix(prefix).kvs:
             id_, part = reader.id_of(prefix, kv.key), reader.assignment(kv)
-            if id_ is not None and part is not None and part.of(self._participant.header):
+            if id_ is not None and part is not None and part.of(header):
                 self._members[id_] = part.rank
+        self._members_of = (header.round, header.seal)
+        if known != self._members_of and len(self._members) < header.nodes:
+            self._participant.expect_back()  # some parts are lost; each node writes its own again
 
     def _write_header(self, header: Header) -> bool:
         participant = self._participant
@@ -220,6 +244,7 @@ class Leader:
                 return self._look_again()
         # Before the header: the header's arrival makes this very node take its part.
         members, self._members = self._members, {id_: part.rank for id_, part in parts.items()}
+        self._members_of = (header.round, header.seal)
         if not self._write_header(header):
             return None
         left = [Delete(f"{participant.prefix}assign/{id_}") for id_ in members if id_ not in parts and id_ not in self._nodes]
@@ -285,11 +310,13 @@ class Leader:
         self._load_members()
 
     def _renew_job(self, now: float) -> None:
-        """Keep alive what belongs to nobody. It outlives the last node for a while, and the leaders in between."""
+        """Keep alive what belongs to nobody, and see that it is there.
+
+        It outlives the last node for a while, and the leaders in between.
+        """
         participant = self._participant
+        participant.restore()
         ttl_s = participant.client.lease_keep_alive([participant.job_lease]).ttl_s.get(participant.job_lease, 0)
         if ttl_s <= 0:
-            raise EtcdError(
-                "the lease of the job's records is gone: etcd was without its leader for too long; start the job again"
-            )
+            raise LeaseLost(f"lease {participant.job_lease:x} of the job's records is gone")
         self._renew_job_at = now + ttl_s / 3

@@ -9,7 +9,7 @@ from elastic_ext.errors import UsageError
 from elastic_ext.etcd import EtcdClient, EtcdError
 from elastic_ext.job import Ledger, Verdict
 from elastic_ext.policy import NO_LIMIT, Action
-from elastic_ext.printable import printable
+from elastic_ext.printable import shown
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.participant import ROOT
 from elastic_ext.rendezvous.reading import Reader
@@ -62,7 +62,7 @@ def read(client: EtcdClient, run_id: str) -> LiveJob:
 
 def lines(job: LiveJob) -> Iterator[str]:
     """For a terminal: whoever may write to etcd must not be able to do more there than to be read."""
-    return map(printable, _lines(job))
+    return map(shown, _lines(job))
 
 
 def _lines(job: LiveJob) -> Iterator[str]:

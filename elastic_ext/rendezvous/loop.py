@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -41,9 +44,12 @@ class Loop:
             self._due[runner] = at
             heapq.heappush(self._order, (at, next(self._numbers), runner))
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
+        """Run what waits, then end. timeout_s: how long to wait for that; what its thread is in then is left to itself."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.debug("the rendezvous thread is left in a call")
 
     def _run(self) -> None:
         while True:

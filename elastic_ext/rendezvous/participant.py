@@ -7,6 +7,7 @@ Keys under /elastic_ext/<run id>/:
     nodes/<id>      a node, under its own lease: gone when the node is
     last            id of the node that was created last, under that node's lease: the next one need not look for it
     assign/<id>     a node's part in the last round, watched by that node
+    offers/<seal>/<rank>  what the node of this rank could resume from on its own disk, under that node's lease
     ledger          the failures of the job (see `job`), under a lease of its own: it outlives the job
     charges/<round> a restart that counts against the budget, under a lease of the budget's window
     refused/<host>  a host that was told to leave, under a lease that lets it come back
@@ -14,6 +15,22 @@ Keys under /elastic_ext/<run id>/:
 The leader is the node whose key was created first; every other one watches only the node that was created before it. A node
 costs a fixed number of operations a round; only the leader reads all nodes. Whatever the leader writes compares the header's
 revision and the leader's own key, so that a leader that has been cut off writes nothing.
+
+Records may be lost while the nodes live: leases end when etcd is out of reach for longer than they last, and anybody may delete a
+key. A record that is not there is a state like any other:
+
+    nodes/<id>      its node writes it again, under a new lease where the old one is gone; the election goes by the new key
+    job             the leader writes it again, under the old lease or a new one; another node that misses it, somewhat later
+    round           the same; what is written is what the node remembers. A header that `precedes` what a node remembers was
+                    brought back by one that had missed the news: it is replaced. So the newest that a node knows comes back.
+    assign/<id>     its node writes it again, while the round is that of the header
+    last, ledger, charges, refused: what is lost is forgotten
+
+Each of these writes compares that the record is still missing. A round that runs goes on meanwhile: a node acts on the header
+that it remembers, and a leader that was in the outage gives the members time to come back (`returning_until`) before it breaks
+the round.
+
+Invariant: the header that a node acts on never becomes an older one of the same job, so a round that is over stays over.
 """
 
 from __future__ import annotations
@@ -29,6 +46,7 @@ from elastic_ext.etcd import (
     FROM_NOW,
     Batch,
     Began,
+    Delete,
     EtcdClient,
     EtcdError,
     Get,
@@ -44,7 +62,7 @@ from elastic_ext.etcd import (
 from elastic_ext.etcd.records import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.job_records import Found, JobRecords, Refused
+from elastic_ext.rendezvous.job_records import Found, JobRecords, LostRace, Refused
 from elastic_ext.rendezvous.leader import Judge, Leader
 from elastic_ext.rendezvous.loop import Loop
 from elastic_ext.rendezvous.reading import Reader
@@ -56,7 +74,13 @@ logger = logging.getLogger(__name__)
 ROOT = "/elastic_ext"
 FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
 FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
+RETURN_S = 8.0  # gRPC takes up to 5 to find a server again (min_reconnect_backoff_ms and a pause); and the time to say so
 RETRY_S = 0.5  # after a call that no endpoint answered (its own deadline has passed by then), or that a full etcd refused
+
+
+def returning_s(ttl_s: float) -> float:
+    """Seconds that a leader which was in an outage gives members to come back. More than the fence gives them to train on."""
+    return max(ttl_s, RETURN_S)
 
 
 def wanted(header: Header, reason: str) -> Header:
@@ -75,6 +99,10 @@ class Participant:
         joined: the round that this node has taken its part in since it was last ready, and that part; None while it waits.
         failure: why this node can take no further part; None while it can.
         full: what etcd says that takes no writes now, and has made something of this node wait; None while it takes them.
+
+    For the leader:
+        header_revision: of the header in etcd; 0: there is none.
+        returning_until: see `rounds.View`.
     """
 
     def __init__(
@@ -101,6 +129,7 @@ class Participant:
         self.full: QuotaExceeded | None = None
         self.created = 0  # create revision of this node's key
         self.header_revision = 0
+        self._returning_until: float | None = None
         self.job_lease = 0
         self.ttl_s = lease_ttl_s
         self.reader = Reader()
@@ -113,6 +142,8 @@ class Participant:
         self._records = JobRecords(client, self.prefix, limits, lease_ttl_s, host, self.reader)
         self._node: Node | None = None
         self._written: Node | None = None  # as etcd has it
+        self._heard = 0  # revision of the last news of the header; that it is gone is news too
+        self._offered = ""  # key of what this node has offered last
         self._began = 0  # watches that the server has
         self._session: LeaseSession | None = None
         self._watches: list[Watch] = []
@@ -145,6 +176,18 @@ class Participant:
     def request_save(self, round_: int, reason: str) -> None:
         """Have all nodes of round `round_` save a checkpoint at one step boundary."""
         self.post(lambda: self._change_header(round_, lambda header: wanted(header, reason)))
+
+    def offer(self, seal: str, rank: int, text: str) -> None:
+        """Tell the node of rank 0 what this one could resume from on its own disk. seal: of the round."""
+        self.post(lambda: self._offer(f"{self.offers_of(seal)}{rank}", text))
+
+    def offers_of(self, seal: str) -> str:
+        """Where the nodes of a round tell so: the keys' common beginning."""
+        return f"{self.prefix}offers/{seal}/"
+
+    def chosen(self, round_: int, text: str) -> None:
+        """The node of rank 0 has looked: all nodes of round `round_` resume from this."""
+        self.post(lambda: self._change_header(round_, lambda header: dataclasses.replace(header, resume=text)))
 
     def saved(self, number: int, step: int) -> None:
         """The save on demand with this number is complete."""
@@ -190,7 +233,11 @@ class Participant:
             work()
             self._note_done(work)
         except LeaseLost:
-            self.post(self._register_again)
+            self.post(self._recover)
+            self._retry(work)
+        except LostRace as error:
+            logger.debug("rendezvous: %s", error)
+            self._retry(work)
         except (EtcdError, RecordError, Refused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
@@ -244,6 +291,11 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self._node = node
         self.joined = None
+        self.run(self._go_on)  # tried again by itself: what this node says of itself by then stays said
+
+    def _go_on(self) -> None:
+        if self._node is None:
+            return None  # it has left meanwhile
         if self.created == 0:
             return self._enter()
         if self._session is not None:
@@ -268,6 +320,7 @@ class Participant:
         if not self._watches:
             self._watch("round", self._on_header, FROM_NOW)
             self._watch(f"assign/{self.id}", self._on_assignment, FROM_NOW)
+            self._watch(f"nodes/{self.id}", self._on_own_key, FROM_NOW)
         if self._began < len(self._watches):
             return  # _on_began goes on
         entered = self._records.enter_new(self._key, self._registration())
@@ -282,9 +335,12 @@ class Participant:
 
     def _take(self, found: Found) -> None:
         self.job_lease, self.header, self.header_revision = found.lease_id, found.header, found.revision
+        self._heard = max(self._heard, found.revision)
 
     def _grant(self) -> LeaseSession:
-        return LeaseSession(self.client, self.ttl_s, patient=True, on_lost=lambda _: self.post(self._register_again))
+        return LeaseSession(
+            self.client, self.ttl_s, patient=True, on_lost=lambda lost: self.post(lambda: self._register_again(lost))
+        )
 
     @property
     def _key(self) -> str:
@@ -319,17 +375,108 @@ class Participant:
         # As work of its own: tried again by itself until it is done. And after all that a starting job waits for.
         self.post(lambda: self._find_predecessor(last) if revision == self.created else None)
 
-    def _register_again(self) -> None:
+    def _register_again(self, lost: LeaseSession) -> None:
         """The lease is lost, this process is not: the same node with a new lease."""
-        if self._session is None or self._node is None:
+        if self._session is not lost or self._node is None:
             return
-        self._session.orphan()
-        self._session = self._grant()
+        lost.orphan()
+        session = self._grant()
+        self._session = session
         if self.created == 0:  # it was about to enter; that is tried again
             return
+        self.expect_back()
+        self.write_again()
+        self.restore()
+
+    def write_again(self) -> None:
+        """This node's own key, which is gone or written over. It tells which round its workers are in: nothing else may know
+        of that round.
+        """
+        if self._node is None or self._session is None:
+            return
+        self._node = dataclasses.replace(self._node, round=self.joined[0].round if self.joined is not None else 0)
         self._written = None
         self._write_node()
-        self.read_header()
+
+    # What is lost, and comes back.
+
+    def expect_back(self) -> None:
+        """Records are or were lost, or this node has been cut off for long: so may the others have been."""
+        self._returning_until = time.monotonic() + returning_s(self.ttl_s)
+
+    @property
+    def returning_until(self) -> float | None:
+        session = self._session
+        if session is not None and session.late:
+            self.expect_back()
+        elif session is not None and session.late_at is not None:
+            until = session.late_at + returning_s(self.ttl_s)
+            return until if self._returning_until is None else max(until, self._returning_until)
+        return self._returning_until
+
+    def _recover(self) -> None:
+        """Etcd says of a lease that it is gone: this node's own, or that of the job's records."""
+        session = self._session
+        if session is None or self._node is None:
+            return
+        if self.client.lease_keep_alive([session.lease_id]).ttl_s.get(session.lease_id, 0) <= 0:
+            self._register_again(session)
+        elif self.created:
+            self.restore()
+
+    def restore(self) -> None:
+        """Write again what of the job's records and of this node's is missing and known here. Nothing happens where all is there.
+
+        Raises:
+            LostRace: somebody else writes at the same time; to be tried again.
+        """
+        if self._node is None or self.created == 0:
+            return
+        self.job_lease = self._records.bring_back(self.job_lease)
+        key, mine = self.prefix + "round", f"{self.prefix}assign/{self.id}"
+        read = self.client.txn([], [Get(key), Get(mine), Get(self._key)])
+        header, part, me = (reading.kv for reading in read.readings)
+        self._heard_of(header, read.revision)
+        found = self._readable(header) if header is not None else None
+        if rounds.brings_back(found, self.header):
+            put = Put(key, rounds.encode(self.header), lease_id=self.job_lease)
+            written = self.client.txn([unchanged(key, self.header_revision)], [put])
+            if not written.succeeded:
+                raise LostRace("the header was written by another node at the same time")
+            self._heard = self.header_revision = written.revision
+            self.expect_back()
+            logger.warning("the job's records in etcd were lost: round %s is written again", self.header.round)
+        if part is None and self.assignment is not None and self.assignment.of(self.header):
+            put = Put(mine, rounds.encode(self.assignment), lease_id=self.job_lease)
+            self.client.txn([absent(mine), unchanged(key, self.header_revision)], [put])
+        if me is None:
+            self.write_again()
+
+    def _restore_later(self) -> None:
+        """The leader does so now; if it lives, there is nothing left to do for this node but its own keys."""
+        if self._leader is not None:
+            self.post(self.restore)
+        else:
+            self._retry(self.restore)
+
+    def _heard_of(self, header: KeyValue | None, revision: int) -> None:
+        """What etcd holds at this revision, or later, is news; what it held before is not."""
+        if header is not None:
+            self._saw(self._readable(header), header.mod_revision)
+        elif revision > self._heard:
+            self._heard, self.header_revision = revision, 0
+            if rounds.brings_back(None, self.header):
+                self.expect_back()
+
+    def _on_own_key(self, item: Item) -> None:
+        if isinstance(item, Began):
+            return self._on_began()
+        if not isinstance(item, Batch):
+            return self._watch_again(f"nodes/{self.id}", self._on_own_key)
+        event = item.events[-1]
+        if event.kind == "delete" and event.kv.mod_revision > self.created and self._node is not None:
+            self._restore_later()
+        return None
 
     # The election.
 
@@ -387,7 +534,10 @@ class Participant:
         )
 
     def _on_predecessor(self, item: Item) -> None:
-        if not isinstance(item, Batch) or any(event.kind == "delete" for event in item.events):
+        """It is gone; or it has registered again, and is a predecessor no more."""
+        if not isinstance(item, Batch) or any(
+            event.kind == "delete" or event.kv.create_revision > self.created for event in item.events
+        ):
             self._find_predecessor()
 
     # The round.
@@ -397,37 +547,41 @@ class Participant:
         header, part = (reading.kv for reading in found.readings)
         if part is not None:
             self._take_part(part)
-        if header is not None:
-            self._take_header(header)
+        self._heard_of(header, found.revision)
+        if header is None and rounds.brings_back(None, self.header):
+            self._restore_later()
 
     def _take_part(self, kv: KeyValue) -> None:
         part = self.reader.assignment(kv)
         self._part_lost = part is None
         self.assignment = part if part is not None else self.assignment
 
-    def _take_header(self, kv: KeyValue) -> None:
+    def _readable(self, kv: KeyValue) -> Header:
         """One that cannot be read changes nothing: what was known holds, and the leader writes it again in its place."""
         header = self.reader.header(kv)
-        if header is None and kv.mod_revision > self.header_revision:
+        if header is None and kv.mod_revision > self._heard:
             self._header_lost = kv.mod_revision
-        self.saw_header(header if header is not None else self.header, kv.mod_revision)
+        return header if header is not None else self.header
 
     @property
     def header_lost(self) -> bool:
         """What lies in the header's place cannot be read; `header` is what was there before."""
         return 0 < self._header_lost == self.header_revision
 
-    def write_again(self) -> None:
-        """Somebody has written over this node's record."""
-        self._written = None
-        if self._node is not None and self._session is not None:
-            self._write_node()
-
     def saw_header(self, header: Header, revision: int) -> None:
-        if revision > self.header_revision:
-            self.header, self.header_revision = header, revision
+        if self._saw(header, revision) and rounds.precedes(header, self.header):
+            self._restore_later()
+
+    def _saw(self, header: Header, revision: int) -> bool:
+        """Whether this is news."""
+        if revision <= self._heard:
+            return False
+        self._heard = self.header_revision = revision
+        if not rounds.precedes(header, self.header):
+            self.header = header
             self._consider()
             self._on_change()
+        return True
 
     def _on_header(self, item: Item) -> None:
         if isinstance(item, Began):
@@ -436,7 +590,11 @@ class Participant:
             return self._watch_again("round", self._on_header)
         event = item.events[-1]
         if event.kind == "put":
-            self._take_header(event.kv)
+            self.saw_header(self._readable(event.kv), event.kv.mod_revision)
+        elif event.kv.mod_revision > self._heard:
+            self._heard_of(None, event.kv.mod_revision)
+            if rounds.brings_back(None, self.header):
+                self._restore_later()
         if self._leader is not None:
             self.on_time()
         return None
@@ -450,12 +608,13 @@ class Participant:
         if event.kind == "put":
             self._take_part(event.kv)
             self._consider()
+        elif self.assignment is not None and self.assignment.of(self.header) and self._node is not None:
+            self._restore_later()
         return None
 
     def _on_began(self) -> None:
         self._began += 1
-        if self._node is not None:
-            self._ready(self._node)
+        self._go_on()
 
     def _watch_again(self, key: str, take: Callable[[Item], None]) -> None:
         """The watch has ended, its history was compacted away perhaps: read, then watch from there."""
@@ -510,13 +669,25 @@ class Participant:
             self._node = dataclasses.replace(self._node, saved=number, saved_step=step)
             self._write_node()
 
+    def _offer(self, key: str, text: str) -> None:
+        """In place of what was offered in the round before."""
+        if self._session is None:
+            return
+        before = [Delete(self._offered)] if self._offered not in ("", key) else []
+        self.client.txn([], [Put(key, text, lease_id=self._session.lease_id), *before])
+        self._offered = key
+
     def _end_round(self, round_: int, state: State, reason: str) -> None:
         self._change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason), state is State.CLOSED)
 
     def _change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
-        """Write what `change` makes of the header, if that round runs (or the job is not closed)."""
+        """Write what `change` makes of the header, if that round runs (or the job is not closed).
+
+        Raises:
+            LostRace: the header in etcd changes, but not to what this node would see; to be tried again.
+        """
         while self.header.state is not State.CLOSED and (in_any_round or self._runs(round_)):
-            header = change(self.header)
+            header, before = change(self.header), self.header_revision
             key = self.prefix + "round"
             put = Put(key, rounds.encode(header), lease_id=self.job_lease)
             written = self.client.txn([unchanged(key, self.header_revision)], [put])
@@ -524,6 +695,8 @@ class Participant:
                 self.saw_header(header, written.revision)
                 return
             self.read_header()
+            if self.header_revision == before:
+                raise LostRace("the header was written by another node at the same time")
 
     def _runs(self, round_: int) -> bool:
         return self.header.state is State.RUNNING and self.header.round == round_

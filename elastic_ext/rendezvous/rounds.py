@@ -8,13 +8,18 @@ Invariants, kept here and checked by the tests on every path:
     every node of a sealed round has its assignment, and was alive and waiting when it was sealed;
     a round's number is used once, and a round that is over never runs again;
     a living node is in the round or waits for the next one.
+
+The records of a job may be lost while its nodes live: etcd was out of reach for longer than their lease, or somebody deleted
+them. What a node remembers of the header is then as good as the record: `precedes` says which of two headers is the older one,
+and the newest is written again. A leader that knows of such an outage gives members that it does not see the time to come back
+(View.returning_until) before it holds them for lost.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, TypeVar
 
@@ -23,9 +28,11 @@ from elastic_ext.typed import Count, Name, Port, RecordError, Within
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
 STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
+PARTS_LOOK_S = 1.0  # how often a leader that misses parts of the round looks for them
 SCHEMA = 1  # of the records below; a record of a newer one is refused
 MOST_WORKERS = 2**16  # of a node
 MOST_SAVES = 10**6  # on demand, in one round
+MOST_ROUNDS = 10**9  # that a node may say it has been in: the next one's number must still be one
 
 
 class State(str, Enum):
@@ -50,6 +57,8 @@ class Node:
         follows: see `job.Report.waits_for_others`.
         saved: number of the last save on demand of its round that is complete; saved_step: its step.
         stalled: the round in which all its workers stall now; 0: they do not.
+        local: it saves to a disk of its own first, and may resume from there.
+        round: the round that its workers were in when it had to register again; 0: it has not had to.
     """
 
     after: Count
@@ -65,6 +74,8 @@ class Node:
     saved: Count = 0
     saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
     stalled: Count = 0
+    local: bool = False
+    round: Annotated[int, Within(0, MOST_ROUNDS)] = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,10 @@ class Header:
             before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
         verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
         save: number of the save on demand that is wanted in this round; 0: none has been.
+        local: all nodes may resume from disks of their own, and tell the node of rank 0 what they have there.
+        resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0 once it has
+            looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
+        job: names the job from its first round to its end, and no other job of the same run id; "": before the first round.
     """
 
     round: Count = 0
@@ -92,6 +107,9 @@ class Header:
     seal: str = ""
     verdict: str = ""
     save: Annotated[int, Within(0, MOST_SAVES)] = 0
+    local: bool = False
+    resume: str = ""
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,8 @@ class View:
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
         may_grow: nodes that wait may come in now (False: not before a checkpoint).
         reported_at: when the first report on the end of this round came, on the same clock; None: none has.
+        returning_until: etcd was out of reach or has lost records: members that are not there, or whose parts are not, may come
+            back until then, on the same clock. None: no member is expected back.
     """
 
     header: Header
@@ -146,6 +166,7 @@ class View:
     last_arrival: float
     may_grow: bool = True
     reported_at: float | None = None
+    returning_until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -203,16 +224,68 @@ def reports(view: View) -> tuple[str, ...]:
     return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
 
 
+_OVER = 3
+_STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
+
+
+def _age(header: Header) -> tuple[int, int, bool, int]:
+    """Grows with each header of a job."""
+    judged = header.state is State.BROKEN and bool(header.verdict)
+    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save
+
+
+def precedes(found: Header, known: Header) -> bool:
+    """Is the header that was found an older one of the job that `known` is of? A node that had missed the news brought it back.
+
+    Of two rounds with one number, or of another job, the one in the store counts: nobody can tell which is older.
+    """
+    if found.job != known.job or (found.round == known.round and found.seal != known.seal):
+        return False
+    return _age(found) < _age(known)
+
+
+def brings_back(found: Header | None, known: Header) -> bool:
+    """Must a node that knows this header write it (again)? found: what is in the store; None: nothing.
+
+    The end of a job is not written where nothing is: the next job under this run id may have begun.
+    """
+    if found is None:
+        return known.round > 0 and _STAGES[known.state] < _OVER
+    return precedes(found, known)
+
+
+def incomplete(view: View) -> bool:
+    """Parts of the round are not known: their records were lost."""
+    return len(view.members) < view.header.nodes
+
+
+def _awaits_members(view: View, now: float) -> Wait | None:
+    """After an outage: wait for the members that are not there, and for parts that are not known."""
+    until = view.returning_until
+    if until is None or now >= until:
+        return None
+    if incomplete(view):
+        parts = f"the parts of {view.header.nodes - len(view.members)} nodes in round {view.header.round}"
+        return Wait(f"{parts} are being written again", min(until, now + PARTS_LOOK_S))
+    absent = [id_ for id_ in view.members if id_ not in view.nodes]
+    return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
+
+
 def _while_running(view: View, limits: Limits, now: float) -> Action:
     number = view.header.round
     lost = [id_ for id_ in view.members if id_ not in view.nodes]
-    if lost:
+    awaits = _awaits_members(view, now)
+    if lost and awaits is None:
         return End(State.BROKEN, f"lost {_named(lost)}")
-    left = [id_ for id_ in view.members if view.nodes[id_].after >= number]
+    left = [id_ for id_ in view.members if id_ in view.nodes and view.nodes[id_].after >= number]
     if left:
         return End(State.BROKEN, f"{_named(left)} started again")
     if failed := reports(view):
         return End(State.BROKEN, f"workers of {_named(failed)} failed")
+    if awaits is not None:
+        return awaits
+    if incomplete(view):
+        return End(State.BROKEN, f"the parts of {view.header.nodes - len(view.members)} nodes in it are lost")
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
@@ -228,6 +301,11 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
+    if (awaits := _awaits_members(view, now)) is not None:
+        return awaits
+    ran = max((node.round for node in view.nodes.values()), default=0)
+    if view.header.state is State.FORMING and ran and view.returning_until is not None and now < view.returning_until:
+        return Wait(f"the header of round {ran} is lost, its nodes write it again", view.returning_until)
     failed = reports(view)
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _told(view.nodes[id_], view.header.round)]
@@ -268,9 +346,12 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
-    """Return the header of the next round and each node's assignment, by id. name: of this act, unique."""
+    """Return the header of the next round and each node's assignment, by id. name: of this act, unique.
+
+    Its number is higher than all that any node has been in, also where the header of those is lost.
+    """
     nodes = [view.nodes[id_] for id_ in action.order]
-    number = view.header.round + 1
+    number = 1 + max(view.header.round, *(max(node.after, node.round) for node in view.nodes.values()))
     role_world: dict[str, int] = {}
     for node in nodes:
         role_world[node.role] = role_world.get(node.role, 0) + node.workers
@@ -280,7 +361,9 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
         base += node.workers
         role_base[node.role] += node.workers
     first = nodes[0]
-    return Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name), assignments
+    header = Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name)
+    local = all(node.local for node in nodes)
+    return replace(header, local=local, job=view.header.job or name), assignments
 
 
 def _named(ids: Sequence[str]) -> str:

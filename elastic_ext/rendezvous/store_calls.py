@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.errors import ElasticExtError
 
 CALL_S = 5.0
+LOOK_S = 0.1  # between two looks while a wait lasts: torch's rendezvous, which is asked then, tells of no change
 CONNECT_S = 12.0  # torch looks up the name of the address, too, and a name server that drops a question is asked again after 5 s
 NOTHING = "-"  # what a wait that ends without an answer leaves in the keys that nobody has set
 WAIT = timedelta(days=365)  # a store's wait needs some limit
@@ -78,14 +79,20 @@ class StoreCalls:
         expected: Any = before.encode(errors="surrogateescape")
         return self.run(lambda: _text(self._calls.compare_set(key, expected, after)))
 
-    def wait_all(self, keys: Sequence[str], timeout_s: float, longer_s: Callable[[], float] = lambda: 0.0) -> None:
+    def wait_all(
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        longer_s: Callable[[], float] = lambda: 0.0,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until all of them are there. Those that are not in time are set to NOTHING.
 
-        longer_s: asked when the time is over: for how much longer.
+        longer_s: asked when the time is over: for how much longer. look: called every LOOK_S; what it raises ends the wait.
         """
         waiting = self._start(lambda: self._waits.wait(list(keys), WAIT))
         try:
-            if not wait([waiting], timeout_s).done:
+            if not self._in_time(waiting, timeout_s, look):
                 wait([waiting], longer_s())
             waiting.result(0.0)
         except NotInTime:
@@ -96,6 +103,17 @@ class StoreCalls:
             with suppress(StoreLost):
                 self._end_wait(keys)
             raise
+
+    @staticmethod
+    def _in_time(waiting: Future[None], timeout_s: float, look: Callable[[], None] | None) -> bool:
+        if look is None:
+            return bool(wait([waiting], timeout_s).done)
+        deadline = time.monotonic() + timeout_s
+        while not wait([waiting], max(0.0, min(LOOK_S, deadline - time.monotonic()))).done:
+            if time.monotonic() >= deadline:
+                return False
+            look()
+        return True
 
     def _end_wait(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -70,6 +70,11 @@ class RoundNews:
         self._heard.set()
 
     @property
+    def lost(self) -> bool:
+        """The store does not answer any more: the agent of rank 0, which hosts it, is gone."""
+        return self._heard.is_set() and self.reason is None and not self._ended
+
+    @property
     def of_failure(self) -> bool:
         """The round is over because workers have failed."""
         return self.reason not in (None, GONE_ON, ALL_DONE) and self.left_by is None

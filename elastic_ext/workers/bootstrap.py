@@ -421,9 +421,9 @@ def _write_error_file(path: str, error: BaseException, refusal: "tuple[str, str]
 
 
 def _replace(path: str, text: str) -> None:
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "x") as file:  # which follows no link
             file.write(text)
         os.replace(temporary, path)
     except OSError:
@@ -492,8 +492,7 @@ def _slot(settings: "dict[str, Any]") -> "memoryview | None":
     """The words of this worker, its own ones zero; None if no progress is wanted."""
     if settings.get("progress") is None or settings.get("slot") is None:
         return None
-    from mmap import mmap
-
+    mmap = _pythons_own("mmap").mmap
     first = settings["slot"] * SLOT_BYTES
     if first < 0:
         raise ValueError("expected a slot of 0 or more")
@@ -511,7 +510,7 @@ def _dump_stacks_on_signal(settings: "dict[str, Any]") -> bool:
     import faulthandler
 
     # A plain descriptor that nothing closes: the handler runs until the process is gone.
-    stacks = os.open(settings["stacks"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    stacks = os.open(settings["stacks"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     return True
 
@@ -560,6 +559,21 @@ def note_sign(words: memoryview, now_ns: int) -> None:
     words[SIGN_NS] = now_ns
 
 
+def _pythons_own(name: str) -> "Any":
+    """One of Python's modules in C, whatever PYTHONPATH holds. The script finds under its name what it would find without us."""
+    before, path = sys.modules.get(name), sys.path[:]
+    library = os.path.dirname(os.__file__)
+    try:
+        sys.modules.pop(name, None)
+        sys.path[:] = path[path.index(library) :] if library in path else path
+        return __import__(name)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+
+
 def _called_from(function: str) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:
@@ -572,12 +586,11 @@ def worker_settings() -> "dict[str, Any]":
     text = os.environ.get(WORKER_ENV, "").strip()
     if not text:
         return {}
-    from _json import make_scanner  # what json.loads runs; json itself would load re, enum and functools
-
+    make_scanner = _pythons_own("_json").make_scanner  # what json.loads runs; json itself would load re, enum and functools
     decoder: Any = {"strict": True, "object_hook": None, "object_pairs_hook": None}
     decoder.update(parse_float=float, parse_int=int, parse_constant=float)
     try:
-        settings, end = make_scanner(type("Decoder", (), decoder))(text, 0)  # type: ignore[arg-type]
+        settings, end = make_scanner(type("Decoder", (), decoder))(text, 0)
         if isinstance(settings, dict) and end == len(text):
             return settings
     except (StopIteration, ValueError, SystemError):

@@ -9,6 +9,7 @@ Standard library only: `standby_server.py` loads this by its path, with an inter
 import os
 import random
 import sys
+from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
@@ -166,6 +167,18 @@ def site_reads_variables(names: "Collection[str]") -> "str | None":
             continue
         if "environ" in text or "getenv" in text:
             return f"{path} reads variables in each process, and some differ between workers"
+    return None
+
+
+def hidden_from(names: "Collection[str]") -> "str | None":
+    """Why a worker would import another module than this process has, by sys.path as it is now, or None."""
+    for name in sorted(names):
+        ours = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+        if "." in name or ours is None or not os.path.isabs(ours):  # built in or frozen: found before any path is looked at
+            continue
+        found = PathFinder.find_spec(name)
+        if found is not None and found.origin != ours:
+            return f"workers import {name} from {found.origin}, and here it is {ours}"
     return None
 
 

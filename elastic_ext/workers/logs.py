@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import tempfile
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from elastic_ext.workers.stderr_tail import StderrTails
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerLogs(LogsSpecs):
@@ -33,6 +37,7 @@ class WorkerLogs(LogsSpecs):
         super().__init__()
         self._inner = inner
         self._round_dir = ""
+        self._on_disk: str | None = None  # another directory of this round, because run_dir is full
         self.modules_file = ""  # where a worker of this round writes what it has imported
         self.run_dir = ""  # the agent's private directory, for the files of a job that wants no logs
         self.variables: dict[str, str] = {}
@@ -52,6 +57,7 @@ class WorkerLogs(LogsSpecs):
         self.stderr.begin_round()
         if self._round_dir:  # of the round before: a job that restarts for weeks must not fill the memory that this is in
             shutil.rmtree(self._round_dir, ignore_errors=True)
+        self.remove()
         self._round_dir = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}")
         for local_rank, env in envs.items():
             error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
@@ -68,5 +74,19 @@ class WorkerLogs(LogsSpecs):
 
     def _private_dir(self, local_rank: int) -> str:
         path = os.path.join(self._round_dir, str(local_rank))
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            on_disk = tempfile.mkdtemp(prefix="elastic_ext_")
+            logger.warning("no room for the workers' files in %s: %s; they are in %s", self._round_dir, error.strerror, on_disk)
+            self.remove()
+            self._round_dir, self._on_disk = on_disk, on_disk
+            path = os.path.join(on_disk, str(local_rank))
+            os.makedirs(path)
         return path
+
+    def remove(self) -> None:
+        """Remove the files of this round that are not in run_dir."""
+        on_disk, self._on_disk = self._on_disk, None
+        if on_disk is not None:
+            shutil.rmtree(on_disk, ignore_errors=True)

@@ -6,11 +6,11 @@ See `standby_server.py` for what is said between them. Everything here is used b
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from elastic_ext.wakeup import readable
+from elastic_ext.workers import descriptors as limits
+from elastic_ext.workers import pidfds
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +59,19 @@ class Parked:
     def __init__(self, pid: int, waiting: socket.socket) -> None:
         self.pid = pid
         self._waiting = waiting
-        self.pidfd = os.pidfd_open(pid)
+        self.pidfd = pidfds.watch(pid)
 
     @property
     def alive(self) -> bool:
-        return not select.select([self.pidfd], [], [], 0)[0]
+        return not readable(self.pidfd)
 
     def release(self, told: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Let it run. Raises OSError where it does not say that it does; it is dead then."""
         text = json.dumps(told).encode()
+        limits.as_users(self.pid)
         try:
+            if pidfds.state(self.pid) in ("T", "t"):
+                raise ConnectionError(f"standby {self.pid} was stopped from outside")
             self._waiting.settimeout(RELEASE_S)
             socket.send_fds(self._waiting, [len(text).to_bytes(4, "big")], list(descriptors))
             self._waiting.sendall(text)
@@ -78,7 +85,7 @@ class Parked:
     def end(self) -> None:
         """Kill and reap it."""
         if self.alive:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            pidfds.send(self.pidfd, self.pid, signal.SIGKILL)
         try:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
@@ -113,7 +120,13 @@ class StandbyServer:
             ours.close()
             raise
         self._control = ours
-        self.pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self.pidfd = pidfds.watch(self._process.pid)
+        except OSError:
+            ours.close()
+            self._process.kill()
+            self._process.wait()
+            raise
 
     @property
     def pid(self) -> int:
@@ -132,8 +145,10 @@ class StandbyServer:
             data, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
         except ConnectionError:
             return None
-        if not data or not descriptors:
+        if not data:
             return None
+        if not descriptors:
+            raise OSError(errno.EMFILE, "no descriptor left for what the server of the standbys says")
         with open(descriptors[0], "rb") as file:
             file.seek(0)
             return ServerState.from_json(json.load(file)["ready"])
@@ -143,7 +158,11 @@ class StandbyServer:
         waiting = []
         with _adopting_orphans():
             for _ in range(count):
-                ours, theirs = socket.socketpair()
+                try:
+                    ours, theirs = socket.socketpair()
+                except OSError as error:
+                    logger.debug("no more standbys can be asked for: %s", error)
+                    break
                 with theirs:
                     try:
                         self._send({"park": os.getpid()}, [theirs.fileno()])
@@ -189,14 +208,19 @@ class StandbyServer:
 def _greeted(waiting: socket.socket, deadline: float) -> Parked | None:
     """The standby at the other end, which says its pid."""
     waiting.settimeout(max(0.01, deadline - time.monotonic()))
+    ours = 0
     try:
         pid = int(waiting.recv(32) or b"0")
         if pid:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ours to wait for, or an error
+            ours = pid
             return Parked(pid, waiting)
     except OSError as error:
         logger.debug("a standby did not come up: %s", error)
     waiting.close()
+    if ours:  # no descriptor to know it by: it must not stay as a zombie
+        os.kill(ours, signal.SIGKILL)
+        os.waitpid(ours, 0)
     return None
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_ext.workers import pidfds
+
 logger = logging.getLogger(__name__)
 
 TRACER_LOOK_S = 0.02
@@ -83,7 +85,7 @@ class WorkerProcesses:
         try:
             for local_rank, pid in self.pids.items():
                 try:
-                    self._pidfds[local_rank] = os.pidfd_open(pid)
+                    self._pidfds[local_rank] = pidfds.watch(pid)
                 except ProcessLookupError:  # ended, and reaped by multiprocessing, which does so whenever it starts a process
                     self.exits[local_rank] = Exit(local_rank, pid, None, None, time.monotonic_ns())
         except OSError:
@@ -123,7 +125,7 @@ class WorkerProcesses:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(0):
             local_rank = by_pidfd[pidfd]
-            ended, exitcode = _exitcode(pidfd)
+            ended, exitcode = _exitcode(pidfd, self.pids[local_rank])
             if not ended:
                 select.select([], [], [], TRACER_LOOK_S)  # so that wait() does not spin
                 continue
@@ -188,20 +190,20 @@ class WorkerProcesses:
                 if self._own_groups:
                     os.killpg(self.pids[local_rank], sig)
                 else:
-                    signal.pidfd_send_signal(self._pidfds[local_rank], sig)
+                    pidfds.send(self._pidfds[local_rank], self.pids[local_rank], sig)
             except ProcessLookupError:
                 pass  # it ended in this moment
             except PermissionError as error:
                 logger.warning("worker %s (pid %s) cannot be sent %s: %s", local_rank, self.pids[local_rank], sig.name, error)
 
 
-def _exitcode(pidfd: int) -> tuple[bool, int | None]:
+def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:
     """Whether it has ended, and its exit code where that can be known.
 
     A pidfd is readable when the process ends; under a tracer (strace, gdb) its parent learns of it somewhat later.
     """
     try:
-        status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = pidfds.status(pidfd, pid)
     except ChildProcessError:
         return True, None
     if status is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import select
-import signal
 import time
 
+from elastic_ext.wakeup import readable
+from elastic_ext.workers import pidfds
 from elastic_ext.workers.bootstrap import STACKS_SIGNAL
+
+logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # a dump takes some ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
@@ -22,18 +25,21 @@ def dump(pid: int, path: str) -> str:
         return ""
     before = _size(path)
     try:
-        pidfd = os.pidfd_open(pid)
-        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
-    except ProcessLookupError:
+        pidfd = pidfds.watch(pid)
+    except OSError as error:  # it has ended, or there is no descriptor left
+        logger.debug("the stacks of process %s cannot be asked for: %s", pid, error)
         return ""
     deadline = time.monotonic() + WAIT_S
     size = before
     try:
+        pidfds.send(pidfd, pid, STACKS_SIGNAL)
         # The dump has no end mark: it is whole when the file has grown and then rests. The pidfd ends the wait with the process.
-        while time.monotonic() < deadline and not select.select([pidfd], [], [], QUIET_S)[0]:
+        while time.monotonic() < deadline and not readable(pidfd, QUIET_S):
             last, size = size, _size(path)
             if size > before and size == last:
                 break
+    except ProcessLookupError:
+        return ""
     finally:
         os.close(pidfd)
     if size == before:

@@ -10,6 +10,7 @@ import ast
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from importlib.machinery import all_suffixes
 
 from elastic_ext.workers.import_checks import PER_WORKER
@@ -39,6 +40,30 @@ STANDBY_BYTES = 64 << 20  # of its own, besides what it shares with the server; 
 RESERVE_BYTES = 512 << 20  # that must be left for the training
 
 _BIND = "--physcpubind="  # torch/numa/binding.py, of 2.9 and newer
+
+
+class ColdReason(str, Enum):
+    """Why a worker was started the usual way, as the metrics count it: few words, and nobody else's."""
+
+    OFF = "off"  # by the settings, or there can be none
+    NOT_READY = "not_ready"
+    CHANGED = "changed"  # something is not what it was when the standbys were started
+    WRAPPED = "wrapped"  # the command is put behind another one
+    PROCESSORS = "processors"  # it cannot be bound to them any more
+    MEMORY = "memory"
+    LACKING = "lacking"  # descriptors, processes or memory, for now
+    HIDDEN_MODULE = "hidden_module"  # by a file beside the script
+    UNSAFE_IMPORT = "unsafe_import"
+    AFTER_A_FAILURE = "after_a_failure"
+    SERVER_FAILED = "server_failed"
+
+
+@dataclass(frozen=True)
+class Cold:
+    """text: for the log only, it may hold what modules have printed or raised."""
+
+    reason: ColdReason
+    text: str
 
 
 @dataclass(frozen=True)

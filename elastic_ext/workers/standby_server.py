@@ -29,8 +29,14 @@ import sys
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
     del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
 _AT_START = frozenset(sys.modules)
+_WORKERS_PATH = sys.path[:]
+if __name__ == "__main__":  # what the server itself imports is Python's own, whatever PYTHONPATH holds
+    _os = getattr(sys.modules.get("os"), "__file__", None) or ""
+    _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
+    del sys.path[: _standard[0] if _standard else 0]
 
 # ruff: noqa: E402
+import array  # noqa: F401 - of socket.recv_fds, at its first call
 import atexit
 import contextlib
 import ctypes
@@ -74,8 +80,8 @@ class Server:
         self._environ = dict(os.environ)
         self._checks = _import_checks.ImportChecks()
         self._ignored = _mask("SigIgn")
-        site = _import_checks.site_reads_variables(_AT_START)
-        self._unsafe: dict[str, str] = {"": site} if site else {}
+        why = _import_checks.site_reads_variables(_AT_START) or _import_checks.hidden_from(sys.modules.keys() - _AT_START)
+        self._unsafe: dict[str, str] = {"": why} if why else {}
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
@@ -90,6 +96,8 @@ class Server:
                     wanted = json.load(file)
                 self._preload(**wanted)
             else:
+                if not descriptors:  # a lack of them: the agent hears that no standby came up, and asks again
+                    continue
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
                     return self._wait(waiting)
@@ -114,7 +122,7 @@ class Server:
         checks = self._checks
         checks.begin()
         with _as_if_it_ran(program):
-            for name in [*modules, *wanted]:
+            for name in [*modules, *wanted] if "" not in self._unsafe else ():
                 if name in sys.modules or name in self._unsafe:
                     continue
                 checks.before()
@@ -164,11 +172,27 @@ class Server:
     # Standbys.
 
     def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
-        """Fork a standby; its socket is returned in the standby, None here."""
-        adopted, parent_ended = os.pipe()
-        between = os.fork()
+        """Fork a standby; its socket is returned in the standby, None here.
+
+        Where there is no process or descriptor to be had now, the agent hears that none came up, and asks again.
+        """
+        try:
+            adopted, parent_ended = os.pipe()
+        except OSError:
+            waiting.close()
+            return None
+        try:
+            between = os.fork()
+        except OSError:
+            for each in (adopted, parent_ended):
+                os.close(each)
+            waiting.close()
+            return None
         if between == 0:
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError:
+                os._exit(1)
             if child:
                 os._exit(0)
             os.close(parent_ended)
@@ -349,6 +373,7 @@ def _load(name: str) -> "ModuleType":
 if __name__ == "__main__":
     _bootstrap = _load("bootstrap")
     _import_checks = _load("import_checks")
+    sys.path[:] = _WORKERS_PATH
     atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -6,6 +6,7 @@ the worker is started the usual way, and the reason is said once and counted.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -22,11 +23,12 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any
 
+from elastic_ext.printable import Block, masked
 from elastic_ext.wakeup import Wakeup
 from elastic_ext.workers import memory, standby_rules, warden
 from elastic_ext.workers.import_checks import PER_WORKER
 from elastic_ext.workers.parked import Parked, ServerState, StandbyServer, WarmPopen
-from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Learned
+from elastic_ext.workers.standby_rules import DEFAULT_MODULES, Cold, ColdReason, Learned
 from elastic_ext.workers.standby_server import MARK
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,10 @@ logger = logging.getLogger(__name__)
 MEMORY_LOOK_S = 5.0  # nothing tells of memory that gets short, not in all kernels and groups
 REFILL_AFTER_S = 0.3  # what has just been started has the processors to itself for so long
 MOST_SERVERS = 8  # of one job: what cannot be made to work by then never will
-NOT_READY = "none was ready"
+AGAIN_S = 5.0  # after a passing lack of descriptors, processes or memory; doubles with each, up to
+AGAIN_MOST_S = 300.0
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Standbys:
         started: Callable[[str, str], None],
         shown: Callable[[int, int], None],
     ) -> None:
-        """run_dir: for small files. started: told of each worker, "warm" or "cold", and why. shown: standbys, and their bytes."""
+        """run_dir: for small files. started: told of each worker, "warm" or "cold", and why. shown: standbys, their bytes."""
         self._wanted = wanted
         self._run_dir = run_dir
         self._started = started
@@ -88,17 +93,19 @@ class Standbys:
         self._lock = threading.Lock()  # guards what follows
         self._parked: list[Parked] = []
         self._surroundings: dict[str, object] = {}
-        self._off: str | None = None  # why there are none and will be none
-        self._unfit: str | None = None  # why those that there are do not fit
+        self._off: Cold | None = None  # why there are none and will be none, but for
+        self._again_at: float | None = None  # when it is tried again after a passing lack
+        self._unfit: Cold | None = None  # why those that there are do not fit
         self._stale = False
         self._refill_at = 0.0
         self._learned: Learned | None = None
         self._busy = False  # workers run
-        self._rests: str | None = None  # why the next start is a cold one
+        self._rests: Cold | None = None  # why the next start is a cold one
         self._released: list[int] = []  # pids, since the last round was started
         # Of the thread only:
         self._server: StandbyServer | None = None
         self._importing = self._lowered = False
+        self._pause_s = AGAIN_S
         self._servers = 0
         self._excluded = set(wanted.exclude)
         self._modules: list[str] = []
@@ -112,7 +119,9 @@ class Standbys:
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; None, with the reason logged, where it must be started the usual way."""
         args, processors = standby_rules.unbound(args)
-        reason = self._why_cold(args, env) or standby_rules.unbindable(processors, os.sched_getaffinity(0), env)
+        reason = self._why_cold(args, env)
+        if reason is None and (why := standby_rules.unbindable(processors, os.sched_getaffinity(0), env)) is not None:
+            reason = Cold(ColdReason.PROCESSORS, why)
         while reason is None:
             parked = self._take()
             if parked is None:
@@ -133,7 +142,7 @@ class Standbys:
     def rest(self, reason: str) -> None:
         """The next round is to be started the usual way."""
         with self._lock:
-            self._rests = reason
+            self._rests = Cold(ColdReason.AFTER_A_FAILURE, reason)
 
     def round_started(self) -> list[int]:
         """All workers of a round have been started: what they have taken is to be replaced. Return the pids of the warm ones."""
@@ -141,6 +150,8 @@ class Standbys:
             self._refill_at = time.monotonic() + REFILL_AFTER_S
             self._busy = True
             self._rests = None
+            if self._again_at is not None:
+                self._again_at = time.monotonic() + REFILL_AFTER_S
         self._wakeup.set()
         released, self._released = self._released, []
         return released
@@ -170,10 +181,10 @@ class Standbys:
 
     # Decisions.
 
-    def _why_cold(self, args: Sequence[str], env: Mapping[str, str]) -> str | None:
+    def _why_cold(self, args: Sequence[str], env: Mapping[str, str]) -> Cold | None:
         command = [*self._wanted.python, self._wanted.bootstrap]
         if list(args[: len(command)]) != command:
-            return f"the command is put behind {args[0]}"
+            return Cold(ColdReason.WRAPPED, f"the command is put behind {args[0]}")
         with self._lock:
             if self._off or self._unfit or self._rests:
                 return self._off or self._unfit or self._rests
@@ -184,11 +195,11 @@ class Standbys:
                 return None
             self._stale = True
         self._wakeup.set()
-        return f"{changed} is not what it was when the standbys were started"
+        return Cold(ColdReason.CHANGED, f"{changed} is not what it was when the standbys were started")
 
-    def _say_cold(self, reason: str) -> None:
-        self._started("cold", reason)
-        self._say(reason)
+    def _say_cold(self, cold: Cold) -> None:
+        self._started("cold", cold.reason.value)
+        self._say(cold.text)
 
     def _say(self, reason: str) -> None:
         """Once."""
@@ -196,7 +207,7 @@ class Standbys:
             said = reason in self._said
             self._said.add(reason)
         if not said:
-            usual = reason == NOT_READY
+            usual = reason == NOT_READY.text
             logger.log(logging.INFO if usual else logging.WARNING, "workers are started without a warm standby: %s", reason)
 
     def _take(self) -> Parked | None:
@@ -209,14 +220,39 @@ class Standbys:
         signal.pthread_sigmask(signal.SIG_BLOCK, warden.DEAF_TO)  # the main thread waits for those
         try:
             while not self._closing:
-                self._step()
+                try:
+                    self._step()
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                    if getattr(error, "errno", errno.EAGAIN) not in PASSING:
+                        raise
+                    self._rest_of(error)
         except Exception:
             logger.exception("warm standbys are off: their keeper failed")
             self._give_up("their keeper failed")
         finally:
             self._end_all()
 
+    def _rest_of(self, error: Exception) -> None:
+        """What standbys need is lacking now: none for a while, at most until the next round has started."""
+        if self._server is not None:
+            self._servers -= 1  # it was not in vain
+        self._end_all()
+        cold = Cold(ColdReason.LACKING, f"what they need was lacking: {error}")
+        with self._lock:
+            self._off = cold
+            self._again_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, AGAIN_MOST_S)
+        self._say(cold.text)
+
+    def _try_again(self) -> None:
+        with self._lock:
+            if self._again_at is None or self._again_at > time.monotonic():
+                return
+            self._off = self._again_at = None
+        logger.info("warm standbys are tried again")
+
     def _step(self) -> None:
+        self._try_again()
         self._look_at_news()
         if self._server is None and self._off is None:
             self._start_server()
@@ -225,8 +261,10 @@ class Standbys:
             self._refill()
             timeout_s = None
         if self._server is not None and (reason := standby_rules.room(memory.available(), 0, server_runs=True)) is not None:
-            self._give_up(reason)  # the training needs it more
-        looks = None if self._server is None else MEMORY_LOOK_S
+            self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+        with self._lock:
+            again_s = None if self._again_at is None else max(0.0, self._again_at - time.monotonic())
+        looks = again_s if self._server is None else MEMORY_LOOK_S
         self._wait(looks if timeout_s is None or looks is None else min(timeout_s, looks))
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -271,10 +309,11 @@ class Standbys:
 
     def _start_server(self) -> None:
         reason = standby_rules.room(memory.available(), self._wanted.workers, server_runs=False)
-        if reason is None and self._servers >= MOST_SERVERS:
-            reason = f"{MOST_SERVERS} servers were started in vain"
         if reason is not None:
-            self._give_up(reason)
+            self._give_up(reason, ColdReason.MEMORY)
+            return
+        if self._servers >= MOST_SERVERS:
+            self._give_up(f"{MOST_SERVERS} servers were started in vain")
             return
         self._servers += 1
         environ = {name: value for name, value in self._wanted.environ().items() if name not in PER_WORKER}
@@ -287,6 +326,9 @@ class Standbys:
         try:
             self._server = StandbyServer(self._wanted.python, {**environ, MARK: self._wanted.token}, output)
         except OSError as error:
+            if error.errno in PASSING:
+                self._servers -= 1
+                raise
             self._give_up(f"{self._wanted.python[0]} cannot be started: {error}")
             return
         self._preload(self._server)
@@ -315,8 +357,8 @@ class Standbys:
     def _hear(self, server: StandbyServer) -> None:
         state = server.hear()
         if state is None:
-            reason = server.last_words()
-            logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, reason)
+            reason = masked(server.last_words(), self._wanted.environ())
+            logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, Block(reason))
             self._end_all()
             if "exit code -" not in reason:  # not killed from outside: it would end again
                 self._give_up(f"their server ended with {reason}")
@@ -328,9 +370,10 @@ class Standbys:
         absent = {name: why for name, why in state.absent.items() if standby_rules.blamed(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
             level = logging.WARNING if name in unsafe and name in self._wanted.preload else logging.INFO
+            why = masked(why, self._wanted.environ())
             logger.log(level, "%s is not imported before workers start: %s", name or "a library", why)
         if (hopeless := self._why_hopeless(state, unsafe)) is not None:
-            self._give_up(hopeless)
+            self._give_up(hopeless, ColdReason.UNSAFE_IMPORT)
             return
         if unsafe:
             self._excluded |= unsafe.keys()
@@ -338,18 +381,20 @@ class Standbys:
             return
         beside = standby_rules.hidden(_listed(self._wanted.folder), state.names)
         with self._lock:
-            self._unfit = f"{beside} beside the script hides a module that is imported already" if beside else None
+            hides = f"{beside} beside the script hides a module that is imported already"
+            self._unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
             self._refill_at = 0.0
         self._end_parked()
         if self._unfit:
-            self._say(self._unfit)
+            self._say(self._unfit.text)
         logger.info("warm standbys are ready after %.2g s of imports", state.seconds)
 
     def _why_hopeless(self, state: ServerState, unsafe: Mapping[str, str]) -> str | None:
         """Why another server would not do better, or None."""
         failed = standby_rules.must_fail(state.absent, self._modules, unsafe)
         if failed is not None:
-            return f"{failed}, which the workers import, cannot be imported after torch: {state.absent[failed]}"
+            why = masked(state.absent[failed], self._wanted.environ())
+            return f"{failed}, which the workers import, cannot be imported after torch: {why}"
         for name in ("", "torch"):  # libraries, or what all others import
             if name in unsafe:
                 return f"{name or 'a library'}: {unsafe[name]}"
@@ -376,7 +421,7 @@ class Standbys:
             missing = self._wanted.workers - len(self._parked)
         reason = standby_rules.room(memory.available(), missing, server_runs=True)
         if reason is not None:
-            self._give_up(reason)
+            self._give_up(reason, ColdReason.MEMORY)
             return
         forked = self._server.park(missing)
         with self._lock:
@@ -387,11 +432,14 @@ class Standbys:
         used = memory.proportional([self._server.pid, *(each.pid for each in parked)])
         self._shown(len(parked), used)
         logger.info("%s warm standbys wait; with their server they use %s MB", len(parked), used >> 20)
+        if self._pause_s > AGAIN_S and len(forked) == missing:
+            self._pause_s = AGAIN_S
+            logger.warning("warm standbys are ready again")
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, text: str, reason: ColdReason = ColdReason.SERVER_FAILED) -> None:
         with self._lock:
-            self._off = reason
-        self._say(reason)
+            self._off = Cold(reason, text)
+        self._say(text)
         self._end_all()
 
     def _end_parked(self) -> None:
@@ -422,11 +470,18 @@ def _surroundings(environ: Mapping[str, str]) -> dict[str, object]:
         "the umask": umask,
         "the processors that may be used": tuple(sorted(os.sched_getaffinity(0))),
         "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        **{f"the limit {name}": resource.getrlimit(number) for name, number in _LIMITS.items()},
+        **{f"the limit {name}": _limit(number) for name, number in _LIMITS.items()},
     }
 
 
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+
+def _limit(number: int) -> tuple[int, int] | None:
+    try:
+        return resource.getrlimit(number)
+    except OSError:  # refused
+        return None
 
 
 def _listed(folder: str) -> list[tuple[str, bool]]:

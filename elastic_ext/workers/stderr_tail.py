@@ -12,6 +12,7 @@ where no bootstrap runs (functions, other programs), and where any of this fails
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -20,22 +21,25 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.workers import pump, warden
+from elastic_ext.workers import pidfds, pump, warden
+from elastic_ext.workers.news import named_pipe
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05  # how long a recovery waits for the console at most
 END_S = 5.0  # how long the end of the job waits for it; later bytes are written by the pump alone
 TAIL_BYTES = pump.RING_BYTES
+STOPPED_LOOK_S = 5.0  # nothing tells that a process was stopped
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Source:
     """The agent's ends of one worker's pipe. While they are open, no death of the pump can hurt the worker."""
 
@@ -43,10 +47,18 @@ class _Source:
     ring_fd: int
     ring: pump.Ring
     shown: bool
+    held: int | None = None  # see `named_pipe`
 
     def close(self) -> None:
+        self.let_end()
         os.close(self.pipe)
         os.close(self.ring_fd)
+
+    def let_end(self) -> None:
+        """From here on the end of the worker is the end of the pipe."""
+        held, self.held = self.held, None
+        if held is not None:
+            os.close(held)
 
 
 class StderrTails:
@@ -62,12 +74,33 @@ class StderrTails:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._keeper: threading.Thread | None = None
+        self._said_not_kept = False
+        self._lacking = False  # no pump can be had, which has been said
         if self.enabled:
-            self._console = os.dup(2)  # a pump started later writes to the same
+            try:
+                self._begin()
+            except (OSError, RuntimeError) as error:  # no descriptor, no thread
+                self._say_not_kept("all workers", error)
+                self.enabled = False
+
+    def _begin(self) -> None:
+        console = os.dup(2)  # a pump started later writes to the same
+        try:
+            closing = os.pipe()
+        except OSError:
+            os.close(console)
+            raise
+        self._console, self._closing = console, closing
+        keeper = threading.Thread(target=self._keep, name="elastic_ext_stderr", daemon=True)
+        try:
             self._start()
-            self._closing = os.pipe()
-            self._keeper = threading.Thread(target=self._keep, name="elastic_ext_stderr", daemon=True)
-            self._keeper.start()
+            keeper.start()
+        except (OSError, RuntimeError):
+            self._release()
+            for descriptor in (console, *closing):
+                os.close(descriptor)
+            raise
+        self._keeper = keeper
 
     # What the supervisor calls.
 
@@ -77,6 +110,7 @@ class StderrTails:
             self._slow = False
             self._files.clear()
             if self._sources:
+                self._let_end()
                 self._send(b"forget")
             self._close_sources()
 
@@ -92,9 +126,9 @@ class StderrTails:
             return None
         path = os.path.join(directory, "stderr")
         try:
-            source = _make_source(path, shown=destination == "")
+            path, source = _make_source(path, shown=destination == "")
         except OSError as error:
-            logger.warning("the stderr of worker %s is not kept: %s", local_rank, error)
+            self._say_not_kept(f"worker {local_rank}", error)
             return None
         with self._lock:
             if not self._hand_over(source):
@@ -128,6 +162,8 @@ class StderrTails:
         """Let the pump finish. It stays only as long as somebody holds a pipe open, or the console takes nothing."""
         if self._keeper is None:
             return
+        self._let_end()
+        self._go_on()
         self._send(b"forget")
         still_open = self._flush(END_S)
         with self._lock:
@@ -144,6 +180,12 @@ class StderrTails:
                 logger.warning("the stderr pump (pid %s) has not ended yet", self._process.pid)
         self._close_sources()
         os.close(self._console)
+
+    def _say_not_kept(self, whose: str, error: Exception) -> None:
+        """Once: it would be the same for every worker of every round."""
+        level = logging.DEBUG if self._said_not_kept else logging.WARNING
+        self._said_not_kept = True
+        logger.log(level, "the stderr of %s is not kept: %s", whose, error)
 
     # The pump.
 
@@ -172,26 +214,49 @@ class StderrTails:
     def _serve_here(self, control: socket.socket, why: str) -> None:
         """No process can be had: a thread carries what there is. Less robust, but a full pipe would stop the workers."""
         logger.error("the workers' stderr passes the agent itself, for its pump cannot run: %s", why)
+        try:
+            ends = control, os.dup(self._console)
+            threading.Thread(target=_pump_and_close, args=ends, name="elastic_ext_pump", daemon=True).start()
+        except (OSError, RuntimeError):
+            control.close()
+            self._release()
+            raise
         self._process = None
-        ends = control, os.dup(self._console)
-        threading.Thread(target=_pump_and_close, args=ends, name="elastic_ext_pump", daemon=True).start()
 
     def _keep(self) -> None:
         """Start the pump again as soon as somebody kills it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, warden.DEAF_TO)  # the main thread waits for those
         while (process := self._process) is not None:
+            pidfd = None
             try:
-                pidfd = os.pidfd_open(process.pid)
-            except ProcessLookupError:  # reaped in this moment by _revive in another thread
-                continue
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.register(self._closing[0], select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            os.close(pidfd)
-            if self._closing[0] in ready:
+                pidfd = pidfds.watch(process.pid)
+            except ProcessLookupError:  # reaped by _revive in another thread, which may be about to start another
+                with self._lock:
+                    if self._process is not process:
+                        continue
+            except OSError as error:  # a lack of descriptors, or of threads: the looks go on without
+                logger.debug("the end of the stderr pump is not seen at once: %s", error)
+            ready = self._await_news(pidfd)
+            if pidfd is not None:
+                os.close(pidfd)
+            if ready:
                 return
+            self._go_on()
             self._revive()
+
+    def _await_news(self, pidfd: int | None) -> bool:
+        """Until the pump has ended, it is time to look whether it was stopped, which nothing tells, or this is to end: True."""
+        poll = select.poll()
+        poll.register(self._closing[0], select.POLLIN)
+        if pidfd is not None:
+            poll.register(pidfd, select.POLLIN)
+        return any(descriptor == self._closing[0] for descriptor, _ in poll.poll(STOPPED_LOOK_S * 1000))
+
+    def _go_on(self) -> None:
+        """A pump that somebody has stopped would hold up the workers as soon as their pipes are full."""
+        process = self._process
+        if process is not None:
+            pidfds.go_on(process.pid, "stderr pump")
 
     def _revive(self) -> None:
         with self._lock:
@@ -199,13 +264,21 @@ class StderrTails:
                 return
             pid, code = self._process.pid, self._process.returncode
             self._release()
-            if code >= 0:
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._control = ours
-                self._serve_here(theirs, f"it ended with exit code {code}")
-            else:
-                logger.warning("the stderr pump (pid %s) was killed from outside; starting another", pid)
-                self._start()
+            try:
+                if code >= 0:
+                    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    self._control = ours
+                    self._serve_here(theirs, f"it ended with exit code {code}")
+                else:
+                    if not self._lacking:
+                        logger.warning("the stderr pump (pid %s) was killed from outside; starting another", pid)
+                    self._start()
+            except (OSError, RuntimeError) as error:  # its process is still the dead one: the next look tries again
+                level = logging.DEBUG if self._lacking else logging.WARNING
+                self._lacking = True
+                logger.log(level, "the stderr pump (pid %s) has ended, no other can be started now: %s", pid, error)
+                return
+            self._lacking = False
             for source in self._sources.values():
                 self._offer(source)
 
@@ -213,6 +286,10 @@ class StderrTails:
         control, self._control = self._control, None
         if control is not None:
             control.close()
+
+    def _let_end(self) -> None:
+        for source in self._sources.values():
+            source.let_end()
 
     def _close_sources(self) -> None:
         for source in self._sources.values():
@@ -245,6 +322,8 @@ class StderrTails:
         with self._lock:
             while time.monotonic() < deadline:
                 self._revive()
+                if self._control is None:
+                    return None
                 number = next(self._numbers)
                 self._send(b"flush %d" % number)
                 answer = self._hear(number, deadline)
@@ -293,21 +372,32 @@ def _console_can_be_pumped() -> bool:
         return False
 
 
-def _make_source(path: str, shown: bool) -> _Source:
-    os.mkfifo(path, 0o600)
-    # Non-blocking: nobody writes yet. The pump gets this very descriptor, so it need not find the path.
-    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _make_source(path: str, shown: bool) -> tuple[str, _Source]:
+    """The name of a pipe and the agent's ends of it."""
+    # The pump gets this very descriptor, so it need not find the path.
+    path, pipe, held = named_pipe(path)
     ring_fd = -1
     try:
-        ring_fd = os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC)
+        ring_fd = _memory()
         # Not ftruncate alone: a hole that cannot be filled is SIGBUS at the first touch.
         os.posix_fallocate(ring_fd, 0, pump.HEADER_BYTES + pump.RING_BYTES)
-        return _Source(pipe, ring_fd, pump.Ring(ring_fd), shown)
+        return path, _Source(pipe, ring_fd, pump.Ring(ring_fd), shown, held)
     except OSError:
-        os.close(pipe)
-        if ring_fd >= 0:
-            os.close(ring_fd)
+        for descriptor in (pipe, ring_fd, held):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
         raise
+
+
+def _memory() -> int:
+    """A file without a name, in memory where the kernel and this Python have memfd_create."""
+    try:
+        return os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
 
 
 def _file_tail(path: str) -> bytes | None:

@@ -18,9 +18,10 @@ from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.checkpoints import catalog, detect, tiers
 from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.pins import Pin, unless_pinned
 from elastic_ext.checkpoints.replicate import TARGET, Bucket, Here, Replicator, next_target
 from elastic_ext.checkpoints.storage import open_storage, polled
-from elastic_ext.checkpoints.tiers import Held, Offer, newest_of_all, plan_local_prune, rank_of, ranks_of
+from elastic_ext.checkpoints.tiers import Held, Offer, lacking, newest_of_all, plan_local_prune, rank_of, ranks_of
 from elastic_ext.checkpoints.verify import Mode, verify
 from elastic_ext.checkpoints.writer import joined
 from elastic_ext.errors import UsageError
@@ -48,11 +49,11 @@ class Process:
 
     def __init__(self, local: Path, remote: Path | str, mb_s: float = 0.0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", str(local), str(remote), f"--mb-s={mb_s}"],
+            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", f"--mb-s={mb_s}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment(ELASTIC_EXT_LOCAL_DIR=str(local), ELASTIC_EXT_CHECKPOINT_DIR=str(remote)),
         )
         self.told: list[dict] = []
 
@@ -106,16 +107,28 @@ def test_whose_file():
     assert [list(ranks_of((2, 1, 3), node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_the_newest_that_all_nodes_have():
-    old, new, newest = (Offer(directory_name(step, 2), "d", step, (1, 1)) for step in (2, 4, 6))
-    later = Offer(directory_name(3, 3), "d", 3, (1, 1))
-    assert newest_of_all([[old, new, newest], [old, new]], (1, 1)) == new
-    assert newest_of_all([[old, new, later], [old, new, later]], (1, 1)) == later  # of a newer group
-    assert newest_of_all([[old, new], [old, new]], (1, 1), barred=[new.name]) == old
-    assert newest_of_all([[old, new], []], (1, 1)) is None
-    assert newest_of_all([[new], [new]], (2, 1)) is None
-    assert newest_of_all([[new], [Offer(new.name, "another", 4, (1, 1))]], (1, 1)) is None
-    assert newest_of_all([], ()) is None
+def test_the_newest_that_the_nodes_have_all_parts_of():
+    def offer(step: int, *ranks: int, generation: int = 2, digest: str = "d", nodes: tuple[int, ...] = (1, 1)) -> Offer:
+        return Offer(directory_name(step, generation), digest, step, len(nodes), sum(nodes), ranks)
+
+    def newest(*told: list[Offer], barred: tuple[str, ...] = ()) -> int | None:
+        found = newest_of_all(told, barred)
+        return found.step if found is not None else None
+
+    assert newest([offer(2, 0), offer(4, 0), offer(6, 0)], [offer(2, 1), offer(4, 1)]) == 4
+    assert newest([offer(4, 0), offer(3, 0, generation=3)], [offer(4, 1), offer(3, 1, generation=3)]) == 3  # of a newer group
+    assert newest([offer(2, 0), offer(4, 0)], [offer(2, 1), offer(4, 1)], barred=(offer(4).name,)) == 2
+    assert newest([offer(2, 0), offer(4, 0)], []) is None  # a replaced node
+    assert newest([offer(4, 0)], [offer(4, 1, digest="another")]) is None
+    assert newest() is None
+    # Whoever has which: in another order, with one node more, all on one disk.
+    assert newest([offer(4, 1)], [offer(4, 0)]) == 4
+    assert newest([offer(4, 0)], [], [offer(4, 1)]) == 4
+    assert newest([offer(4, 0, 1)]) == 4
+    three = [offer(4, rank, nodes=(1, 1, 1)) for rank in range(3)]
+    assert newest(three[:1], three[2:]) is None
+    assert lacking([three[:1], three[2:]]) == {offer(4, nodes=(1, 1, 1)): (1,)}
+    assert newest(three[2:], three[:1], three[1:2]) == 4
 
 
 def test_pruning_keeps_the_last_copy():
@@ -305,6 +318,86 @@ def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
     copiers[1].turn()
     assert left(1) == [4]
     assert remote.read(TARGET).decode() == directory_name(4, 1)
+
+
+@pytest.fixture
+def superfluous(tmp_path) -> tuple[Replicator, Path, str, str]:
+    """A copier that has an older checkpoint to prune, which a round may have chosen: on another node the newer one is lost."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), Bucket(0.0))
+    older = save([local], 2)
+    assert copier.turn().complete == older
+    return copier, local, older, save([local], 4)
+
+
+def test_what_is_chosen_stays_until_it_is_loaded(superfluous):
+    copier, local, older, newer = superfluous
+    pin = Pin(open_storage(str(local)))
+    assert copier.turn().complete == newer
+    assert (local / older).exists()  # all may be chosen
+    pin.narrow(older)
+    copier.turn()
+    assert (local / older).exists()
+    pin.release()
+    copier.turn()
+    assert not (local / older).exists()
+    assert list((local / ".elastic_ext" / "loading").iterdir()) == []
+
+
+def test_a_pin_holds_nothing_else(superfluous):
+    copier, local, older, newer = superfluous
+    pin = Pin(open_storage(str(local)))
+    pin.narrow(newer)
+    copier.turn()
+    assert not (local / older).exists()
+    assert (local / newer).exists()
+    pin.release()
+
+
+HOLDER = """
+import sys
+from elastic_ext.checkpoints.pins import Pin
+from elastic_ext.checkpoints.storage import open_storage
+pin = Pin(open_storage(sys.argv[1]))
+if len(sys.argv) > 2:
+    pin.narrow(sys.argv[2])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("while_", ["choosing", "loading"])
+def test_a_pin_dies_with_its_agent(superfluous, while_):
+    copier, local, older, _ = superfluous
+    command = [sys.executable, "-c", HOLDER, str(local), *([older] if while_ == "loading" else [])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "held\n"
+        copier.turn()
+        assert (local / older).exists()
+        agent.kill()
+    copier.turn()
+    assert not (local / older).exists()
+
+
+def test_who_chooses_waits_for_a_removal_under_way(superfluous):
+    _, local, older, _ = superfluous
+    storage = open_storage(str(local))
+    seen: list[list[str]] = []
+
+    def choose() -> None:
+        pin = Pin(storage)
+        seen.append([offer.name for offer in tiers.offers(storage)])
+        pin.release()
+
+    with unless_pinned(storage, older) as free:
+        assert free
+        agent = threading.Thread(target=choose)
+        agent.start()
+        catalog.delete(storage, older)
+        assert seen == []
+    agent.join(30)
+    assert seen == [[directory_name(4, 1)]]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,12 @@ from elastic_ext.checkpoints import catalog, resolution
 from elastic_ext.checkpoints.resolution import Place, Resumption
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import BadCheckpoints, UsageError
+from elastic_ext.job import Ledger
+from elastic_ext.rendezvous.store_exchange import StoreExchange
+from elastic_ext.rendezvous.store_job import Part, StoreJob
 from elastic_ext.settings import Settings
 from tests.jobs import AGENT, Job, run
+from tests.store_server import StoreServer
 
 
 def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
@@ -114,30 +117,36 @@ def test_one_written_later_under_the_same_name_is_another(tmp_path):
 
 
 @pytest.fixture
-def stores():
-    """Two nodes' connections to the store of a round."""
-    first = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    return first, TCPStore("localhost", first.port, is_master=False, timeout=timedelta(seconds=20))
+def exchanges():
+    """Two nodes' ends, through the store of a rendezvous."""
+    with StoreServer() as server:
+        yield [exchange_of(server, rank, 2) for rank in range(2)]
 
 
-def test_all_nodes_get_the_same_answer(tmp_path, stores):
+def exchange_of(server: StoreServer, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
+    shared = StoreJob(TCPStore("127.0.0.1", server.port, is_master=False), "run", f"node-{rank}", False, Ledger())
+    shared.come_in()
+    return StoreExchange(Part(1, rank, nodes), lambda question: question(shared), over)
+
+
+def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 7)
     settings = Settings(checkpoint_dir=str(tmp_path))
-    said = resolution.agree(settings, "run", stores[0], Place(0, 2))
+    said = resolution.agree(settings, "run", exchanges[0], Place(0, 2))
     save(tmp_path, 9)
-    assert resolution.agree(settings, "run", stores[1], Place(1, 2)) == said
+    assert resolution.agree(settings, "run", exchanges[1], Place(1, 2)) == said
     assert said.step == 7
 
 
 @pytest.mark.parametrize(
     ("prepare", "kind"), [(lambda path: flip(save(path, 7)), BadCheckpoints), (lambda path: save(path, 7), UsageError)]
 )
-def test_all_nodes_get_the_same_error(tmp_path, stores, prepare, kind):
+def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
     prepare(tmp_path)
     settings = Settings(checkpoint_dir=str(tmp_path), resume_from="" if kind is BadCheckpoints else "8", verify="full")
-    for node, store in enumerate(stores):
+    for node, exchange in enumerate(exchanges):
         with pytest.raises(kind):
-            resolution.agree(settings, "run", store, Place(node, 2))
+            resolution.agree(settings, "run", exchange, Place(node, 2))
 
 
 def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):

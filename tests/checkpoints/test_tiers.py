@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +18,10 @@ import pytest
 from elastic_ext.checkpoints import detect
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.tiers import own_checkpoints
+from tests.checkpoints.test_replicate import Process
 from tests.checkpoints.test_under_the_agent import said, unbroken_state
-from tests.jobs import AGENT, Job, wait_gone
+from tests.jobs import AGENT, Job, environment, wait_gone
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "checkpointed_job.py"
 NO_COPIES = "0.000001"  # megabytes a second: nothing is complete in the remote directory while the test lasts
@@ -42,6 +47,13 @@ class Nodes:
         env = {"ELASTIC_EXT_LOCAL_DIR": str(self.local(name)), "ELASTIC_EXT_NODE_NAME": name, **env}
         return self._stack.enter_context(Job([str(part) for part in command], self.tmp_path, **env))
 
+    def by_rank(self, step: int) -> list[str]:
+        """The nodes, by the rank that saved this step there."""
+        found = {
+            name: rank for name in "ab" for rank in (0, 1) if any(self.local(name).glob(f"step_{step:08}.*/rank_0000{rank}.pt"))
+        }
+        return sorted(found, key=lambda name: found[name])
+
     def complete(self) -> list[int]:
         """Steps in the remote directory."""
         storage = open_storage(self.remote)
@@ -53,6 +65,106 @@ class Nodes:
 def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(server.endpoint, f"{s3}/job", tmp_path, stack)
+
+
+def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
+    """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
+    slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
+    jobs = {name: nodes.start(name, 14, *SHORT, **slow) for name in "ab"}
+    jobs["a"].wait_for("is at step 6")
+    first, other = nodes.by_rank(4)
+    jobs[first].process.kill()
+    jobs[first].process.wait()
+    jobs[first] = nodes.start(first, 14, *SHORT, **slow)
+    for name, job in jobs.items():
+        job.wait_for("what is still to be copied to .* is waited for")
+        (path,) = resumptions(job)
+        assert path.startswith(str(nodes.local(name)))
+        assert "newest that the nodes have all parts of" in job.err
+        assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
+    assert nodes.by_rank(14) == [other, first]
+    assert nodes.complete() == []
+    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+
+
+class Ranks:
+    """Ranks of one process each, on nodes of their own, without any agent."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path, self.remote = tmp_path, tmp_path / "remote"
+
+    def disk(self, name: str) -> Path:
+        return self.tmp_path / f"disk-{name}"
+
+    def run(self, disks: str, out: str, *args: str, resume_from: str | None = None) -> list[str]:
+        """One node for each disk, in this order; return what each rank has said, and what it has logged."""
+        port, world = str(free_port()), len(disks)
+        processes = []
+        for rank, name in enumerate(disks):
+            where = {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+            told = {} if resume_from is None else {"ELASTIC_EXT_RESUME_FROM": str(self.disk(name) / resume_from)}
+            tier = {"ELASTIC_EXT_LOCAL_DIR": str(self.disk(name)), "ELASTIC_EXT_CHECKPOINT_DIR": str(self.remote)}
+            env = environment(**where, **tier, **told, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            command = [sys.executable, str(SCRIPT), str(self.remote), f"--out={self.tmp_path / out}", *args]
+            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        try:
+            ends = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in processes] == [0] * world, ends
+        return [(self.tmp_path / f"{out}.{rank}").read_text() + ends[rank] for rank in range(world)]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Ranks:
+    """Two nodes have saved step 4, to their own disks only."""
+    ranks = Ranks(tmp_path)
+    ranks.run("ab", "saved", "--steps=4", "--save=4:0")
+    return ranks
+
+
+STEP_4 = "step_00000004.g0001"
+
+
+def state_of(text: str, what: str) -> str:
+    return re.findall(rf"^{what} (\w+)$", text, re.MULTILINE)[-1]
+
+
+@pytest.mark.parametrize("disks", ["ba", "nab"])
+def test_parts_are_loaded_whoever_has_them(saved, disks):
+    """By the same nodes in another order, and with a new one as the first."""
+    wanted = state_of((saved.tmp_path / "saved.0").read_text(), "state")
+    for name, text in zip(disks, saved.run(disks, "again", "--steps=4"), strict=True):
+        assert state_of(text, "loaded") == wanted
+        assert f"loaded {saved.disk(name) / STEP_4}" in text
+        assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
+    copiers = [Process(saved.disk(name), saved.remote) for name in "ab"]
+    threads = [threading.Thread(target=each.finish) for each in copiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    path = saved.disk("b") / STEP_4
+    if how == "gone":
+        shutil.rmtree(path)
+    else:
+        (shard,) = path.glob("*.distcp")
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for text in saved.run("ab", "again", "--steps=4", resume_from=STEP_4):
+        assert "resumed 4 0" in text
+        assert f"loaded {saved.remote / STEP_4}" in text
+
+
+def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
+    shutil.rmtree(saved.disk("b") / STEP_4)
+    with pytest.raises(AssertionError, match="files are on no node"):
+        saved.run("ab", "again", "--steps=4", resume_from=STEP_4)
 
 
 def kill_a_worker(job: Job) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.failures.sources import commands
+from elastic_ext.workers import isolated
 
 TIMEOUT_S = 2.0  # a hung driver answers never: a child process can be left behind, a thread of the agent could not
 
@@ -26,7 +26,7 @@ class RecoveryAction:
 def recovery_actions(timeout_s: float = TIMEOUT_S) -> list[RecoveryAction] | None:
     """One per GPU; None without pynvml, without a driver that knows, or without an answer in time."""
     probe = str(Path(__file__).with_name("nvml_probe.py"))
-    return parse(commands.output([sys.executable, "-I", probe, *filter(None, sys.path)], timeout_s))
+    return parse(commands.output(isolated.command(probe), timeout_s))
 
 
 def parse(text: str | None) -> list[RecoveryAction] | None:

@@ -1,14 +1,12 @@
 """Started by `gpu.py` as a process of its own: what NVML recommends for each GPU, as JSON on standard output.
 
-NVML makes no CUDA context. Run by path with `-I`; the arguments are where pynvml may be found.
+NVML makes no CUDA context.
 """
 
 import json
-import sys
 
 
 def main() -> None:
-    sys.path.extend(sys.argv[1:])
     import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     pynvml.nvmlInit()

@@ -1,0 +1,49 @@
+"""Text of files that a user names: whatever the name stands for, the answer comes in bounded time and space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+
+MAX_BYTES = 64 << 20
+LONGEST_S = 60.0
+WAIT_S = 5.0  # for what writes into a pipe, as in `explain <(program)`
+
+
+def text(path: str, max_bytes: int = MAX_BYTES) -> str:
+    """Return the content of a file, of a pipe until its end, of a device if that ends.
+
+    Raises:
+        OSError: it cannot be read, is longer than max_bytes, a pipe tells nothing for WAIT_S, or takes LONGEST_S.
+        ValueError: no name of a file, or no UTF-8.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block for ever
+    try:
+        return _content(descriptor, path, max_bytes).decode("utf-8")
+    finally:
+        os.close(descriptor)
+
+
+def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    pieces: list[bytes] = []
+    size = 0
+    end = time.monotonic() + LONGEST_S
+    while True:
+        left_s = min(WAIT_S, end - time.monotonic())
+        # A pipe that nobody has opened for writing yet says nothing here; one whose writers have gone says that it has ended.
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            raise OSError(errno.ETIMEDOUT, f"a pipe or device from which nothing came for {WAIT_S:g} s", path)
+        try:
+            piece = os.read(descriptor, 1 << 20)
+        except BlockingIOError:
+            continue
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than {max_bytes >> 20} MB", path)

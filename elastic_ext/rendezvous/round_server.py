@@ -1,0 +1,71 @@
+"""The store server of a round. Torch's TCPStore takes writes from whoever reaches it, so it listens no wider than it must."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from elastic_ext.errors import UsageError
+from elastic_ext.rendezvous.address import is_loopback
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048  # torch's own (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)
+TIMEOUT = timedelta(seconds=300)  # torch's default
+
+
+def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenant: bool = False) -> TCPStore:
+    """A new server that the others reach by `address`. It listens there only, or on all addresses if that is none of this host's.
+
+    A name is none: what it means on the other hosts nobody knows here; nor is an address that is translated on the way (NAT).
+
+    Raises:
+        OSError: the port is taken.
+        UsageError: this machine has no loopback.
+        RuntimeError, ValueError: what torch raises.
+    """
+    listening = _listening(address, port)
+    if listening is None:
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        multi_tenant=multi_tenant,
+        master_listen_fd=listening.detach(),  # torch closes it with the server
+    )
+
+
+def _listening(address: str, port: int) -> socket.socket | None:
+    """None: it cannot be said, or is none of this host's. Raises OSError where the port is taken."""
+    number = "127.0.0.1" if address == "localhost" else address
+    try:
+        version = ipaddress.ip_address(number).version
+    except ValueError:
+        return None
+    listening = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
+    try:
+        where = socket.getaddrinfo(number, port, listening.family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
+        if port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an agent that was started again
+        listening.bind(where)
+        listening.listen(BACKLOG)
+        return listening
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise
+        if is_loopback(address):
+            raise UsageError(
+                f"cannot listen on {address}: {error.strerror}; expected a loopback interface, bring it up"
+            ) from error
+        logger.info("the store of the round listens on all addresses: %s is none of this host's (%s)", address, error.strerror)
+        return None

@@ -1,0 +1,209 @@
+"""Strangers at the metrics port: they cost a bounded number of descriptors, keep nobody out, and end no job."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from elastic_ext.observe import server as server_module
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MOST_CLIENTS, MOST_REQUEST, MetricsServer
+from tests.jobs import EXT, Gate, Job
+from tests.ports import free_port
+
+# Each connection sends a byte of a request now and then; who is cut off comes again. Ends with its standard input.
+DRIPS = """
+import resource, select, socket, sys
+
+port, count = int(sys.argv[1]), int(sys.argv[2])
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+def connect():
+    client = socket.socket()
+    client.setblocking(False)
+    client.connect_ex(("127.0.0.1", port))
+    return client
+
+clients = [connect() for _ in range(count)]
+rounds = 0
+while not select.select([sys.stdin], [], [], 0.2)[0]:
+    for number, client in enumerate(clients):
+        try:
+            client.send(b"GET /metrics HTTP/1.0"[rounds % 20 :][:1])
+        except BlockingIOError:
+            pass  # it is in the queue
+        except OSError:
+            client.close()
+            clients[number] = connect()
+    rounds += 1
+    if rounds == 5:
+        print("dripping", flush=True)
+"""
+
+
+@contextmanager
+def drips(port: int, count: int) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIPS, str(port), str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "dripping\n"
+        yield
+        assert process.poll() is None
+        process.stdin.close()
+
+
+@contextmanager
+def serving(workers: int) -> Iterator[MetricsServer]:
+    told = [WorkerProgress(number, 1, 1.0, 1.0, 1.0, 1, 1) for number in range(workers)]
+    started = MetricsServer(AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told).registry)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with serving(2) as started:
+        yield started
+
+
+@pytest.fixture
+def server_of_a_long_page() -> Iterator[MetricsServer]:
+    """Of 7 MB: more than the buffers of a connection hold."""
+    with serving(20_000) as started:
+        yield started
+
+
+def connect(server: MetricsServer) -> socket.socket:
+    assert server.port is not None
+    client = socket.socket()
+    client.settimeout(30)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+def scrape(url: str | None) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=CLIENT_TIMEOUT_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_thousand_dripping_clients_take_few_descriptors_and_keep_nobody_out(server):
+    before = len(os.listdir("/proc/self/fd"))
+    with drips(server.port, 1000):
+        for _ in range(5):
+            assert "elastic_ext_round" in scrape(server.url)
+            assert len(os.listdir("/proc/self/fd")) <= before + MOST_CLIENTS + 5  # of drips() and of a scrape
+    assert "elastic_ext_round" in scrape(server.url)
+
+
+def test_clients_that_ask_nothing_make_room_and_one_who_has_asked_does_not(server_of_a_long_page):
+    """More than there are places: the one whose answer is under way keeps its place."""
+    server = server_of_a_long_page
+    with connect(server) as asking:
+        asking.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert asking.recv(1)
+        idle = [connect(server) for _ in range(3 * MOST_CLIENTS)]
+        assert "elastic_ext_round" in scrape(server.url)
+        assert read_all(asking).endswith(b"\n")
+    for client in idle:
+        client.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.0\r\n"])
+def test_the_whole_request_has_one_deadline(server, monkeypatch, sent):
+    """A byte now and then buys no time."""
+    monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 1.0)
+    with connect(server) as client:
+        began = time.monotonic()
+        client.settimeout(0.1)
+        client.sendall(sent)
+        while not is_cut(client):
+            assert time.monotonic() - began < 30
+        assert time.monotonic() - began >= 0.9
+
+
+def is_cut(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"x")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_who_does_not_read_the_answer_is_cut_off_too(server_of_a_long_page, monkeypatch):
+    monkeypatch.setattr(server_module, "CLIENT_TIMEOUT_S", 1.0)
+    with connect(server_of_a_long_page) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert client.recv(1)
+        cut = select.poll()
+        cut.register(client, 0)  # the reset is told of without being asked for
+        assert cut.poll(30_000)
+        with pytest.raises(ConnectionResetError):
+            read_all(client)
+
+
+def read_all(client: socket.socket) -> bytes:
+    data = b""
+    while more := client.recv(1 << 20):
+        data += more
+    return data
+
+
+def test_a_request_without_end_is_refused(server):
+    with connect(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nx: " + b"y" * MOST_REQUEST)
+        assert client.recv(100).startswith(b"HTTP/1.0 431 ")
+
+
+def test_a_request_may_come_in_pieces(server):
+    with connect(server) as client:
+        for piece in (b"GE", b"T / HT", b"TP/1.1\r\nHost: a\r\n", b"\r", b"\n"):
+            client.sendall(piece)
+        assert read_all(client).startswith(b"HTTP/1.0 200 OK\r\n")
+
+
+JOB = """
+import fcntl, os, sys
+
+with open(sys.argv[1]) as gate:
+    print("waits", flush=True)
+    fcntl.flock(gate, fcntl.LOCK_SH)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+    os.kill(os.getpid(), 9)
+print("done", flush=True)
+"""
+
+
+def test_a_worker_that_dies_meanwhile_costs_one_restart_and_not_the_job(tmp_path):
+    """The agent may open 256 files, hard limit and all, and needs some for each restart."""
+    (tmp_path / "job.py").write_text(JOB)
+    gate = Gate(tmp_path / "gate")
+    port = free_port()
+    torchrun = [*EXT, "--nproc-per-node=2", "--max-restarts=1", "job.py", "gate"]
+    command = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash", *torchrun]
+    with Job(command, tmp_path, ELASTIC_EXT_METRICS_PORT=str(port)) as job:
+        job.wait_for("waits", 2)
+        with drips(port, 1000):
+            assert "elastic_ext_round" in scrape(f"http://127.0.0.1:{port}")
+            gate.open()
+            done = job.finish()
+    assert done.returncode == 0, done.all
+    assert done.out.count("done") >= 2
+    assert "restart: rank 0 was killed by SIGKILL" in done.err

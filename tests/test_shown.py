@@ -1,0 +1,213 @@
+"""What others wrote reaches a terminal or a log without escape sequences, forged lines and credentials."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ext import cli
+from elastic_ext.checkpoints.catalog import quarantine
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.tiers import claim
+from elastic_ext.errors import UsageError
+from elastic_ext.printable import Block, masked, redacted, shown, shown_block
+from tests.jobs import AGENT, EXT, Gate, Job, run
+
+ESCAPES = "\x1b]0;title\x07\x9b2J\u202e"
+FORGED = "elastic_ext: stop: forged"
+HOSTILE = f"{ESCAPES}\n{FORGED}\r{FORGED}"
+PLANTED = "hunter2/planted+secret"
+
+
+def assert_fit(text: str) -> None:
+    """Lines of printable text, none of which somebody else has begun."""
+    for line in text.split("\n"):
+        assert line.expandtabs().isprintable(), ascii(line)
+        assert not line.startswith(FORGED), text
+
+
+# Credentials.
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (f"s3://key:{PLANTED}@bucket/a", "s3://***@bucket/a"),
+        (f"copied to sftp://me:{PLANTED}@host/x, s3://bucket/a", "copied to sftp://***@host/x, s3://bucket/a"),
+        (f"https://host/a?sig={PLANTED}&x=1", "https://host/a?sig=***&x=1"),
+        (f"s3://b/a?aws_secret_access_key={PLANTED}", "s3://b/a?aws_secret_access_key=***"),
+        (f"az://c/a?sv=1&SECURITY-TOKEN={PLANTED}#f", "az://c/a?sv=1&SECURITY-TOKEN=***#f"),
+        ("s3://bucket/run@v2/step_3", "s3://bucket/run@v2/step_3"),
+        ("/data/a@b:c", "/data/a@b:c"),
+    ],
+)
+def test_credentials_of_urls(text, kept):
+    assert redacted(text) == kept
+    assert redacted(kept) == kept
+
+
+def test_a_long_text_of_urls_takes_no_time():
+    assert len(redacted("a://b:" * 100_000)) == 600_000
+
+
+def test_values_of_variables_that_are_named_like_a_secret():
+    environ = {"DB_PASSWORD": PLANTED, "HOME": "/root", "SHORT_KEY": "a"}
+    assert masked(f"a {PLANTED} in /root", environ) == "a *** in /root"
+
+
+# Logs and errors.
+
+
+def test_a_block_cannot_hold_a_line_of_the_log():
+    assert shown_block(f"first\n{FORGED}\n\n  kept\n\tx") == f"first\n  {FORGED}\n\n  kept\n        x"
+    assert isinstance(shown_block("a\nb"), Block)
+    assert "\n" not in shown("a\nb")
+
+
+def test_records_of_all_our_loggers(caplog):
+    caplog.set_level(logging.INFO)
+    logger = logging.getLogger("elastic_ext.workers.somewhere")
+    logger.info("%s, %r, %s at %d and %.1f", HOSTILE, {"a": HOSTILE}, OSError(2, "no", HOSTILE), 3, 0.5)
+    logger.info("%(name)s", {"name": HOSTILE})
+    logger.info("s3 is %s", Path(f"s3://key:{PLANTED}@x".replace("//", "/")))
+    logger.info("to %s", f"s3://key:{PLANTED}@bucket")
+    logger.info("it was at:\n%s", Block(f"File {HOSTILE}"))
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logger.exception("it failed")
+    assert_fit(caplog.text.replace("\n\n", "\n"))
+    assert "at 3 and 0.5" in caplog.text
+    assert "to s3://***@bucket" in caplog.text
+    assert "Traceback (most recent call last):\n  File" in caplog.text
+    assert len(caplog.records[0].getMessage().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "configured", ["", "logging.basicConfig()", "logging.getLogger('elastic_ext').addHandler(logging.StreamHandler())"]
+)
+def test_each_record_is_shown_once_whoever_configures_logging(configured):
+    """Under stock torchrun nobody does: logging's handler of last resort shows warnings."""
+    code = f"import logging, elastic_ext\n{configured}\nlogger = logging.getLogger('elastic_ext.a.b')\n"
+    code += f"logger.info('no')\nlogger.warning('seen %s', {HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.count("seen") == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert_fit(done.stderr)
+
+
+def test_errors_are_one_line():
+    error = UsageError(f"checkpoint_dir s3://a:{PLANTED}@b: {HOSTILE}")
+    assert str(error).startswith("checkpoint_dir s3://***@b: \\x1b]0;")
+    assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("command", [EXT, AGENT])
+def test_what_a_worker_raises_forges_no_line_of_the_agent(tmp_path, command):
+    """Once in the agent's own block, where it goes on, and once in torch's, at the end."""
+    (tmp_path / "job.py").write_text(f"raise RuntimeError({HOSTILE!r})")
+    done = run([*command, "--nproc-per-node=1", "--max-restarts=1", "job.py"], tmp_path)
+    assert done.returncode != 0
+    assert "elastic_ext: restart: rank 0 raised RuntimeError" in done.err
+    assert "Root Cause (first observed failure)" in done.err
+    assert_fit(done.err)
+
+
+# The commands.
+
+
+@pytest.fixture
+def hostile_names(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    names = [f"ckpt_1{ESCAPES}.pt", f"ckpt_2\n{FORGED}.pt", f"ckpt_3\r{FORGED}.pt"]
+    for name in names:
+        torch.save({"step": 1}, folder / name)
+    (folder / f"ckpt_4{ESCAPES}\n{FORGED}.pt").write_bytes(b"PK\x03\x04 no more")
+    quarantine(open_storage(str(folder)), names[0], HOSTILE, "me")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ls",), ("verify", "--all"), ("prune",), ("cp",), ("pin", "not there"), ("verify", f"no{HOSTILE}"), (f"no{HOSTILE}",)],
+)
+def test_names_of_files_cannot_steer_the_terminal(hostile_names, tmp_path, capsys, words):
+    action, *more = words
+    names = [path.name for path in hostile_names.glob("ckpt_[123]*")] + ["--to", str(tmp_path / "to")] if action == "cp" else more
+    try:
+        cli.main(["checkpoints", action, str(hostile_names), *names])
+    except SystemExit as error:
+        assert error.code == 78  # noqa: PT017 - argparse's way
+    told = capsys.readouterr()
+    assert told.out + told.err
+    assert_fit(told.out)
+    assert_fit(told.err)
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_json_is_escaped_by_itself_and_names_files_as_they_are(hostile_names, capsys, action):
+    cli.main(["checkpoints", action, str(hostile_names), "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert {json.loads(line)["name"] for line in lines} <= set(os.listdir(hostile_names))
+
+
+# Where a URL with credentials goes.
+
+WAITS = """
+import fcntl
+print("waits", flush=True)
+with open("gate") as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+"""
+
+
+def commands_of(agent: int) -> str:
+    """The arguments of a job's processes, as every user of the machine can read them."""
+    as_another = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    pids = [
+        agent,
+        *(int(child) for task in Path(f"/proc/{agent}/task").iterdir() for child in (task / "children").read_text().split()),
+    ]
+    paths = [f"/proc/{pid}/cmdline" for pid in pids]
+    return subprocess.run(["cat", *paths], capture_output=True, text=True, timeout=60, **as_another).stdout
+
+
+def test_credentials_of_checkpoint_dir_are_in_no_arguments_and_no_log(tmp_path):
+    (tmp_path / "job.py").write_text(WAITS)
+    gate = Gate(tmp_path / "gate")
+    variables = {
+        "ELASTIC_EXT_CHECKPOINT_DIR": f"memory://key:{PLANTED}@bucket/x",
+        "ELASTIC_EXT_LOCAL_DIR": str(tmp_path / "local"),
+        "LOGLEVEL": "INFO",
+    }
+    with Job([*AGENT, "--nproc-per-node=1", "job.py"], tmp_path, **variables) as job:
+        job.wait_for("waits")
+        commands = commands_of(job.process.pid)
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert "replicate" in commands
+    assert PLANTED not in commands
+    assert PLANTED not in done.all
+    assert "memory://***@bucket/x" in done.err
+    kept = [path.read_text() for path in (tmp_path / "local").rglob("*") if path.is_file()]
+    assert kept == ["memory://***@bucket/x"]
+
+
+def test_a_local_directory_that_an_older_version_has_claimed_stays_claimed(tmp_path):
+    local, remote = open_storage(str(tmp_path)), open_storage(f"memory://key:{PLANTED}@bucket/x")
+    claim(local, remote)
+    (owner,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    owner.write_text(f"memory://key:{PLANTED}@bucket/x")
+    claim(local, remote)
+    with pytest.raises(UsageError, match=r"belong to memory://\*\*\*@bucket/x, and"):
+        claim(local, open_storage("memory://bucket/other"))

@@ -84,7 +84,7 @@ def test_a_verdict_to_stop_has_a_code_that_an_agent_may_leave_with():
 
 
 def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
-    """20,000 of them; whatever is read can be written again, and is read as the same."""
+    """10,000 of them; whatever is read can be written again, and is read as the same."""
     random_, read = random.Random(7), 0
     refused: list[str] = []
     decoders: list[tuple[str, Callable[[bytes], Any], Callable[[Any], Any]]] = [
@@ -93,7 +93,7 @@ def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
         ("assign/a", lambda value: rounds.decode(Assignment, value, "k"), rounds.encode),
         ("ledger", job.decode_ledger, job.encode_ledger),
     ]
-    for number in range(20_000):
+    for number in range(10_000):
         name, decode, encode = decoders[number % 4]
         try:
             found = decode(forged(random_, GOOD[name]))
@@ -106,7 +106,7 @@ def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
             codes = [each.decision.exit_code for each in found.verdicts if each.decision.action is Action.STOP]
             assert set(codes) <= STOP_CODES
     assert [text for text in refused if "\n" in text or len(text) > 500] == []
-    assert min(read, len(refused)) > 1000
+    assert min(read, len(refused)) > 100
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_a_header_with_a_verdict_that_cannot_be_carried_out_is_none():
 
 
 def test_commands_read_what_they_can(server, capsys):
-    """`explain` and `checkpoints save` over 200 jobs of forged records: no traceback, and 0 for what is whole alone."""
+    """`explain` and `checkpoints save` over 60 jobs of forged records: no traceback, and 0 for what is whole alone."""
     random_ = random.Random(11)
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
     with EtcdClient(server.endpoint) as client:
         lease_id = client.lease_grant(600).lease_id
-        for number in range(200):
+        for number in range(60):
             client.delete_prefix(PREFIX)
             names = [] if number == 0 else random_.sample(list(GOOD), random_.randint(1, 4))
             for name, good in GOOD.items():
@@ -235,7 +235,7 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
         each.wait_for(seen(2, 0))
     with EtcdClient(server.endpoint) as client:
         nodes = [each.key for each in client.get_prefix(PREFIX + "nodes/").kvs]
-        ours = {key: client.get(key).kv for key in [*nodes, (PREFIX + "round").encode()]}
+        ours = {key: client.get(key).kv.lease_id for key in [*nodes, (PREFIX + "round").encode()]}
         end = json.loads(GOOD["round"])
         good = end["verdict"].replace('"round":3', '"round":1')
         end |= {"round": 1, "verdict": good.replace('"exit_code":65', '"exit_code":0')}
@@ -244,12 +244,13 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
                 for key in (*ours, PREFIX + "job", PREFIX + "ledger"):
                     client.put(key, bad)
                 waiting = dict(ours)
-                while waiting:  # what was there comes back, with its lease
+                while waiting:  # each comes back, under its lease
                     batch = watch.get(60)
                     assert batch is not None, waiting
                     for event in batch.events:
-                        there = waiting.get(event.kv.key)
-                        if there is not None and (event.kv.value, event.kv.lease_id) == (there.value, there.lease_id):
+                        if event.kv.lease_id == waiting.get(event.kv.key, 0) != 0:
+                            kind = Header if event.kv.key.endswith(b"round") else Node
+                            rounds.decode(kind, event.kv.value, "a record that came back")
                             del waiting[event.kv.key]
     agents.gate.open()
     assert [each.finish().returncode for each in jobs] == [0, 0], [each.err for each in jobs]

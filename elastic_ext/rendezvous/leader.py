@@ -114,8 +114,8 @@ class Leader:
         if now >= self._renew_job_at:
             self._renew_job(now)
         self._read_nodes(now)
-        if self._participant.header_lost:
-            self._write_header(self._participant.header)
+        if participant.header_lost:
+            self._write_header(participant.header)
         while True:
             if participant.header_revision == 0 and rounds.brings_back(None, participant.header):
                 participant.restore()
@@ -189,8 +189,6 @@ class Leader:
         The node counts as it was meanwhile. Whoever was none before is none.
         """
         participant = self._participant
-        if id_ == participant.id:
-            participant.post(participant.write_again)
         if id_ not in self._known:
             return
         node, lease_id = self._known[id_]

@@ -446,9 +446,11 @@ class Participant:
             self._heard = self.header_revision = written.revision
             self.expect_back()
             logger.warning("the job's records in etcd were lost: round %s is written again", self.header.round)
-        if part is None and self.assignment is not None and self.assignment.of(self.header):
+        there = part is not None and self.reader.assignment(part) is not None
+        if not there and self.assignment is not None and self.assignment.of(self.header):
             put = Put(mine, rounds.encode(self.assignment), lease_id=self.job_lease)
-            self.client.txn([absent(mine), unchanged(key, self.header_revision)], [put])
+            same = unchanged(mine, part.mod_revision if part is not None else 0)
+            self.client.txn([same, unchanged(key, self.header_revision)], [put])
         if me is None:
             self.write_again()
 
@@ -476,6 +478,8 @@ class Participant:
             return self._restore_later()  # it may be gone, and the history that says so
         if item.revision > self.created and self._node is not None:
             self._restore_later()
+        elif event.kind == "put" and self.reader.node(event.kv) is None:
+            self.write_again()
         return None
 
     # The election.
@@ -555,6 +559,8 @@ class Participant:
         part = self.reader.assignment(kv)
         self._part_lost = part is None
         self.assignment = part if part is not None else self.assignment
+        if part is None and self.assignment is not None and self.assignment.of(self.header) and self._node is not None:
+            self._restore_later()
 
     def _readable(self, kv: KeyValue) -> Header:
         """One that cannot be read changes nothing: what was known holds, and the leader writes it again in its place."""

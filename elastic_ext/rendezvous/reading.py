@@ -1,12 +1,10 @@
 """Reads what others have put beside a job's records. What cannot be read is no record: it is told once, and the job goes on.
 
-What stands in for it is for who asks: a node that cannot be read is no node, a header that cannot be read changes nothing, a
-failure whose verdict cannot be read has not been judged yet.
+What stands in for it is for who asks: a node that cannot be read is no node, a header that cannot be read changes nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -50,12 +48,17 @@ class Reader:
         return self._try(lambda: rounds.decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
-        """Invariant: a verdict that it carries is one that can be carried out, on the header's own round."""
+        """Invariant: a verdict that it carries is one that can be carried out, on the header's own round.
+
+        One with another verdict is no header at all: what was before holds, so its failure has yet to be judged.
+        """
         header = self._try(lambda: rounds.decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
         if header is None or not header.verdict:
             return header
         verdict = self.verdict(header.verdict, kv.key)
-        return header if verdict is not None and verdict.round == header.round else dataclasses.replace(header, verdict="")
+        if verdict is not None and verdict.round != header.round:
+            self._once(f"{_shown(kv.key)} holds a verdict on round {verdict.round} in round {header.round}", kv.key, kv.value)
+        return header if verdict is not None and verdict.round == header.round else None
 
     def ledger(self, kv: KeyValue) -> job.Ledger | None:
         return self._try(lambda: job.decode_ledger(kv.value), kv.key, kv.value)

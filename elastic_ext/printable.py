@@ -13,7 +13,7 @@ from collections.abc import Mapping
 _USERINFO = re.compile(r"://(?:[^\s/]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
 _BARE_USERINFO = re.compile(r"(?<![^\s,])[^\s/,@:]{1,512}:[^\s/,@]{1,512}@")  # of an endpoint without a scheme
 _SECRET_OPTION = re.compile(
-    r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"]+", re.IGNORECASE
+    r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"\\]+", re.IGNORECASE
 )
 
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)

@@ -43,7 +43,7 @@ from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_tor
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.plugin import usage_errors_exit
 from elastic_ext.policy import Action, Decision
-from elastic_ext.printable import Block, printable
+from elastic_ext.printable import Block, printable, redacted
 from elastic_ext.rendezvous.rounds import STALLED
 from elastic_ext.saving import SaveOnDemand
 from elastic_ext.torch_seam import AgentSeam, raise_again, started_by
@@ -153,6 +153,7 @@ class Supervisor(AgentSeam):
             self._standbys = self._make_standbys() if self._extras else None
             if self._settings.hang and torch.distributed.is_nccl_available():
                 self._flight = FlightRecorder(self._logs.run_dir, os.environ)
+                stack.callback(self._flight.close)
             self._copier = copier.start(self._settings, self._token, self._metrics)
             clean = False
             try:
@@ -375,7 +376,7 @@ class Supervisor(AgentSeam):
         with self._phase("verdict"):
             share = job.MOST_STACKS // max(1, len(self._stacks)) - 1  # each has its beginning in the report
             where = "\n".join(stack[:share] for stack in self._stacks)
-            told = job.Report(self._handler.host, cause.diagnosis, self._resumed_at, where, self._resumed.path)
+            told = job.Report(self._handler.host, cause.diagnosis, self._resumed_at, where, redacted(self._resumed.path))
             verdict: job.Verdict = self._handler.conclude(told)
         return verdict
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.workers.flight_recorder import DUMP_FILES, FlightRecorder
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the planted links must be another user's, which takes root")
 
 NOBODY = 65534
@@ -98,3 +100,17 @@ exits.tell({{"exit_code": 65}}, sys.argv[1])
     assert "could not be written" in done.stderr
     assert victim.read_text() == TEXT
     assert os.listdir(shared) == ["told"]
+
+
+def test_the_dumps_of_the_flight_recorder_lie_where_nobody_else_can_plant_anything(tmp_path: Path) -> None:
+    recorder = FlightRecorder(str(tmp_path), {})
+    (dumps,) = {recorder.variables[name] for name in DUMP_FILES}
+    folder = Path(dumps).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "rank_0").touch()
+    recorder.close()
+    (folder / "rank_0").unlink()
+    recorder.close()
+    recorder.close()
+    assert not folder.exists()
+    assert not set(DUMP_FILES) & FlightRecorder(str(tmp_path), {DUMP_FILES[0]: "mine", DUMP_FILES[1]: "mine"}).variables.keys()

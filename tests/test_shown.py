@@ -62,6 +62,18 @@ def test_values_of_variables_that_are_named_like_a_secret():
     assert masked(f"a {PLANTED} in /root", environ) == "a *** in /root"
 
 
+@pytest.fixture
+def hostile_names(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    names = [f"ckpt_1{ESCAPES}.pt", f"ckpt_2\n{FORGED}.pt", f"ckpt_3\r{FORGED}.pt"]
+    for name in names:
+        torch.save({"step": 1}, folder / name)
+    (folder / f"ckpt_4{ESCAPES}\n{FORGED}.pt").write_bytes(b"PK\x03\x04 no more")
+    quarantine(open_storage(str(folder)), names[0], HOSTILE, "me")
+    return folder
+
+
 # Logs and errors.
 
 
@@ -110,29 +122,20 @@ def test_errors_are_one_line():
 
 
 @pytest.mark.parametrize("command", [EXT, AGENT])
-def test_what_a_worker_raises_forges_no_line_of_the_agent(tmp_path, command):
-    """Once in the agent's own block, where it goes on, and once in torch's, at the end."""
+def test_what_a_worker_raises_and_how_files_are_named_forges_no_line_of_the_agent(tmp_path, command, hostile_names):
+    """What it raises once in the agent's own block, where it goes on, and once in torch's, at the end."""
     (tmp_path / "job.py").write_text(f"raise RuntimeError({HOSTILE!r})")
-    done = run([*command, "--nproc-per-node=1", "--max-restarts=1", "job.py"], tmp_path)
+    done = run(
+        [*command, "--nproc-per-node=1", "--max-restarts=1", "job.py"], tmp_path, ELASTIC_EXT_CHECKPOINT_DIR=str(hostile_names)
+    )
     assert done.returncode != 0
+    assert "ckpt_3\\r" in done.err or command == EXT  # stock torchrun shows warnings only
     assert "elastic_ext: restart: rank 0 raised RuntimeError" in done.err
     assert "Root Cause (first observed failure)" in done.err
     assert_fit(done.err)
 
 
 # The commands.
-
-
-@pytest.fixture
-def hostile_names(tmp_path):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    names = [f"ckpt_1{ESCAPES}.pt", f"ckpt_2\n{FORGED}.pt", f"ckpt_3\r{FORGED}.pt"]
-    for name in names:
-        torch.save({"step": 1}, folder / name)
-    (folder / f"ckpt_4{ESCAPES}\n{FORGED}.pt").write_bytes(b"PK\x03\x04 no more")
-    quarantine(open_storage(str(folder)), names[0], HOSTILE, "me")
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, 
 from elastic_ext.checkpoints.tiers import Offer
 from elastic_ext.checkpoints.verify import Mode
 from elastic_ext.errors import BadCheckpoints, ElasticExtError, RoundOver, UsageError
-from elastic_ext.printable import printable
+from elastic_ext.printable import printable, redacted
 from elastic_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -137,12 +137,13 @@ def _since(directory: str, run_id: str, told: str) -> float:
     Without this each restart would throw away what the run has done since. Another value of resume_from begins anew.
     """
     storage, name = open_storage(directory), f"{BEGUN}/{_file_name(run_id)}.json"
+    record = {"resume_from": redacted(told)}
     try:
-        same = json.loads(storage.read(name)) == {"resume_from": told}
+        same = json.loads(redacted(storage.read(name).decode())) == record  # older versions kept it as it was
     except (FileNotFoundError, ValueError):
         same = False
     if not same:
-        storage.put(name, json.dumps({"resume_from": told}).encode())
+        storage.put(name, json.dumps(record).encode())
     found = storage.stat(name)
     if found is None or found.mtime is None:
         logger.warning("%s keeps no times: every restart of this run begins at resume_from=%s", directory, told)

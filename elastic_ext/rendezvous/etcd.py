@@ -193,8 +193,8 @@ class EtcdRendezvous(RendezvousHandler):
             self._unreachable += 1
             if self._unreachable == STORE_TRIES:  # the others are better off without this node
                 raise RendezvousConnectionError(
-                    f"the stores of {STORE_TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}: "
-                    f"{error}; expected that this host reaches all others of the job"
+                    f"the stores of {STORE_TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}"
+                    f": {error}; expected that this host reaches all others of the job"
                 ) from error
             logger.warning("the store of round %s does not answer: %s", header.round, error)
             self.break_round("the store of rank 0 does not answer")

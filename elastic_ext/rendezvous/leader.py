@@ -93,6 +93,7 @@ class Leader:
         self._prefix = participant.prefix + "nodes/"
         self._rests_until = 0.0
         self._called = False  # a look at the news waits on the loop already: one for many events
+        self._written_over: dict[str, KeyValue] = {}  # what cannot be read, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # what each node said last that could be read, and its lease
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
         self._load_members()
@@ -120,6 +121,7 @@ class Leader:
             if participant.header_revision == 0 and rounds.brings_back(None, participant.header):
                 participant.restore()
             self._know_members(now)
+            self._clear_written_over()
             view = self._view()
             action = rounds.next_action(view, self._participant.limits, now)
             if isinstance(action, Wait):
@@ -190,6 +192,7 @@ class Leader:
         """
         participant = self._participant
         if id_ not in self._known:
+            self._written_over[id_] = kv
             return
         node, lease_id = self._known[id_]
         same = unchanged(kv.key, kv.mod_revision)
@@ -199,6 +202,12 @@ class Leader:
             self._joined.setdefault(id_, kv.create_revision)
         except LeaseLost:  # it has ended since, and nothing would take away what lies in its place
             participant.client.txn([same], [Delete(kv.key)])
+
+    def _clear_written_over(self) -> None:
+        """A member's record that was written over before this leader had read it: its node writes it again once it is gone."""
+        for id_ in self._written_over.keys() & self._members.keys():
+            kv = self._written_over.pop(id_)
+            self._participant.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
 
     def _know_members(self, now: float) -> None:
         """Of a round that this leader has not sealed, and while parts of the round are missing."""

@@ -478,8 +478,6 @@ class Participant:
             return self._restore_later()  # it may be gone, and the history that says so
         if item.revision > self.created and self._node is not None:
             self._restore_later()
-        elif event.kind == "put" and self.reader.node(event.kv) is None:
-            self.write_again()
         return None
 
     # The election.

@@ -9,6 +9,7 @@ newer versions call TORCH_FR_DUMP_TEMP_FILE. The file is a pickle, which is neve
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import tempfile
@@ -29,12 +30,25 @@ class FlightRecorder:
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:
-        """run_dir: of the agent; the pipes are in there. The dumps are not: they are to be read after the job."""
-        ours = os.path.join(tempfile.gettempdir(), f"{os.path.basename(run_dir)}_flight_")
-        self._dumps = next((environ[name] for name in DUMP_FILES if environ.get(name)), ours)
+        """run_dir: of the agent; the pipes are in there. The dumps are not: they are to be read after the job.
+
+        They have a directory that only this user may enter: torch would follow a link that waits for them.
+        """
+        told_of = next((environ[name] for name in DUMP_FILES if environ.get(name)), None)
+        self._own = tempfile.mkdtemp(prefix="elastic_ext_flight_") if told_of is None else None
+        self._dumps: str = os.path.join(self._own, "rank_") if self._own is not None else str(told_of)
         self._pipes = environ.get(PIPE_FILE) or os.path.join(run_dir, "flight_")
         told = {PIPE_FILE: self._pipes, **dict.fromkeys(DUMP_FILES, self._dumps)}
         self.variables = {name: value for name, value in told.items() if not environ.get(name)}
+
+    def close(self) -> None:
+        """Remove the directory, unless there is a dump to be read."""
+        if self._own is not None:
+            try:
+                os.rmdir(self._own)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                    raise
 
     def dump(self, ranks: Iterable[int]) -> str:
         """Have these ranks dump their records; return in words where they are, "" if there is none. Takes WAIT_S at most."""

@@ -214,6 +214,23 @@ def test_a_key_that_is_deleted_comes_back_and_the_round_goes_on(server, tmp_path
     trio.finish(restarts=0)
 
 
+def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
+    """Its revisions begin again. What can be formed after that is a round like any other."""
+    trio = Trio(tmp_path, stack, server, 2)
+    server.kill()
+    server.wipe()
+    assert wait_gone(trio.workers, timeout_s=3) == trio.workers
+    server.start()
+    trio.until(trio.is_whole)
+    assert trio.attempts() == {0}
+    os.kill(trio.workers[0], signal.SIGKILL)
+    for job in trio.jobs.values():
+        job.wait_for(seen(3, 1))
+    trio.gate.open()
+    for job in trio.jobs.values():
+        assert job.finish().returncode == 0, job.err
+
+
 def test_a_nodes_key_that_is_deleted_costs_one_free_restart(server, tmp_path, stack):
     """To the leader it looks like the node's death."""
     trio = Trio(tmp_path, stack, server, 10)

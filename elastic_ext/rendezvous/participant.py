@@ -385,8 +385,8 @@ class Participant:
         if self.created == 0:  # it was about to enter; that is tried again
             return
         self.expect_back()
-        self.write_again()
-        self.restore()
+        self.run(self.write_again)  # each is tried again by itself: this lease is not lost again
+        self.run(self.restore)
 
     def write_again(self) -> None:
         """This node's own key, which is gone or written over. It tells which round its workers are in: nothing else may know
@@ -462,7 +462,9 @@ class Participant:
             self._retry(self.restore)
 
     def _heard_of(self, header: KeyValue | None, revision: int) -> None:
-        """What etcd holds at this revision, or later, is news; what it held before is not."""
+        """What etcd holds at this revision, or later, is news; what it held before is not. revision: of the reading."""
+        if revision < self._heard:  # readings are linearizable: this is another store, set up anew or from a backup
+            self._heard = 0
         if header is not None:
             self._saw(self._readable(header), header.mod_revision)
         elif revision > self._heard:

@@ -240,7 +240,7 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
         good = end["verdict"].replace('"round":3', '"round":1')
         end |= {"round": 1, "verdict": good.replace('"exit_code":65', '"exit_code":0')}
         for bad in (b"\xff", DEEP, json.dumps(end).encode()):
-            with client.watch(PREFIX, prefix=True, start_revision=client.revision() + 1) as watch:
+            with client.watch(PREFIX, prefix=True, start_revision=client.revision(PREFIX + "round") + 1) as watch:
                 for key in (*ours, PREFIX + "job", PREFIX + "ledger"):
                     client.put(key, bad)
                 waiting = dict(ours)

@@ -333,7 +333,7 @@ class Alone:
             assert self._changed.wait_for(holds, BACK_S), (self.node.header, self.node.failure)
 
     def join(self, after: int) -> None:
-        self.node.ready(Node(after=after, workers=1, role="", address="", port=1))
+        self.node.ready(Node(after=after, workers=1, role="", address="127.0.0.1", port=1))
         self.until(lambda: self.node.joined is not None and self.node.joined[0].round == after + 1)
 
     def stored(self, holds: Callable[[Header], bool]) -> Header:

@@ -93,7 +93,7 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
         if directory.stat().st_uid == 0 and directory != Path("/") and "pytest" in str(directory):
             directory.chmod(0o755)
     code = (
-        "import os, sys, fsspec.implementations.local\n"
+        "import encodings.idna, os, sys, fsspec.implementations.local\n"
         "from elastic_ext import agent, supervisor\n"
         "from elastic_ext.rendezvous import c10d\n"  # the interpreter may be where nobody may read
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

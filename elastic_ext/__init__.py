@@ -5,11 +5,7 @@ Importing this package imports no torch: the entry point is loaded by every torc
 
 import importlib
 
-from elastic_ext.observe import log_records
-
 __version__ = "0.1.0"
-
-log_records.install()
 
 _LAZY = {
     "resume_from": "elastic_ext.training",
@@ -28,4 +24,7 @@ def __getattr__(name: str) -> object:
     """What training scripts use, imported when it is first asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")
+    from elastic_ext.observe import log_records  # here: the bootstrap of workers imports nothing beside itself
+
+    log_records.install()
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from elastic_ext import exits, plugin
 from elastic_ext.errors import UsageError
+from elastic_ext.observe import log_records
 from elastic_ext.policy import EX_USER, NO_LIMIT
 
 BACKEND = "ext_c10d"
@@ -72,6 +73,7 @@ def settle(args: Namespace) -> Namespace:
 def _configure_logging() -> None:
     """Ours from INFO on; other libraries as torch does it, from LOGLEVEL on (WARNING by default)."""
     level = os.environ.get("LOGLEVEL", "").upper()
+    log_records.install()
     logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level=level or "WARNING")
     logging.getLogger("elastic_ext").setLevel(level or "INFO")
 

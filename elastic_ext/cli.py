@@ -16,6 +16,7 @@ from elastic_ext.errors import EX_CONFIG, UsageError
 from elastic_ext.failures import case, files, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.user_rules import UserRule
+from elastic_ext.observe import log_records
 from elastic_ext.policy import EXIT_CODES, decide
 from elastic_ext.printable import shown
 
@@ -25,6 +26,7 @@ SHOWN = 300  # characters of an error
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0; 78 for wrong usage or input, with one line on stderr for each fault; 1 where
     `checkpoints verify` or `cp` has found damage, 75 where `checkpoints save` has got no save."""
+    log_records.install()
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))

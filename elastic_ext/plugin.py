@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ext.errors import EX_CONFIG, SeamError, UsageError
+from elastic_ext.observe import log_records
 from elastic_ext.printable import shown
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous on etcd and have torch's launcher construct our agent for it."""
+    log_records.install()
     with usage_errors_exit():
         from elastic_ext import settings, torch_seam
         from elastic_ext.rendezvous.etcd import EtcdRendezvous
@@ -43,6 +45,7 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     """Create the embedded rendezvous and have torch's launcher construct our agent for it."""
+    log_records.install()
     with usage_errors_exit():
         from elastic_ext import settings, torch_seam
         from elastic_ext.rendezvous.c10d import EmbeddedRendezvous

@@ -17,6 +17,7 @@ from elastic_ext.checkpoints.catalog import quarantine
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.tiers import claim
 from elastic_ext.errors import UsageError
+from elastic_ext.observe import log_records
 from elastic_ext.printable import Block, masked, redacted, shown, shown_block
 from tests.jobs import AGENT, EXT, Gate, Job, run
 
@@ -84,6 +85,7 @@ def test_a_block_cannot_hold_a_line_of_the_log():
 
 
 def test_records_of_all_our_loggers(caplog):
+    log_records.install()
     caplog.set_level(logging.INFO)
     logger = logging.getLogger("elastic_ext.workers.somewhere")
     logger.info("%s, %r, %s at %d and %.1f", HOSTILE, {"a": HOSTILE}, OSError(2, "no", HOSTILE), 3, 0.5)
@@ -107,7 +109,8 @@ def test_records_of_all_our_loggers(caplog):
 )
 def test_each_record_is_shown_once_whoever_configures_logging(configured):
     """Under stock torchrun nobody does: logging's handler of last resort shows warnings."""
-    code = f"import logging, elastic_ext\n{configured}\nlogger = logging.getLogger('elastic_ext.a.b')\n"
+    code = "import logging\nfrom elastic_ext.observe import log_records\nlog_records.install()\n"
+    code += f"{configured}\nlogger = logging.getLogger('elastic_ext.a.b')\n"
     code += f"logger.info('no')\nlogger.warning('seen %s', {HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.count("seen") == 1
@@ -202,7 +205,7 @@ def test_credentials_of_checkpoint_dir_are_in_no_arguments_and_no_log(tmp_path):
     assert PLANTED not in commands
     assert PLANTED not in done.all
     assert "memory://***@bucket/x" in done.err
-    kept = [path.read_text() for path in (tmp_path / "local").rglob("*") if path.is_file()]
+    kept = [text for path in (tmp_path / "local").rglob("*") if path.is_file() and (text := path.read_text())]
     assert kept == ["memory://***@bucket/x"]
 
 

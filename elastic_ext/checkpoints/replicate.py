@@ -33,6 +33,7 @@ from elastic_ext.checkpoints.pins import unless_pinned
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.tiers import LOCAL_ENV, REMOTE_ENV, Held, manifest_of, own_checkpoints, plan_local_prune, rank_of
 from elastic_ext.errors import ElasticExtError
+from elastic_ext.observe import log_records
 
 logger = logging.getLogger(__name__)
 
@@ -357,6 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes a second that may be sent; 0: no limit")
     args = parser.parse_args()
+    log_records.install()
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
     os.nice(NICE)
     orders = _Orders()

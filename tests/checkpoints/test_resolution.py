@@ -119,7 +119,8 @@ def test_one_written_later_under_the_same_name_is_another(tmp_path):
 def exchanges():
     """Two nodes' ends, through the store of a rendezvous."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield [exchange_of(server, rank, 2) for rank in range(2)]  # the server lives as long as the test
+    yield [exchange_of(server, rank, 2) for rank in range(2)]
+    del server  # which lives as long as this name
 
 
 def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> StoreExchange:

@@ -111,7 +111,7 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     script.write_text(SLOW_TO_TELL)
     jobs = nodes.start_all("abc", "3", str(script))
     for job in jobs:
-        job.wait_for("up")
+        job.wait_for("(?m)^up$")
     jobs[1].process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
     nodes.gate.open()

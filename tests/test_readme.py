@@ -90,7 +90,7 @@ def test_curl(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text("import signal; print('up', flush=True); signal.pause()")
     with Job([sys.executable, "-m", "elastic_ext.agent", str(script)], tmp_path, ELASTIC_EXT_METRICS_PORT="9401") as job:
-        job.wait_for("up")
+        job.wait_for("(?m)^up$")
         if shutil.which("curl"):
             out = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=True).stdout
         else:

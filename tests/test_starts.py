@@ -301,7 +301,7 @@ def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, whi
     script.write_text("import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)")
     gate = Gate(tmp_path / "gate")
     with Job([*AGENT, "--nproc-per-node=1", str(script), str(gate.path)], tmp_path) as job:
-        job.wait_for("up")
+        job.wait_for("(?m)^up$")
         (helper,) = [pid for pid in _children(job.process.pid) if which in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(helper, signal.SIGSTOP)
         begin = time.monotonic()

@@ -449,7 +449,7 @@ def test_the_death_of_the_agent_leaves_neither_workers_nor_pump(tmp_path):
     script = tmp_path / "chat.py"
     script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")
     with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
-        job.wait_for("up")
+        job.wait_for("(?m)^up$")
         (pump,) = pumps(job.process.pid)
         job.process.kill()
         assert wait_gone([pump]) == []

@@ -280,7 +280,7 @@ def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tm
     )
     # 6 s is more than the grace after a failure (5 s by default), and less than the shutdown timeout (30 s by default)
     with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
-        job.wait_for("up")
+        job.wait_for("(?m)^up$")
         job.process.send_signal(sig)
         assert job.finish().returncode != 0
         assert f"got {int(sig)}" in job.out

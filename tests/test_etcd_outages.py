@@ -299,10 +299,10 @@ def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_di
         inside, woken = (
             Participant(client, loop, "job", name, Limits(1, 1, 0.0), LEASE_S, joined.set) for name in ("in", "woken")
         )
-        inside.ready(Node(after=0, workers=1, role="", address="", port=1))
+        inside.ready(Node(after=0, workers=1, role="", address="h", port=1))
         assert joined.wait(NEWS_S)
         client.put(f"{PREFIX}assign/woken", encode(Assignment(1, rank=0, base_rank=0, base_role_rank=0, role_world=1)))
-        waits = Node(after=0, workers=1, role="", address="", port=2)
+        waits = Node(after=0, workers=1, role="", address="h", port=2)
         read = threading.Event()
         woken.ready(waits)
         woken.post(woken.read_header)
@@ -336,7 +336,7 @@ def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_witho
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy, Cut(proxy.endpoint) as client:
         loop = Loop()
         node = Participant(client, loop, "job", "only", Limits(1, 1, 0.0), LEASE_S, joined.set)
-        node.ready(Node(after=0, workers=1, role="", address="", port=1))
+        node.ready(Node(after=0, workers=1, role="", address="h", port=1))
         assert joined.wait(NEWS_S), "no round: nobody leads"
         loop.close()
     assert client.calls > 1

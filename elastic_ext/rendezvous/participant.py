@@ -435,7 +435,7 @@ class Participant:
         """
         if self._node is None or self.created == 0:
             return
-        self.job_lease = self._records.bring_back(self.job_lease)
+        self.job_lease = self._records.bring_back(self.job_lease, self.header)
         key, mine = self.prefix + "round", f"{self.prefix}assign/{self.id}"
         read = self.client.txn([], [Get(key), Get(mine), Get(self._key)])
         header, part, me = (reading.kv for reading in read.readings)

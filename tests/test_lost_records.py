@@ -11,17 +11,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.etcd import Compare, Delete, EtcdClient, Put, Unavailable
+from elastic_ext.etcd.records import Op, TxnResult
 from elastic_ext.job import decode_ledger
 from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import Participant
-from elastic_ext.rendezvous.rounds import Header, Limits, Node, State, decode, encode
+from elastic_ext.rendezvous.participant import RETRY_S, Participant
+from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Gate, Job, wait_gone
@@ -316,13 +317,15 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
 class Alone:
     """The only node of a job, without workers, on its loop."""
 
-    def __init__(self, stack: ExitStack, server: EtcdServer) -> None:
+    def __init__(self, stack: ExitStack, server: EtcdServer, ttl_s: int = 10, nodes: int = 1) -> None:
+        """nodes: that the job needs; with one it is in round 1 at once."""
         self.client = stack.enter_context(EtcdClient(server.endpoint))
         self._changed = threading.Condition()
         self.loop = Loop()
         stack.callback(self.loop.close, GRACE_S)
-        self.node = Participant(self.client, self.loop, "job", "alone", Limits(1, 1, 0.0), 10, self._notify)
-        self.join(0)
+        self.node = Participant(self.client, self.loop, "job", "alone", Limits(nodes, nodes, 0.0), ttl_s, self._notify)
+        if nodes == 1:
+            self.join(0)
 
     def _notify(self) -> None:
         with self._changed:
@@ -343,6 +346,95 @@ class Alone:
             while (kv := self.client.get(key).kv) is None or not holds(decode(Header, kv.value, key)):
                 assert news.get(BACK_S) is not None, kv
         return decode(Header, kv.value, key)
+
+    def says(self) -> Node | None:
+        kv = self.client.get(PREFIX + "nodes/alone").kv
+        return decode(Node, kv.value, "nodes/alone") if kv is not None else None
+
+    def until_says(self, holds: Callable[[Node], bool]) -> None:
+        with self.client.watch(PREFIX + "nodes/alone") as news:
+            while (node := self.says()) is None or not holds(node):
+                assert news.get(BACK_S / 6) is not None, node
+
+    @contextmanager
+    def refused_once(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+        """The next write of the node's own record fails; set when it has."""
+        failed = threading.Event()
+        txn = self.client.txn
+
+        def refuse(compares: Sequence[Compare], *branches: Sequence[Op], **more: float) -> TxnResult:
+            own = any(isinstance(op, Put) and op.key == PREFIX + "nodes/alone" for branch in branches for op in branch)
+            if own and not failed.is_set():
+                failed.set()
+                raise Unavailable("no endpoint answers")
+            return txn(compares, *branches, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self.client, "txn", refuse)
+            yield failed
+
+
+def test_a_write_of_what_a_node_says_that_fails_is_tried_again(server, stack, monkeypatch):
+    """It has a part in a round that was over before it could take it: the others wait for it to say that it has not."""
+    alone = Alone(stack, server, nodes=2)
+    alone.node.ready(Node(after=0, workers=1, role="", address="h", port=1))
+    alone.until_says(lambda node: node.after == 0)
+    with alone.refused_once(monkeypatch) as failed:
+        alone.client.put(PREFIX + "assign/alone", encode(Assignment(1, 0, 0, 0, 1, "s")))
+        alone.client.put(PREFIX + "round", encode(Header(1, State.BROKEN, 1, 1, "h", 9, "over", "s", job="s")))
+        assert failed.wait(BACK_S)
+        alone.until_says(lambda node: node.after == 1)
+
+
+def test_what_a_node_has_said_last_is_what_stays_said(server, stack, monkeypatch):
+    alone = Alone(stack, server)
+    with alone.refused_once(monkeypatch) as failed:
+        alone.node.stalled(1, True)
+        assert failed.wait(BACK_S)
+        alone.node.stalled(1, False)
+        time.sleep(2 * RETRY_S)
+        alone.node.saved(1, 5)
+        alone.until_says(lambda node: node.saved == 1)
+    assert alone.says().stalled == 0
+
+
+def test_what_is_done_in_one_round_is_not_said_of_the_next(server, stack, monkeypatch):
+    alone = Alone(stack, server)
+    with alone.refused_once(monkeypatch) as failed:
+        alone.node.done()
+        assert failed.wait(BACK_S)
+        alone.node.end_round(1, State.BROKEN, "over")
+        alone.join(1)
+        time.sleep(2 * RETRY_S)
+        alone.node.saved(1, 5)
+        alone.until_says(lambda node: node.saved == 1)
+    assert alone.says().done < 2
+    assert alone.node.header.state is State.RUNNING
+
+
+def job_comes_back(alone: Alone, record: str) -> None:
+    """Somebody writes this over the job's record, without a lease, while a round runs."""
+    ours = alone.client.get(PREFIX + "job").kv
+    alone.client.put(PREFIX + "job", record or ours.value)
+    with alone.client.watch(PREFIX + "job") as news:
+        while (kv := alone.client.get(PREFIX + "job").kv) is None or (kv.value, kv.lease_id) != (ours.value, ours.lease_id):
+            assert news.get(BACK_S) is not None, (kv, alone.node.failure)
+    assert alone.node.failure is None
+    alone.node.end_round(1, State.BROKEN, "over")
+    alone.join(1)
+
+
+@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
+def test_the_record_of_a_job_that_runs_comes_back_under_its_lease(server, stack, record):
+    job_comes_back(Alone(stack, server, ttl_s=2), record)
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_job_begins_where_its_record_lies_without_a_lease(server, stack, blank):
+    with EtcdClient(server.endpoint) as client:
+        client.put(PREFIX + "job", '{"schema": 1, "min_nodes": 1, "max_nodes": 1' + blank + "}")
+        Alone(stack, server, ttl_s=2)
+        assert client.get(PREFIX + "job").kv.lease_id == client.get(PREFIX + "round").kv.lease_id != 0
 
 
 def test_a_round_can_be_ended_while_its_header_is_gone(server, stack):

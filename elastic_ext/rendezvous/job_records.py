@@ -99,7 +99,8 @@ class JobRecords:
             why = printable(refused.value.decode(errors="replace"))
             raise Refused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._agreed(job)
-        if theirs is None:  # nothing, or nothing that can be read: it becomes ours
+        if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
+            # Nothing, or nothing that can be read or would ever go: it becomes ours.
             lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
             if lease_id is None:
                 return None
@@ -142,29 +143,33 @@ class JobRecords:
             return None
         return lease_id if written.succeeded else None
 
-    def bring_back(self, lease_id: int) -> int:
-        """Return the lease of what belongs to nobody; where the job's record is lost, write it again.
+    def bring_back(self, lease_id: int, known: Header) -> int:
+        """Return the lease of what belongs to nobody; where the job's record is lost or written over, write it again.
 
-        lease_id: as last known. A lease that is alive is kept, for other records may be under it.
+        lease_id: as last known. A lease that is alive is kept, for other records may be under it. known: the header. Where that
+        of the same job is in etcd, other settings than ours are not of the job: who begins another one removes that header.
 
         Raises:
             LostRace: somebody else writes at the same time.
             UsageError: another job, with other settings, has taken the run id meanwhile.
         """
-        job = self._client.get(self._job).kv
+        job, header = (reading.kv for reading in self._client.txn([], [Get(self._job), Get(self._round)]).readings)
         theirs = self._agreed(job)
-        if theirs is None:
+        if theirs not in (None, self._mine) and not self._is_of(header, known):
+            raise UsageError(
+                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+            )
+        if job is None or theirs != self._mine or not job.lease_id:  # without a lease others have written it, and it never goes
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:
                 raise LostRace("the job's record was written by another node at the same time")
             return written
-        if theirs != self._mine:
-            raise UsageError(
-                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
-            )
-        assert job is not None
         return job.lease_id
+
+    def _is_of(self, header: KeyValue | None, known: Header) -> bool:
+        found = self._reader.header(header) if header is not None else None
+        return found is not None and found.job == known.job != ""
 
     def _forget(self, found: Found) -> bool:
         """Remove what a job left that no node is in any more; False where one still is.

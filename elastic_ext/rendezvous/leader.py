@@ -95,8 +95,8 @@ class Leader:
         self._called = False  # a look at the news waits on the loop already: one for many events
         self._written_over: dict[str, KeyValue] = {}  # what cannot be read, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # what each node said last that could be read, and its lease
+        self._load_members()  # first: where it fails this is made again, and nothing would close the watch
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
-        self._load_members()
 
     def _call(self) -> None:
         if not self._called:

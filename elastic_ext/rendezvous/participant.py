@@ -40,6 +40,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from elastic_ext.errors import UsageError
 from elastic_ext.etcd import (
@@ -163,11 +164,11 @@ class Participant:
 
     def report(self, round_: int, text: str, follows: bool = False) -> None:
         """The workers of this node have been stopped; text (see `job`) tells what had failed in this round. follows: see Node."""
-        self.post(lambda: self._report(round_, text, follows))
+        self.post(lambda: self._say(reported=round_, report=text, follows=follows))
 
     def stalled(self, round_: int, stalled: bool) -> None:
         """Whether all workers of this node stall in this round. When those of all nodes do, the round ends."""
-        self.post(lambda: self._stalled(round_ if stalled else 0))
+        self.post(lambda: self._say(stalled=round_ if stalled else 0))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
@@ -191,7 +192,7 @@ class Participant:
 
     def saved(self, number: int, step: int) -> None:
         """The save on demand with this number is complete."""
-        self.post(lambda: self._saved(number, step))
+        self.post(lambda: self._say(saved=number, saved_step=step))
 
     def leave(self, timeout_s: float) -> None:
         """Take this node out: its lease is revoked, so that the others know at once. Returns when that is done, or too late."""
@@ -359,6 +360,8 @@ class Participant:
     def _write_node(self) -> None:
         if self._written is self._node:
             return
+        if self._node is None or self._session is None:
+            return  # it has left meanwhile
         written = self.client.txn([absent(self._key)], self._registration(), [Get(self._key), self._put_node()])
         found = written.readings[0].kv
         if written.succeeded:
@@ -432,7 +435,7 @@ class Participant:
         """
         if self._node is None or self.created == 0:
             return
-        self.job_lease = self._records.bring_back(self.job_lease)
+        self.job_lease = self._records.bring_back(self.job_lease, self.header)
         key, mine = self.prefix + "round", f"{self.prefix}assign/{self.id}"
         read = self.client.txn([], [Get(key), Get(mine), Get(self._key)])
         header, part, me = (reading.kv for reading in read.readings)
@@ -450,7 +453,8 @@ class Participant:
         if not there and self.assignment is not None and self.assignment.of(self.header):
             put = Put(mine, rounds.encode(self.assignment), lease_id=self.job_lease)
             same = unchanged(mine, part.mod_revision if part is not None else 0)
-            self.client.txn([same, unchanged(key, self.header_revision)], [put])
+            if not self.client.txn([same, unchanged(key, self.header_revision)], [put]).succeeded:
+                raise LostRace("the header changed while this node's part was written again")
         if me is None:
             self.write_again()
 
@@ -650,40 +654,28 @@ class Participant:
             return
         if part is None or not part.of(header):
             if self._part_lost and header.state is State.RUNNING:  # it may be in this round, and can never learn how
-                self._node = dataclasses.replace(node, after=header.round)
-                self._write_node()
+                self._say(after=header.round)
             return
         if header.state is State.RUNNING:
             self.joined = (header, part)
             self._on_change()
             self.post(self._follow)
         elif header.state is State.BROKEN:
-            self._node = dataclasses.replace(node, after=header.round)
-            self._write_node()
+            self._say(after=header.round)
 
     def _done(self) -> None:
-        if self._node is not None:
-            self._node = dataclasses.replace(self._node, done=self.header.round)
-            self._write_node()
+        if self.joined is not None:
+            self._say(done=self.joined[0].round)
 
-    def _report(self, round_: int, text: str, follows: bool) -> None:
-        if self._node is not None:
-            self._node = dataclasses.replace(self._node, reported=round_, report=text, follows=follows)
-            self._write_node()
-
-    def _stalled(self, round_: int) -> None:
-        if self._node is not None and self._node.stalled != round_:
-            self._node = dataclasses.replace(self._node, stalled=round_)
-            self._write_node()
-
-    def _saved(self, number: int, step: int) -> None:
-        if self._node is not None:
-            self._node = dataclasses.replace(self._node, saved=number, saved_step=step)
-            self._write_node()
+    def _say(self, **said: Any) -> None:
+        """Said once; only the writing is tried again: nothing that this node has said since is taken back, whatever fails."""
+        if self._node is not None and (node := dataclasses.replace(self._node, **said)) != self._node:
+            self._node = node
+            self.run(self._write_node)
 
     def _offer(self, key: str, text: str) -> None:
         """In place of what was offered in the round before."""
-        if self._session is None:
+        if self._session is None or not key.startswith(self.offers_of(self.header.seal)):  # tried again, and too late
             return
         before = [Delete(self._offered)] if self._offered not in ("", key) else []
         self.client.txn([], [Put(key, text, lease_id=self._session.lease_id), *before])

@@ -47,6 +47,9 @@ def assert_fit(text: str) -> None:
         (f"az://c/a?sv=1&SECURITY-TOKEN={PLANTED}#f", "az://c/a?sv=1&SECURITY-TOKEN=***#f"),
         ("s3://bucket/run@v2/step_3", "s3://bucket/run@v2/step_3"),
         ("/data/a@b:c", "/data/a@b:c"),
+        ("endpoint='me:pw@host:2379' (me:pw@host)", "endpoint='***@host:2379' (***@host)"),
+        ('{"a": "me:b@host"}', '{"a": "***@host"}'),
+        ("rank 0: a@host, 10:30:11 me@host", "rank 0: a@host, 10:30:11 me@host"),
     ],
 )
 def test_credentials_of_urls(text, kept):

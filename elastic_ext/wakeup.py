@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 
-
 MOST_MS = 2**31 - 1  # that poll(2) takes: 24 days, after which whoever waits for longer looks again
 
 

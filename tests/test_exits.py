@@ -29,8 +29,13 @@ def test_the_verdict_file_is_replaced(tmp_path):
 
 def test_a_verdict_holds_no_credentials_and_stays_json(tmp_path):
     reason = 's3://key:a/secret@bucket/x: "no", \'x://a?token=abc"d'
-    exits.tell({"reason": reason, "paths": ["https://h/a?sig=abc", "me@host", "a:b@host", "x\na:b@host"]}, str(tmp_path / "verdict"))
-    told = {"reason": 's3://***@bucket/x: "no", \'x://a?token=***"d', "paths": ["https://h/a?sig=***", "me@host", "***@host", "x\n***@host"]}
+    exits.tell(
+        {"reason": reason, "paths": ["https://h/a?sig=abc", "me@host", "a:b@host", "x\na:b@host"]}, str(tmp_path / "verdict")
+    )
+    told = {
+        "reason": 's3://***@bucket/x: "no", \'x://a?token=***"d',
+        "paths": ["https://h/a?sig=***", "me@host", "***@host", "x\n***@host"],
+    }
     assert json.loads((tmp_path / "verdict").read_text()) == told
 
 

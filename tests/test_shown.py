@@ -121,6 +121,14 @@ def test_each_record_is_shown_once_whoever_configures_logging(configured):
     assert_fit(done.stderr)
 
 
+@pytest.mark.parametrize("module", ["integrations.huggingface", "integrations.lightning", "checkpoints.checkpointer"])
+def test_records_of_what_scripts_import(module):
+    code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "seen" in done.stderr
+    assert_fit(done.stderr.strip())
+
+
 def test_errors_are_one_line():
     error = UsageError(f"checkpoint_dir s3://a:{PLANTED}@b: {HOSTILE}")
     assert str(error).startswith("checkpoint_dir s3://***@b: \\x1b]0;")

@@ -98,11 +98,20 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 def tell(verdict: Mapping[str, Any], path: str | None) -> None:
     """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
-    text = redacted(json.dumps(verdict))
+    text = json.dumps(_redacted(verdict))
     if path:
         _write(Path(path), text + "\n", replace=True)
     if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):
         _write(Path(TERMINATION_LOG), text[:MOST_BYTES], replace=False)  # a mount: it cannot be replaced
+
+
+def _redacted(value: Any) -> Any:
+    """The texts of a JSON value one by one: what is masked must not take its quotes along."""
+    if isinstance(value, Mapping):
+        return {name: _redacted(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(each) for each in value]
+    return redacted(value) if isinstance(value, str) else value
 
 
 def _write(path: Path, text: str, replace: bool) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 # user:password@ of a URL. An access key's secret may hold slashes, which people leave as they are; the bound keeps it linear.
 _USERINFO = re.compile(r"://(?:[^\s/]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
-_BARE_USERINFO = re.compile(r"(?<![^\s,])[^\s/,@:]{1,512}:[^\s/,@]{1,512}@")  # of an endpoint without a scheme
+# Of an endpoint without a scheme; what it is put in (quotes, "endpoint=") stays.
+_BARE_USERINFO = re.compile(r"""(?<![^\s,'"=(\[])[^\s/,@:'"=(\[]{1,512}:[^\s/,@]{1,512}@""")
 _SECRET_OPTION = re.compile(
     r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"\\]+", re.IGNORECASE
 )

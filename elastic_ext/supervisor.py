@@ -105,7 +105,7 @@ class Supervisor(AgentSeam):
         self._processes: WorkerProcesses | None = None
         self._board: ProgressBoard | None = None
         self._leaving: Leaving
-        self._cold = "few files may be opened"  # why there are no standbys
+        self._cold = ColdReason.LACKING  # why there are no standbys
         self._warm: set[int] = set()  # local ranks of this round that standbys have taken
         self._watch: HangWatch | None = None
         self._flight: FlightRecorder | None = None
@@ -170,9 +170,11 @@ class Supervisor(AgentSeam):
                 if self._standbys is not None:
                     self._standbys.close()
                 left: tuple[str, ...] = ()
-                if self._copier is not None:  # before the guard, which would end it
-                    left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
-                self._guard.close(clean)
+                try:
+                    if self._copier is not None:  # before the guard, which would end it
+                        left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
+                finally:  # a signal has ended the wait, too
+                    self._guard.close(clean)
             return self._not_delivered(left) if clean and left else result
 
     def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
@@ -189,13 +191,13 @@ class Supervisor(AgentSeam):
         wanted = launch.standbys(self.spec, self._settings, self._token)
         if isinstance(wanted, str):
             logger.info("no warm standbys: %s", wanted)
-            self._cold = ColdReason.OFF.value
+            self._cold = ColdReason.OFF
             return None
         try:
             return Standbys(wanted, self._logs.run_dir, self._metrics.worker_started, self._metrics.standbys)
         except (OSError, RuntimeError) as error:  # no descriptor, no thread
-            self._cold = "they could not be started"
-            logger.warning("no warm standbys: %s: %s", self._cold, error)
+            self._cold = ColdReason.LACKING
+            logger.warning("no warm standbys: they could not be started: %s", error)
             return None
 
     def _asked_to_stop(self, error: SignalException) -> None:
@@ -499,7 +501,7 @@ class Supervisor(AgentSeam):
             self._warm = {local_rank for local_rank, pid in pids.items() if pid in released}
         else:
             for _ in pids:
-                self._metrics.worker_started("cold", self._cold)
+                self._metrics.worker_started("cold", self._cold.value)
         self._processes = WorkerProcesses(pids, self.leads_groups)
         self._leaving = Leaving(self._board, pids, self._news)
         self._stacks.clear()

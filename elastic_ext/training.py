@@ -25,9 +25,11 @@ from typing import Any
 
 from elastic_ext import round_store
 from elastic_ext.errors import UsageError
+from elastic_ext.observe import log_records
 from elastic_ext.workers import bootstrap, news
 
 logger = logging.getLogger(__name__)
+log_records.install()  # here, too: scripts import elastic_ext.integrations without asking the package for anything
 
 CLOCK_S = 0.001  # what may be lost in adding and subtracting times
 _PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")

@@ -11,12 +11,19 @@ import signal
 import socket
 import threading
 
+MOST_MS = 2**31 - 1  # that poll(2) takes: 24 days, after which whoever waits for longer looks again
+
+
+def milliseconds(timeout_s: float) -> float:
+    """For poll: a setting may be of any size."""
+    return min(max(0.0, timeout_s) * 1000, MOST_MS)
+
 
 def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
     """Whether a read would not block, waited for so long. Not select(2), which takes no descriptor above 1,023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+    return bool(poll.poll(milliseconds(timeout_s)))
 
 
 class Wakeup:

@@ -109,6 +109,17 @@ def test_another_user_who_may_not_write(tmp_path):
     assert list(closed.iterdir()) == []
 
 
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_file_where_a_directory_is_to_be(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "there").mkdir()
+    settings = doctor.Settings(checkpoint_dir=str(tmp_path / "there"), local_dir=f"{tmp_path}/file{below}")
+    found = {check.name: check for check in doctor._checkpoints(doctor.Asked(settings))}
+    assert found["checkpoint_dir"].state == OK
+    assert found["local_dir"].state == FAIL
+    assert f"{tmp_path}/file is not a directory" in found["local_dir"].detail
+
+
 def test_settings_that_cannot_be_and_few_descriptors(tmp_path):
     def fewer() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

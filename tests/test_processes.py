@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.wakeup import Wakeup
+from elastic_ext.wakeup import Wakeup, readable
 from elastic_ext.workers.guard import Guard
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.warden import kill_marked
@@ -401,3 +401,12 @@ def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     assert workers.running == []
     assert max(exit_.seen_ns for exit_ in workers.exits.values()) <= time.monotonic_ns()
     workers.close()
+
+
+def test_a_wait_of_any_length_can_be_asked_for():
+    with Wakeup() as wakeup:
+        wakeup.set()
+        assert readable(wakeup, 1e300)
+        processes = WorkerProcesses({}, False)
+        processes.wait(1e300, wakeup)
+        processes.close()

@@ -47,6 +47,9 @@ def assert_fit(text: str) -> None:
         (f"az://c/a?sv=1&SECURITY-TOKEN={PLANTED}#f", "az://c/a?sv=1&SECURITY-TOKEN=***#f"),
         ("s3://bucket/run@v2/step_3", "s3://bucket/run@v2/step_3"),
         ("/data/a@b:c", "/data/a@b:c"),
+        ("endpoint='me:pw@host:2379' (me:pw@host)", "endpoint='***@host:2379' (***@host)"),
+        ('{"a": "me:b@host"}', '{"a": "***@host"}'),
+        ("rank 0: a@host, 10:30:11 me@host", "rank 0: a@host, 10:30:11 me@host"),
     ],
 )
 def test_credentials_of_urls(text, kept):
@@ -116,6 +119,14 @@ def test_each_record_is_shown_once_whoever_configures_logging(configured):
     assert done.stderr.count("seen") == 1
     assert len(done.stderr.splitlines()) == 1
     assert_fit(done.stderr)
+
+
+@pytest.mark.parametrize("module", ["integrations.huggingface", "integrations.lightning", "checkpoints.checkpointer"])
+def test_records_of_what_scripts_import(module):
+    code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "seen" in done.stderr
+    assert_fit(done.stderr.strip())
 
 
 def test_errors_are_one_line():

@@ -124,7 +124,8 @@ class Checkpointer:
             directory: path or fsspec URL; by default what the agent was given as checkpoint_dir.
             local_dir: on a fast disk of each node, which saves go to first; by default what the agent was given as local_dir, if
                 `directory` is its checkpoint_dir; "": none. The agent copies it; without one somebody else must, with
-                `python -m elastic_ext.checkpoints.replicate` on each node.
+                `python -m elastic_ext.checkpoints.replicate` on each node, which takes both directories from
+                ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR.
             extra: by name, other things with a state_dict, alike on all ranks or sharded as the model is.
             keep_last: how many of the newest complete checkpoints stay. The one that was loaded stays too, and pinned ones.
             keep_every: checkpoints whose step this divides stay for good.

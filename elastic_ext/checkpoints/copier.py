@@ -19,6 +19,7 @@ from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.errors import UsageError
 from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.settings import Settings
+from elastic_ext.wakeup import milliseconds
 from elastic_ext.workers import isolated
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class Copier:
                 logger.error("nothing is copied to %s: the process for it says nothing for %.0f s", self._to, self._stall_s)
                 continue
             # An idle one is looked at now and then: it may have been given work meanwhile.
-            if not poll.poll(1000 * min(self._stall_s, self._stall_s if left_s is None else left_s) + 1):
+            if not poll.poll(milliseconds(min(self._stall_s, self._stall_s if left_s is None else left_s) + 0.001)):
                 continue
             data = os.read(number, 1 << 16)
             if not data:

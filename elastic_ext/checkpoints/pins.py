@@ -7,6 +7,7 @@ time, so an agent that has got its share of it sees what stays.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 CHOOSING = f"{MARKERS}/choosing"
 LOADING = f"{MARKERS}/loading"  # a directory with a file for each checkpoint that is pinned
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of this file system: Lustre without -o flock, say
 HELD_S = 20.0  # that a removal of one checkpoint may take
 
 
@@ -57,10 +59,19 @@ class Pin:
 
 @contextmanager
 def unless_pinned(local: Storage, name: str) -> Iterator[bool]:
-    """Yields whether this checkpoint may be removed now; while it is, nobody chooses. Raises OSError."""
+    """Yields whether this checkpoint may be removed now; while it is, nobody chooses. Raises OSError.
+
+    Where files cannot be locked nobody has pinned it.
+    """
     number = _opened(local.path(CHOOSING))
     try:
-        yield _locked(number, fcntl.LOCK_EX) and not _is_loaded(local.path(f"{LOADING}/{name}"))
+        try:
+            free = _locked(number, fcntl.LOCK_EX) and not _is_loaded(local.path(f"{LOADING}/{name}"))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            free = True
+        yield free
     finally:
         os.close(number)
 
@@ -96,5 +107,8 @@ def _locked(number: int, kind: int) -> bool:
 
 def _release(numbers: list[int]) -> None:
     for number in numbers:
-        fcntl.flock(number, fcntl.LOCK_UN)  # a child that was forked meanwhile may have it open, too
+        try:
+            fcntl.flock(number, fcntl.LOCK_UN)  # a child that was forked meanwhile may have it open, too
+        except OSError as error:  # where files cannot be locked: it never was
+            logger.debug("a pin was not released: %s", error)
         os.close(number)

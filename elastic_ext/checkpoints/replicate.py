@@ -358,6 +358,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes a second that may be sent; 0: no limit")
     args = parser.parse_args()
+    if absent := [name for name in (LOCAL_ENV, REMOTE_ENV) if not os.environ.get(name)]:
+        parser.error(f"{' and '.join(absent)} must be set: what is copied, and where to")
     log_records.install()
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
     os.nice(NICE)

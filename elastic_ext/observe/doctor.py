@@ -241,7 +241,10 @@ def _writable(name: str, directory: str, detail: str) -> Check:
     shown, detail = redacted(directory), redacted(detail)
     storage = open_storage(directory)
     if os.path.isabs(storage.address) and not os.path.isdir(storage.address):
-        parent = next(each for each in Path(storage.address).parents if each.is_dir())
+        path = Path(storage.address)
+        parent = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if not parent.is_dir():
+            return Check(name, FAIL, f"{redacted(str(parent))} is not a directory; {detail}", "no job could save there")
         state = OK if os.access(parent, os.W_OK | os.X_OK) else FAIL
         return Check(
             name, state, f"{shown} is not there yet, and {parent} {'is' if state == OK else 'is not'} writable; {detail}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_ext.wakeup import milliseconds
 from elastic_ext.workers import pidfds
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class WorkerProcesses:
             poll.register(self._pidfds[local_rank], select.POLLIN)
         for other in others:
             poll.register(other, select.POLLIN)
-        poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+        poll.poll(None if timeout_s is None else milliseconds(timeout_s))
         self.look()
 
     def look(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -377,6 +378,23 @@ def test_a_pin_dies_with_its_agent(superfluous, while_):
         assert (local / older).exists()
         agent.kill()
     copier.turn()
+    assert not (local / older).exists()
+
+
+def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch, caplog):
+    def refused(number: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    copier, local, older, newer = superfluous
+    monkeypatch.setattr("fcntl.flock", refused)
+    before = os.listdir("/proc/self/fd")
+    pin = Pin(open_storage(str(local)))
+    pin.narrow(older)
+    pin.release()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert "cannot be kept from being pruned" in caplog.text
+    told = copier.turn()
+    assert (told.complete, told.failures) == (newer, 0)
     assert not (local / older).exists()
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastic_ext.etcd import Batch, Compare, Delete, LeaseLost, Put, Snapshot, absent, unchanged
+from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, LeaseLost, Put, Snapshot, Watch, absent, unchanged
 from elastic_ext.etcd.records import KeyValue, Op
+from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import End, Header, Node, Seal, State, View, Wait
 
@@ -97,6 +98,25 @@ class Leader:
         self._known: dict[str, tuple[Node, int]] = {}  # what each node said last that could be read, and its lease
         self._load_members()  # first: where it fails this is made again, and nothing would close the watch
         self._watch = participant.client.watch_with_snapshot(self._prefix, on_news=self._call)
+        self._closed = False
+        self._watch_job()
+
+    def _watch_job(self) -> None:
+        participant = self._participant
+        self._job_watch = Watch(
+            participant.client,
+            participant.prefix + "job",
+            start_revision=FROM_NOW,
+            callback=lambda item: participant.post(lambda: self._on_job(item)),
+        )
+
+    def _on_job(self, item: Item) -> None:
+        """The watch begins or ends, or somebody has written or deleted the record: see that it is there, and ours."""
+        if self._closed:
+            return
+        self._participant.restore()
+        if not isinstance(item, Batch | Began):
+            self._watch_job()
 
     def _call(self) -> None:
         if not self._called:
@@ -104,7 +124,9 @@ class Leader:
             self._participant.post(self._participant.on_time)
 
     def close(self) -> None:
+        self._closed = True
         self._watch.close()
+        self._job_watch.close()
 
     def act(self, now: float) -> float:
         """Do all that there is to do; return the monotonic time of the next look."""
@@ -317,12 +339,8 @@ class Leader:
         self._load_members()
 
     def _renew_job(self, now: float) -> None:
-        """Keep alive what belongs to nobody, and see that it is there.
-
-        It outlives the last node for a while, and the leaders in between.
-        """
+        """Keep alive what belongs to nobody. It outlives the last node for a while, and the leaders in between."""
         participant = self._participant
-        participant.restore()
         ttl_s = participant.client.lease_keep_alive([participant.job_lease]).ttl_s.get(participant.job_lease, 0)
         if ttl_s <= 0:
             raise LeaseLost(f"lease {participant.job_lease:x} of the job's records is gone")

@@ -5,6 +5,7 @@ A worker ends -> evidence -> classify -> decide -> restart in a new round, or gi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 MEMBERSHIP = "membership"  # kind of a restart that no failure caused
 KERNEL_SLEEP_LOOK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, where the user turned it on
+# Of descriptors, processes, memory, room for files: some other host may have what this one has not.
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 PLATFORM_S = 2.0  # that the platform has to say why the agent was told to stop
 SHOWN_STACKS = 4000  # characters; the rest is in the file
 STACKS_KEPT = 1000  # for the verdict, of the end: the main thread comes last
@@ -180,11 +183,9 @@ class Supervisor(AgentSeam):
     def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
         """All was trained, and what was saved last is on this node only. Started again here, the agent copies it."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
-        code = policy.exit_code_for(policy.EX_TRY_AGAIN, self._settings.exit_codes)
-        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "not-copied")
-        verdict = job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
-        logger.error("elastic_ext: %s; exit code %s", printable(reason), code)
-        return RunResult(WorkerState.FAILED, failures=self._told(verdict, decision, report.failure_elsewhere(verdict)))
+        verdict = self._stop(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
+        logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
+        return RunResult(WorkerState.FAILED, failures=self._told(verdict, verdict.decision, report.failure_elsewhere(verdict)))
 
     def _make_standbys(self) -> Standbys | None:
         """Before the first rendezvous: while that is under way they import what workers need."""
@@ -223,7 +224,13 @@ class Supervisor(AgentSeam):
         except JobStopped as stopped:
             return self._stopped_elsewhere(stopped.verdict)
         except BadCheckpoints as error:
-            return self._stopped_elsewhere(self._without_checkpoint(str(error)))
+            return self._stopped_elsewhere(self._stop(kinds.STORAGE, str(error), policy.EX_CODE, "no-checkpoint-left"))
+        except OSError as error:
+            if error.errno not in SCARCE:
+                raise
+            reason = f"this host lacks what the next round needs: {error}"
+            self._handler.leave()  # the others go on without it
+            return self._stopped_elsewhere(self._stop(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted"))
         except SignalException as error:
             grace_s = self._left_s()
             self._leave_by = time.monotonic() + grace_s
@@ -298,9 +305,9 @@ class Supervisor(AgentSeam):
         self.group.state = WorkerState.FAILED
         return RunResult(WorkerState.FAILED, failures=self._told(verdict, verdict.decision, report.failure_elsewhere(verdict)))
 
-    def _without_checkpoint(self, reason: str) -> job.Verdict:
-        code = policy.exit_code_for(policy.EX_CODE, self._settings.exit_codes)
-        decision = Decision(Action.STOP, kinds.STORAGE, reason, code, "no-checkpoint-left")
+    def _stop(self, kind: str, reason: str, code: int, rule: str) -> job.Verdict:
+        """What this node decides by itself, where no worker's failure is judged. code: of the preset "design"."""
+        decision = Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule)
         return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
 
     def _told(self, verdict: job.Verdict, decision: Decision, failures: dict[int, ProcessFailure]) -> exits.Failures:
@@ -372,9 +379,7 @@ class Supervisor(AgentSeam):
         """What to do, for the whole job."""
         if result.state is WorkerState.UNHEALTHY:
             reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
-            code = policy.exit_code_for(policy.EX_NODE, self._settings.exit_codes)
-            decision = Decision(Action.STOP, "hardware", reason, code, "kernel-sleep")
-            return job.Verdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+            return self._stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
         with self._phase("verdict"):
             share = job.MOST_STACKS // max(1, len(self._stacks)) - 1  # each has its beginning in the report
             where = "\n".join(stack[:share] for stack in self._stacks)

@@ -1,5 +1,6 @@
 """Jobs on hosts that refuse or lack something: each runs without it, or ends at once with one line and 78."""
 
+import json
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from tests.ports import free_port
 
 SCRIPTS = Path(__file__).with_name("scripts")
 GLOO = str(SCRIPTS / "gloo_job.py")
+ELASTIC = str(SCRIPTS / "elastic_job.py")
 REPOSITORY = Path(__file__).parents[1]
 NO_PIDFD = "pidfd_open=ENOSYS"
 NOTHING = "pidfd_open=EPERM,pidfd_send_signal=EPERM,mknod=EPERM,mknodat=EPERM,memfd_create=ENOSYS,prlimit64=EPERM"
@@ -261,6 +263,32 @@ def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_
     assert job.stdout.split("\n")[:2] == ["without None", "with True"], job.stderr
     assert job.stderr.count("no reaper can be started: ") == 1
     assert "Traceback" not in job.stderr
+
+
+def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_others(tmp_path, server):
+    gate = Gate(tmp_path / "gate")
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
+    command = [*AGENT, *where, "--rdzv-conf=last_call=5,lease_ttl=5", "--max-restarts=3", ELASTIC]
+    verdict = tmp_path / "verdict"
+    with (
+        Job(command, tmp_path, NODE="a", GATE=str(gate.path), ELASTIC_EXT_VERDICT_FILE=str(verdict)) as poor,
+        Job(command, tmp_path, NODE="b", GATE=str(gate.path)) as other,
+    ):
+        worker = json.loads(poor.wait_for(r'(\{"rank".*"world": 2.*\})')[0][1])["pid"]
+        other.wait_for('"world": 2')
+        agent = poor.process.pid
+        hard = resource.prlimit(agent, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{agent}/fd")) - 20, hard))
+        os.kill(worker, signal.SIGKILL)
+        left = poor.finish()
+        other.wait_for('"world": 1')
+        gate.open()
+        went_on = other.finish()
+    assert left.returncode == 75, left.all
+    assert "Traceback" not in left.err
+    assert left.err.count("this host lacks what the next round needs: [Errno 24] Too many open files") >= 1
+    assert json.loads(verdict.read_text())["decision"]["rule"] == "host-exhausted"
+    assert went_on.returncode == 0, went_on.all
 
 
 def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):

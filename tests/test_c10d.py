@@ -99,8 +99,8 @@ def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
     with Job(node(port, "2", str(script)), tmp_path, MODE="host") as host:
         host.wait_for("metrics: serving")  # it has the store by now: whoever comes first has
         with Job(node(port, "2", str(script)), tmp_path, MODE="other") as other:
-            host.wait_for("(?m)^up$")
-            other.wait_for("(?m)^up$")
+            host.wait_for(r"(?m)^up \d$")
+            other.wait_for(r"(?m)^up \d$")
             host.process.kill()
             host.finish()
             other.wait_for("training goes on without it")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext import job as job_records
-from elastic_ext.etcd import EtcdClient
+from elastic_ext.etcd import Delete, EtcdClient, Put
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job, wait_gone
 from tests.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
@@ -182,7 +182,8 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
         job = start(stack, server, tmp_path, "a", "1", ELASTIC, GATE=str(nodes.gate.path))
         job.wait_for(seen(1, 0))
         with EtcdClient(server.endpoint) as client:
-            client.put("/elastic_ext/job/job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+            others = Put("/elastic_ext/job/job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+            client.txn([], [Delete("/elastic_ext/job/round"), others])
         job.wait_for("another job, with other settings")
         nodes.open_gate()
         assert job.finish(60).returncode == 78

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -278,7 +279,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         if wait_gone([pid], timeout_s=0):
             os.kill(pid, signal.SIGKILL)
     for name in "bc":
-        trio.jobs[name].wait_for("failed")
+        trio.jobs[name].wait_for("etcd has not told the job's verdict yet")
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
@@ -412,6 +413,23 @@ def test_what_is_done_in_one_round_is_not_said_of_the_next(server, stack, monkey
     assert alone.node.header.state is State.RUNNING
 
 
+def test_who_had_to_register_again_writes_nothing_before_it_is_known_who_leads(server, stack):
+    """Others may have registered before. All stood still, say: then each of them has led for a moment."""
+    alone = Alone(stack, server)
+    written: Future[bool] = Future()
+
+    def register_again() -> None:
+        leader = alone.node._leader
+        alone.client.delete(PREFIX + "nodes/alone")
+        alone.node.write_again()
+        written.set_result(leader._write_header(dataclasses.replace(alone.node.header, state=State.CLOSED)))
+
+    alone.node.post(register_again)
+    assert written.result(BACK_S) is False
+    alone.node.end_round(1, State.BROKEN, "it leads again")
+    alone.join(1)
+
+
 def job_comes_back(alone: Alone, record: str) -> None:
     """Somebody writes this over the job's record, without a lease, while a round runs."""
     ours = alone.client.get(PREFIX + "job").kv
@@ -475,6 +493,15 @@ def test_another_job_has_taken_the_run_id_meanwhile(server, stack):
     alone = Alone(stack, server)
     others = Put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
     alone.client.txn([], [Delete(PREFIX + "round"), others])
+    alone.until(lambda: alone.node.failure is not None)
+    assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
+
+
+def test_another_job_has_taken_the_run_id_and_its_round_is_news_before_its_settings(server, stack):
+    alone = Alone(stack, server)
+    alone.client.put(PREFIX + "round", encode(Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")))
+    alone.until(lambda: alone.node.header.job == "another")
+    alone.client.put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
     alone.until(lambda: alone.node.failure is not None)
     assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
 

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "ext_etcd"
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
+QUIET_S = 10.0  # for a verdict; more than workers on other nodes take to end: then the log says what is waited for
 STORE_TRIES = 3  # of rounds in a row
 CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to a store; for what is asked of it then, torch's default
 
@@ -239,7 +240,8 @@ class EtcdRendezvous(RendezvousHandler):
         """
         participant = self._participant
         participant.report(self.round, job.encode_report(report), report.waits_for_others)
-        deadline = time.monotonic() + self._join_timeout_s
+        now = time.monotonic()
+        deadline, quiet_until = now + self._join_timeout_s, now + QUIET_S
         with self._changed:
             while True:
                 header = participant.header
@@ -247,12 +249,15 @@ class EtcdRendezvous(RendezvousHandler):
                     verdict = job.decode_verdict(header.verdict)
                     break
                 over = header.round != self.round or header.state in (State.CLOSED, State.DONE)
-                left = deadline - time.monotonic()
-                if over or participant.failure is not None or left <= 0:
+                now = time.monotonic()
+                if over or participant.failure is not None or now >= deadline:
                     logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
                     _, verdict = job.judge({self.node_id: report}, job.Ledger(), self._rules(nodes=1), self.round)
                     break
-                self._changed.wait(min(left, 60.0))
+                if now >= quiet_until:
+                    logger.warning("the workers of round %s have failed, etcd has not told the job's verdict yet", self.round)
+                    quiet_until = deadline
+                self._changed.wait(min(deadline, quiet_until) - now)
         self._stays_open = not verdict.ends_job
         return verdict
 

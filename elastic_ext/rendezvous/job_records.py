@@ -143,11 +143,11 @@ class JobRecords:
             return None
         return lease_id if written.succeeded else None
 
-    def bring_back(self, lease_id: int, known: Header) -> int:
+    def bring_back(self, lease_id: int, name: str) -> int:
         """Return the lease of what belongs to nobody; where the job's record is lost or written over, write it again.
 
-        lease_id: as last known. A lease that is alive is kept, for other records may be under it. known: the header. Where that
-        of the same job is in etcd, other settings than ours are not of the job: who begins another one removes that header.
+        lease_id: as last known. A lease that is alive is kept, for other records may be under it. name: of the job. Where its
+        header is in etcd, other settings than ours are not of the job: who begins another one removes that header.
 
         Raises:
             LostRace: somebody else writes at the same time.
@@ -155,7 +155,7 @@ class JobRecords:
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._job), Get(self._round)]).readings)
         theirs = self._agreed(job)
-        if theirs not in (None, self._mine) and not self._is_of(header, known):
+        if theirs not in (None, self._mine) and not self._is_of(header, name):
             raise UsageError(
                 "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
@@ -167,9 +167,9 @@ class JobRecords:
             return written
         return job.lease_id
 
-    def _is_of(self, header: KeyValue | None, known: Header) -> bool:
+    def _is_of(self, header: KeyValue | None, name: str) -> bool:
         found = self._reader.header(header) if header is not None else None
-        return found is not None and found.job == known.job != ""
+        return found is not None and found.job == name != ""
 
     def _forget(self, found: Found) -> bool:
         """Remove what a job left that no node is in any more; False where one still is.

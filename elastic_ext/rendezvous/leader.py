@@ -78,10 +78,15 @@ Judge = Callable[[Reports, str], Judged]  # the reports and the ledger, "" for a
 
 
 class Leader:
-    """Made when this node becomes the leader; belongs to the thread of the node's loop."""
+    """Made when this node becomes the leader; belongs to the thread of the node's loop.
+
+    Invariant: it writes only while the key by which this node came to lead is there. A node that had to register again may be
+    behind others by then; between that and its next look at who leads, this one is still there.
+    """
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
+        self._created = participant.created
         self._nodes: dict[str, Node] = {}
         self._joined: dict[str, int] = {}
         self._told: dict[str, int] = {}  # revision of what it said last
@@ -330,7 +335,7 @@ class Leader:
         participant = self._participant
         return [
             unchanged(participant.prefix + "round", participant.header_revision),
-            Compare(f"{self._prefix}{participant.id}", "create", "=", participant.created),
+            Compare(f"{self._prefix}{participant.id}", "create", "=", self._created),
         ]
 
     def _look_again(self) -> None:

@@ -132,6 +132,7 @@ class Participant:
         self.header_revision = 0
         self._returning_until: float | None = None
         self.job_lease = 0
+        self._job = ""  # name of the job that this node has entered; another may begin under its run id while it is cut off
         self.ttl_s = lease_ttl_s
         self.reader = Reader()
         self._header_lost = 0  # revision of a header that cannot be read
@@ -337,6 +338,7 @@ class Participant:
     def _take(self, found: Found) -> None:
         self.job_lease, self.header, self.header_revision = found.lease_id, found.header, found.revision
         self._heard = max(self._heard, found.revision)
+        self._job = found.header.job
 
     def _grant(self) -> LeaseSession:
         return LeaseSession(
@@ -435,11 +437,12 @@ class Participant:
         """
         if self._node is None or self.created == 0:
             return
-        self.job_lease = self._records.bring_back(self.job_lease, self.header)
+        self.job_lease = self._records.bring_back(self.job_lease, self._job)
         key, mine = self.prefix + "round", f"{self.prefix}assign/{self.id}"
         read = self.client.txn([], [Get(key), Get(mine), Get(self._key)])
         header, part, me = (reading.kv for reading in read.readings)
         self._heard_of(header, read.revision)
+        self._job = self.header.job  # it has the same settings
         found = self._readable(header) if header is not None else None
         if rounds.brings_back(found, self.header):
             put = Put(key, rounds.encode(self.header), lease_id=self.job_lease)
@@ -589,6 +592,7 @@ class Participant:
         self._heard = self.header_revision = revision
         if not rounds.precedes(header, self.header):
             self.header = header
+            self._job = self._job or header.job
             self._consider()
             self._on_change()
         return True

@@ -29,12 +29,16 @@ def order_of_own(name: str) -> tuple[int, int]:
 
 
 def whole_locally(name: str, folders: list[Path]) -> bool:
-    """Each file is on one of the disks, and all that have a part of it mean the same checkpoint."""
-    found = {_manifest(folder / name) for folder in folders} - {None}
-    if len(found) != 1:
+    """Each file is on a disk that has the manifest, and all of these mean the same checkpoint.
+
+    The manifest is written last: of files without one nobody has said yet that they are whole.
+    """
+    found = {folder / name: _manifest(folder / name) for folder in folders}
+    parts = [part for part, manifest in found.items() if manifest is not None]
+    if len({found[part] for part in parts}) != 1:
         return False
-    manifest = decode(next(filter(None, found)))
-    return all(any(_size(folder / name / file.name) == file.size for folder in folders) for file in manifest.files)
+    manifest = decode(found[parts[0]] or b"")
+    return all(any(_size(part / file.name) == file.size for part in parts) for file in manifest.files)
 
 
 def _manifest(folder: Path) -> bytes | None:

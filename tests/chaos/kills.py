@@ -284,10 +284,13 @@ class Loop:
         before = len(events.loaded), len(self.agents.exits), events.furthest
         newest, group = self._newest(), events.group
         began, victims, resumed = time.monotonic(), [], []
+        gone: set[int] = set()
         for position, card in enumerate(cards):
             if position:
                 time.sleep(rng.uniform(0, 1))  # in the middle of what the first has set off, of which nothing tells
-            victims.append(self._strike(card, victims, resumed))
+            victims.append(victim := self._strike(card, victims, resumed))
+            if victim is not None and card.ends_round:
+                gone |= self._workers_beside(victim)
         for each in resumed:
             each.join()
         ends = any(card.ends_round and victim is not None for card, victim in zip(cards, victims, strict=True))
@@ -295,7 +298,8 @@ class Loop:
 
         def trains_again() -> bool:
             there = events.group != "" and events.all_at >= at + FURTHER
-            return there and (not ends or events.group != group)
+            # A second kill may have struck the group that came after the first.
+            return there and (not ends or events.group != group) and gone.isdisjoint(seen.pid for seen in events.ranks.values())
 
         self.wait(f"training after {cards} at step {at}", trains_again, look_s=LOOK_S)
         took = time.monotonic() - began
@@ -377,6 +381,11 @@ class Loop:
         if card.signal == STOP:
             self._later(victim, self.rng.uniform(0.5, 3), resumed)
         return victim
+
+    def _workers_beside(self, victim: Process) -> set[int]:
+        """Those that told something last on the node that it was of; it may be one of them."""
+        node = self._victim_node[victim.pid]
+        return {seen.pid for seen in self.events.ranks.values() if seen.node == node}
 
     def _strike_etcd(self, card: Card, resumed: list[threading.Thread]) -> Process:
         assert self.etcd is not None

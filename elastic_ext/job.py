@@ -114,7 +114,7 @@ class Rules:
 
     Attributes:
         nodes: that are here now, those of the reports and spares included.
-        lost: nodes of the round that are gone: what else has failed in it then failed of that.
+        lost: nodes of the round that are gone or were cut off: what else has failed in it then failed of that.
         charges: restarts charged within the budget's window; None: it has none, all count.
         at: see Verdict.
         kind_limits, backoff, jitter: see policy.decide.
@@ -143,7 +143,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     if rules.lost and report.diagnosis.decision is kinds.Verdict.FOLLOW:
-        reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost"
+        reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost or cut off"
         cause = replace(cause, decision=kinds.Verdict.RESTART_FREE, reason=reason)
     now = history.record(cause, report.resumed_at, report.resumed_from)
     saved = _saved_since(ledger.failures, now)

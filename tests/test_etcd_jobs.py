@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.rounds import Node, decode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Gate, Job, run, wait_gone
@@ -143,6 +144,9 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         proxy.start()
         second.wait_for(seen(2, 3))
         first.wait_for(seen(2, 3))
+        with EtcdClient(server.endpoint) as client:
+            found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix("/elastic_ext/job/nodes/").kvs]
+        assert sorted(node.cut for node in found) == [0, 2]
         nodes.open_gate()
         assert [job.finish().returncode for job in (first, second)] == [0, 0]
 

@@ -20,6 +20,7 @@ from elastic_ext.rendezvous.rounds import (
     State,
     View,
     Wait,
+    lost,
     next_action,
 )
 
@@ -42,6 +43,11 @@ FOLLOWS = dataclasses.replace(FAILED, follows=True)
 NO_CAUSE = "what failed so far followed from something else, and node b has not told yet"
 ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes, a among them failed"
+
+
+def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_round():
+    nodes = {"a": FOLLOWS, "b": node(after=3, cut=3), "c": node(after=3, cut=2), "d": node(after=3, cut=3)}
+    assert lost(view(BROKEN, nodes, "abce")) == ("b", "e")
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ class EtcdRendezvous(RendezvousHandler):
             return self._next_round()
 
     def _next_round(self) -> RendezvousInfo:
+        cut = self.round if self._fence.closed else 0
         self._fence.watch(None, 0, 0)
         server = serve(self._address)
         node = Node(
@@ -153,6 +154,7 @@ class EtcdRendezvous(RendezvousHandler):
             port=server.port,
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None,
+            cut=cut,
         )
         self._participant.ready(node)
         header, part = self._part = self._await_round()

@@ -299,7 +299,7 @@ class Leader:
             view.header.round,
             {id_: view.nodes[id_].report for id_ in action.nodes},
             {id_: self._told[id_] for id_ in action.nodes},
-            tuple(id_ for id_ in view.members if id_ not in view.nodes),
+            rounds.lost(view),
             len(view.nodes),
             len(spent),
         )

@@ -59,6 +59,8 @@ class Node:
         stalled: the round in which all its workers stall now; 0: they do not.
         local: it saves to a disk of its own first, and may resume from there.
         round: the round that its workers were in when it had to register again; 0: it has not had to.
+        cut: the round in which it stopped its workers because it was cut off from etcd; 0: it has not. What others fail of then
+            is that.
     """
 
     after: Count
@@ -76,6 +78,7 @@ class Node:
     stalled: Count = 0
     local: bool = False
     round: Annotated[int, Within(0, MOST_ROUNDS)] = 0
+    cut: Count = 0
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,12 @@ def reports(view: View) -> tuple[str, ...]:
     return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
 
 
+def lost(view: View) -> tuple[str, ...]:
+    """Members of the round that are gone, or that have stopped their workers because they were cut off."""
+    number = view.header.round
+    return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
+
+
 _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
@@ -273,10 +282,10 @@ def _awaits_members(view: View, now: float) -> Wait | None:
 
 def _while_running(view: View, limits: Limits, now: float) -> Action:
     number = view.header.round
-    lost = [id_ for id_ in view.members if id_ not in view.nodes]
+    gone = [id_ for id_ in view.members if id_ not in view.nodes]
     awaits = _awaits_members(view, now)
-    if lost and awaits is None:
-        return End(State.BROKEN, f"lost {_named(lost)}")
+    if gone and awaits is None:
+        return End(State.BROKEN, f"lost {_named(gone)}")
     left = [id_ for id_ in view.members if id_ in view.nodes and view.nodes[id_].after >= number]
     if left:
         return End(State.BROKEN, f"{_named(left)} started again")

@@ -224,6 +224,7 @@ def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
     assert wait_gone(trio.workers, timeout_s=3) == trio.workers
     server.start()
     trio.until(trio.is_whole)
+    assert trio.header().round == 1
     assert trio.attempts() == {0}
     os.kill(trio.workers[0], signal.SIGKILL)
     for job in trio.jobs.values():
@@ -231,6 +232,25 @@ def test_an_etcd_that_was_set_up_anew_costs_nothing(server, tmp_path, stack):
     trio.gate.open()
     for job in trio.jobs.values():
         assert job.finish().returncode == 0, job.err
+
+
+def test_an_etcd_that_was_set_up_anew_and_has_been_written_to_since(server, stack):
+    """Its revision is higher than all that the node has seen; that of the header, written by another node, is not."""
+    alone = Alone(stack, server, ttl_s=2)
+    written = threading.Event()
+    stack.callback(written.set)
+    alone.node.post(lambda: None if written.wait(BACK_S) else pytest.fail("the test did not let it go on"))
+    server.kill()
+    server.wipe()
+    server.start()
+    with EtcdClient(server.endpoint) as others:
+        others.put(PREFIX + "round", encode(alone.node.header))
+        for _ in range(alone.node.header_revision + 20):
+            others.put("/others", "")
+    written.set()
+    alone.node.end_round(1, State.BROKEN, "over")
+    assert alone.stored(lambda header: header.state is State.BROKEN).reason == "over"
+    alone.join(1)
 
 
 def test_a_nodes_key_that_is_deleted_costs_one_free_restart(server, tmp_path, stack):

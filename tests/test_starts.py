@@ -269,9 +269,8 @@ def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_other
     gate = Gate(tmp_path / "gate")
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
     command = [*AGENT, *where, "--rdzv-conf=last_call=5,lease_ttl=5", "--max-restarts=3", ELASTIC]
-    verdict = tmp_path / "verdict"
     with (
-        Job(command, tmp_path, NODE="a", GATE=str(gate.path), ELASTIC_EXT_VERDICT_FILE=str(verdict)) as poor,
+        Job(command, tmp_path, NODE="a", GATE=str(gate.path)) as poor,
         Job(command, tmp_path, NODE="b", GATE=str(gate.path)) as other,
     ):
         worker = json.loads(poor.wait_for(r'(\{"rank".*"world": 2.*\})')[0][1])["pid"]
@@ -286,8 +285,7 @@ def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_other
         went_on = other.finish()
     assert left.returncode == 75, left.all
     assert "Traceback" not in left.err
-    assert left.err.count("this host lacks what the next round needs: [Errno 24] Too many open files") >= 1
-    assert json.loads(verdict.read_text())["decision"]["rule"] == "host-exhausted"
+    assert re.search(r"this host lacks what the next round needs: \[Errno 24\].*rule host-exhausted.*exit code 75", left.err)
     assert went_on.returncode == 0, went_on.all
 
 

@@ -470,7 +470,8 @@ class Participant:
 
     def _heard_of(self, header: KeyValue | None, revision: int) -> None:
         """What etcd holds at this revision, or later, is news; what it held before is not. revision: of the reading."""
-        if revision < self._heard:  # readings are linearizable: this is another store, set up anew or from a backup
+        if (header.mod_revision if header is not None else revision) < self._heard:
+            # Readings are linearizable: this is another store, set up anew or from a backup, whatever was written there since.
             self._heard = 0
         if header is not None:
             self._saw(self._readable(header), header.mod_revision)

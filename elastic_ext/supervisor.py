@@ -133,6 +133,7 @@ class Supervisor(AgentSeam):
                 logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._wakeup = stack.enter_context(Wakeup())
             self._handler.on_news = self._wakeup.set
+            self._handler.on_wait = lambda: raise_again(self._wakeup.signals())
             if self._settings.metrics:
                 host, port = self._settings.metrics_host, self._settings.metrics_port
                 # A port that nobody chose must be seen, and torchrun shows warnings only.
@@ -168,7 +169,7 @@ class Supervisor(AgentSeam):
                 self._handler.leave()
                 raise
             finally:
-                self._handler.on_news = lambda: None
+                self._handler.on_news = self._handler.on_wait = lambda: None
                 self._forget_round()
                 if self._standbys is not None:
                     self._standbys.close()

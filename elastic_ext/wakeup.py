@@ -58,10 +58,20 @@ class Wakeup:
 
     def clear(self) -> frozenset[int]:
         """Forget the wake-ups so far; return the numbers of the signals among them. Look for news after this call, not before."""
+        return self._take() - {0}
+
+    def signals(self) -> frozenset[int]:
+        """The numbers of the signals so far, which are forgotten; news are not."""
+        seen = self._take()
+        if 0 in seen:
+            self.set()
+        return seen - {0}
+
+    def _take(self) -> frozenset[int]:
         seen: set[int] = set()
         try:
             while data := self._reader.recv(4096):
                 seen.update(data)
         except BlockingIOError:
             pass
-        return frozenset(seen - {0})
+        return frozenset(seen)

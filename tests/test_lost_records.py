@@ -26,8 +26,9 @@ from elastic_ext.rendezvous.participant import RETRY_S, Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
-from tests.jobs import TORCHRUN, Gate, Job, wait_gone
+from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
 from tests.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
+from tests.test_supervisor import DEAF
 
 PREFIX = "/elastic_ext/job/"
 NAMES = ("a", "b", "c")
@@ -303,6 +304,22 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
+
+
+def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
+    (tmp_path / "sitecustomize.py").write_text(
+        DEAF.replace("elastic_ext.supervisor", "elastic_ext.rendezvous.etcd").format(told="etcd has not told")
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    gate = Gate(tmp_path / "gate")
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--max-restarts=3"]
+    with Job([*AGENT, *where, ELASTIC], tmp_path, PYTHONPATH=path, NODE="a", GATE=str(gate.path)) as job:
+        job.wait_for(seen(1, 0))
+        server.pause()
+        stack.callback(server.resume)
+        os.kill(reports(job)[0]["pid"], signal.SIGKILL)
+        job.wait_for("swallowed")
+        assert job.finish(GRACE_S).returncode == 75
 
 
 def test_sigterm_ends_agents_whose_header_is_gone(server, tmp_path, stack):

@@ -91,6 +91,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         poll_interval_s: how often num_nodes_waiting() must be asked; None: never, nobody can join.
         on_news: set by our agent; called from any thread when round_over() may have an answer.
+        on_wait: set by our agent; a main thread that waits for other nodes by a condition asks it every second, and it may raise.
         attached: set by our agent when it takes this handler; without it another one uses the rendezvous alone (see `plain`).
     """
 
@@ -105,6 +106,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         self.round = 0
         self.attached = False
         self.on_news: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         self.torch_conf = dict(params.config)
         self._run_id = params.run_id
         self._reader = Reader()

@@ -52,8 +52,24 @@ BACKEND = "ext_etcd"
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
 QUIET_S = 10.0  # for a verdict; more than workers on other nodes take to end: then the log says what is waited for
+LOOK_S = 1.0  # how often a main thread that waits for the others looks for a signal that was lost on its way
 STORE_TRIES = 3  # of rounds in a row
 CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to a store; for what is asked of it then, torch's default
+
+
+class Changed(threading.Condition):
+    """Whatever its waiter looks at has changed. A wait ends early now and then, so that `on_wait` is asked; it may raise.
+
+    A signal ends a wait by the exception that its handler raises, unless somebody else catches that: logging, say.
+    """
+
+    def __init__(self, on_wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_wait = on_wait
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._on_wait()
+        return super().wait(LOOK_S if timeout is None else min(timeout, LOOK_S))
 
 
 class EtcdRendezvous(RendezvousHandler):
@@ -75,6 +91,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.attached = False
         self.round = 0
         self.on_news: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._run_id = params.run_id
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
         self._client = connect(params.endpoint, settings)
@@ -85,7 +102,7 @@ class EtcdRendezvous(RendezvousHandler):
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self._address = run_id.checked_address(address)
         check_own(params.local_addr, self._address)
-        self._changed = threading.Condition()
+        self._changed = Changed(lambda: self.on_wait())
         self._loop = Loop()
         self.host = run_id.host_name(settings)
         self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -208,7 +208,7 @@ class EtcdRendezvous(RendezvousHandler):
             while not answer.done():
                 if self.round_over() is not None:
                     return None
-                self._changed.wait(60.0)
+                self._changed.wait()
         if (error := answer.exception()) is not None:
             self._unreachable += 1
             if self._unreachable == STORE_TRIES:  # the others are better off without this node
@@ -241,7 +241,7 @@ class EtcdRendezvous(RendezvousHandler):
                     why = f": {participant.full}" if participant.full is not None else ""
                     raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
                 # The join timeout is a deadline; the minute only bounds how long a main thread sleeps without signals.
-                self._changed.wait(min(left, 60.0))
+                self._changed.wait(left)
 
     def _as_torch(self, failure: Exception) -> Exception:
         if isinstance(failure, QuotaExceeded) and self.round == 0:  # nothing has been started yet: an operator must act first
@@ -396,7 +396,7 @@ class EtcdRendezvous(RendezvousHandler):
                     raise self._as_torch(self._participant.failure)
                 if self.round_over() is not None:
                     return False
-                self._changed.wait(60.0)
+                self._changed.wait()
         return True
 
     def last_will(self) -> dict[str, Any] | None:

@@ -22,10 +22,10 @@ from typing import Any
 
 import measure
 
-from elastic_ext.checkpoints.discovery import newest_complete
-from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, directory_name, encode
+from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import BLOCK, stored_files, verify
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.verify import BLOCK, stored_files, verify
 
 MOST_RATIO = 1.3  # of verifying to reading
 MOST_SECONDS = 1.0  # for a choice among 10,000

@@ -1,52 +1,5 @@
-"""The errors of this package: a small family, one line each.
+"""The errors that a script may want to catch; all of this package are in `elastic_ext.base.errors`."""
 
-A message says what was seen, what was expected, and what to do.
-"""
+from elastic_ext.base.errors import ElasticExtError, RanksMissing, UsageError
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from elastic_ext.printable import shown
-
-EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
-
-
-class ElasticExtError(Exception):
-    """Base of everything that this package raises on purpose. Its text is one line that may go to any terminal."""
-
-    def __str__(self) -> str:
-        return shown(super().__str__())
-
-
-class UsageError(ElasticExtError):
-    """The user asked for something that cannot be: a setting, an option, a path. The command exits with 78, nothing starts."""
-
-
-class BadCheckpoints(ElasticExtError):
-    """There are checkpoints, and none may be used. Beginning from nothing would lose the work, so the job stops with 65."""
-
-
-class SeamError(ElasticExtError):
-    """This torch does not have the seam that the plug-in stands on. The command exits with 78, nothing is started."""
-
-
-class RoundOver(ElasticExtError):
-    """The round ended before all of its nodes knew what to resume from: no worker was started, the next round chooses again."""
-
-
-class RanksMissing(ElasticExtError):
-    """A health barrier was not passed in time. ranks: that did not come."""
-
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
-
-class JobStopped(ElasticExtError):
-    """The job has ended for all nodes. verdict: a `job.Verdict`, which says why."""
-
-    def __init__(self, verdict: Any) -> None:
-        super().__init__(verdict.decision.reason)
-        self.verdict = verdict
+__all__ = ["ElasticExtError", "RanksMissing", "UsageError"]

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from elastic_ext import Checkpointer
-from elastic_ext.checkpoints.checkpointer import Event
+from elastic_ext.checkpoints.writing.checkpointer import Event
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_ext.etcd import EtcdClient, Tls
-from elastic_ext.etcd.records import Status
+from elastic_ext.etcd.values import Status
 from tests.ports import free_port
 
 READY_S = 60.0

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from elastic_ext import agent
-from elastic_ext.errors import UsageError
+from elastic_ext.agent import __main__
+from elastic_ext.base.errors import UsageError
 from tests.jobs import AGENT, EXT, Job, run
 
 GLOO = str(Path(__file__).with_name("scripts") / "gloo_job.py")
 
 
 def settled(*argv: str):
-    return agent.settle(agent.parser().parse_args([*argv, "train.py"]))
+    return __main__.settle(__main__.parser().parse_args([*argv, "train.py"]))
 
 
 def test_it_takes_every_option_of_torchrun():
     theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
-    ours = {option for action in agent.parser()._actions for option in action.option_strings}
+    ours = {option for action in __main__.parser()._actions for option in action.option_strings}
     assert theirs
     assert theirs == ours
 
@@ -94,8 +94,8 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
             directory.chmod(0o755)
     code = (
         "import encodings.idna, os, sys, fsspec.implementations.local\n"
-        "from elastic_ext import agent, supervisor\n"
-        "from elastic_ext.rendezvous import c10d\n"  # the interpreter may be where nobody may read
+        "from elastic_ext.agent import __main__ as agent, supervisor\n"
+        "from elastic_ext.rendezvous.c10d import handler\n"  # the interpreter may be where nobody may read
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "os.environ['HOME'] = '/tmp'\n"
         f"sys.exit(agent.main(['--rdzv-conf=checkpoint_dir={locked}', 'ok.py']))\n"

@@ -102,7 +102,7 @@ def test_a_recovery_ends_with_the_last_rank_of_the_first_attempt_that_came_up():
 
 def test_entry_point(tmp_path):
     record = result("entry_point.py", tmp_path, "--repeat=1", "--torchrun-repeat=0", "--promise-ms=1000")
-    assert "elastic_ext.plugin" in record["modules"]
+    assert "elastic_ext.agent.plugin" in record["modules"]
     assert record["imports_torch"] is False
     assert 0 < record["median_s"] <= record["max_s"]
     assert record["kept"] is True

@@ -18,8 +18,8 @@ import pytest
 
 from elastic_ext.workers import bootstrap
 from elastic_ext.workers.bootstrap import SLOT_BYTES, STACKS_SIGNAL
-from elastic_ext.workers.import_checks import PER_WORKER
-from elastic_ext.workers.parked import StandbyServer, WarmPopen
+from elastic_ext.workers.standby.client import StandbyServer, WarmPopen
+from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
 
 BOOTSTRAP = str(Path(bootstrap.__file__).resolve())

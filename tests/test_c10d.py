@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.address import address_towards, host_of
-from elastic_ext.rendezvous.c10d import EmbeddedRendezvous
-from elastic_ext.settings import Settings
+from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from tests.jobs import TORCHRUN, Job
 from tests.ports import free_port
 from tests.store_server import StoreServer

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ext.observe import doctor
-from elastic_ext.observe.doctor import FAIL, OK, WARN, Check
-from elastic_ext.printable import redacted
+from elastic_ext.base.printable import redacted
+from elastic_ext.cli import doctor
+from elastic_ext.cli.doctor import FAIL, OK, WARN, Check
 from tests.etcd_server import EtcdServer
 from tests.jobs import environment
 from tests.ports import free_port
@@ -96,9 +96,9 @@ def test_another_user_who_may_not_write(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o755)
     code = (
-        "import os, sys, encodings.idna, fsspec.implementations.local, elastic_ext.workers.import_checks\n"
-        "from elastic_ext import cli\n"
-        "from elastic_ext.observe import doctor\n"
+        "import os, sys, encodings.idna, fsspec.implementations.local, elastic_ext.workers.standby.import_checks\n"
+        "from elastic_ext.cli import main as cli\n"
+        "from elastic_ext.cli import doctor\n"
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         f"sys.exit(cli.main(['doctor', '--rdzv-conf=checkpoint_dir={closed}']))\n"
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext import job as job_records
 from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.failures import ledger as job_records
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job, wait_gone
 from tests.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes

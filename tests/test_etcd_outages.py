@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient, EtcdError, Event, QuotaExceeded
-from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
@@ -294,7 +294,7 @@ def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joi
 def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_did(server):
     """What a leader leaves that was frozen for longer than its lease between writing the parts and the header: its own part."""
     joined = threading.Event()
-    loop = Loop()
+    loop = Dispatcher()
     with EtcdClient(server.endpoint) as client:
         inside, woken = (
             Participant(client, loop, "job", name, Limits(1, 1, 0.0), LEASE_S, joined.set) for name in ("in", "woken")
@@ -334,7 +334,7 @@ def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_witho
                 proxy.start()
 
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy, Cut(proxy.endpoint) as client:
-        loop = Loop()
+        loop = Dispatcher()
         node = Participant(client, loop, "job", "only", Limits(1, 1, 0.0), LEASE_S, joined.set)
         node.ready(Node(after=0, workers=1, role="", address="127.0.0.1", port=1))
         assert joined.wait(NEWS_S), "no round: nobody leads"

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from elastic_ext import exits
+from elastic_ext.agent import exits
 
 NO_ROOM = """
 import resource, sys
-from elastic_ext import exits
+from elastic_ext.agent import exits
 resource.setrlimit(resource.RLIMIT_FSIZE, (3, 3))  # as a full disk does: the file is there, the bytes are not taken
 exits.tell({"a": 1}, sys.argv[1])
 """
@@ -44,7 +44,7 @@ def test_a_stream_that_leads_to_a_file_stays_one(tmp_path):
     """As /dev/stderr of a job whose output goes to a file."""
     # What is imported may need the files of the usual /dev: torch opens /dev/urandom on some processors.
     mounted = "mount -t tmpfs dev /dev && ln -s /proc/self/fd/2 /dev/stderr"
-    code = f"import os; from elastic_ext import exits; os.system('{mounted}'); exits.tell(dict(a=1), '/dev/stderr')"
+    code = f"import os; from elastic_ext.agent import exits; os.system('{mounted}'); exits.tell(dict(a=1), '/dev/stderr')"
     shell = f'{sys.executable} -c "{code}" && ls -l /dev'
     with open(tmp_path / "err", "w") as file:
         command = ["unshare", "--mount", "bash", "-c", shell]

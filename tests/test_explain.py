@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext import cli, settings
-from elastic_ext.errors import UsageError
-from elastic_ext.failures import files, user_rules
+from elastic_ext.base import settings, user_files
+from elastic_ext.base.errors import UsageError
+from elastic_ext.cli import main
+from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.job import Ledger, Verdict
-from elastic_ext.policy import Action, Decision
-from elastic_ext.rendezvous import live
+from elastic_ext.failures.ledger import JobVerdict, Ledger
+from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.rendezvous.etcd import job_status
 from elastic_ext.rendezvous.rounds import Header, State
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,7 @@ CASES = ROOT / "tests" / "data" / "failure_cases.jsonl"
 
 
 def explain(capsys, *arguments):
-    code = cli.main(["explain", *map(str, arguments)])
+    code = main.main(["explain", *map(str, arguments)])
     said = capsys.readouterr()
     return code, [json.loads(line) for line in said.out.splitlines()], said.err.splitlines()
 
@@ -60,7 +61,7 @@ def test_the_full_evidence_of_the_specification(capsys, tmp_path):
 
 def test_the_command_needs_no_torch(tmp_path):
     (tmp_path / "empty.json").write_text("{}")
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; sys.modules['torch'] = None; from elastic_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "explain", str(tmp_path / "empty.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -98,7 +99,7 @@ def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, 
 
 
 def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "WAIT_S", 0.2)
+    monkeypatch.setattr(user_files, "WAIT_S", 0.2)
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
     assert (code, len(told), len(err)) == (78, 38, 1)
     os.mkfifo(tmp_path / "fifo")
@@ -111,7 +112,7 @@ def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch)
         assert (code, told, len(err)) == (78, [], 1)
     for arguments in ([], ["explane", "x"]):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(arguments)
+            main.main(arguments)
         assert stopped.value.code == 78
         assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -247,8 +248,8 @@ def test_the_setting():
 
 def test_what_is_read_from_etcd_cannot_steer_the_terminal():
     header = Header(1, State.BROKEN, reason="\x1b]0;title\x07")
-    told = Verdict(Decision(Action.RESTART, "code", "\x9b"), 1, stacks='on a: rank 1\n  File "x\x1b[2J"')
-    shown = list(live.lines(live.LiveJob("x\x1b[2J", header, {}, {}, Ledger((), 0, (told,)), {"h\n": "\x9b1m"})))
+    told = JobVerdict(Decision(Action.RESTART, "code", "\x9b"), 1, stacks='on a: rank 1\n  File "x\x1b[2J"')
+    shown = list(job_status.lines(job_status.JobStatus("x\x1b[2J", header, {}, {}, Ledger((), 0, (told,)), {"h\n": "\x9b1m"})))
     assert shown[-2:] == ["    on a: rank 1", '      File "x\\x1b[2J"']
     assert all(line.isprintable() for line in shown)
     assert "\\x1b]0;title\\x07" in shown[1]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext import job, policy
-from elastic_ext.cli import explained
+from elastic_ext.base.kinds import KINDS, Response
+from elastic_ext.cli.main import explained
 from elastic_ext.failures import classify as classify_module
-from elastic_ext.failures import fingerprint, matching, rules, tracebacks, user_rules
+from elastic_ext.failures import fingerprint, ledger, matching, policy, rules, tracebacks, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import (
     MAX_ERROR_FILE_BYTES,
@@ -25,7 +25,6 @@ from elastic_ext.failures.evidence import (
     exit_status,
     read_error_file,
 )
-from elastic_ext.failures.kinds import KINDS, Verdict
 from elastic_ext.failures.rules import RULES
 
 if sys.version_info >= (3, 11):
@@ -342,7 +341,7 @@ def test_what_is_shown_of_a_failure_cannot_steer_a_terminal_or_forge_a_line():
     assert "\\x1b[2J" in told.reason
     assert "\\udce9" in told.reason
     assert classify(raised("E", "größer als 3 µm - 温度 🔥")).reason.count("größer als 3 µm - 温度 🔥") == 1
-    rule = user_rules.UserRule("n\x1b[1m", "code", Verdict.STOP, "entry\npoint", exit_code=1)
+    rule = user_rules.UserRule("n\x1b[1m", "code", Response.STOP, "entry\npoint", exit_code=1)
     assert classify(ended(1), [rule]).reason.isprintable()
 
 
@@ -355,7 +354,7 @@ def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
         path.write_text(json.dumps({"message": {"message": "N" * 200_000, "extraInfo": extra}, **more}))
         exception = read_error_file(str(path)).exception
         told = classify(Evidence(0, exit_code=1, exception=exception))
-        assert len(job.encode_report(job.Report("h", told))) < 100_000
+        assert len(ledger.encode_report(ledger.Report("h", told))) < 100_000
 
 
 def test_the_fingerprint_holds_what_stays_and_not_what_varies():
@@ -403,7 +402,7 @@ def test_across_nodes_the_order_counts_and_not_the_clocks():
 
 def test_a_cascade_alone_is_the_network():
     peer = classify(Evidence(0, exit_code=1, exception=RaisedException("RuntimeError", "Connection reset by peer")))
-    assert (root_cause([peer]).kind, root_cause([peer]).decision) == ("network", Verdict.RESTART)
+    assert (root_cause([peer]).kind, root_cause([peer]).decision) == ("network", Response.RESTART)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext import launch
+from elastic_ext.agent import launch
+from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.settings import Settings
-from elastic_ext.workers import bootstrap, hang, pace
-from elastic_ext.workers.hang import Stuck, Worker
-from elastic_ext.workers.pace import Mark
+from elastic_ext.workers import bootstrap
+from elastic_ext.workers.hangs import detector, step_times
+from elastic_ext.workers.hangs.detector import Stuck, Worker
+from elastic_ext.workers.hangs.step_times import Mark
 from tests import jobs
 from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
 
@@ -78,63 +79,63 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
     ],
 )
 def test_limits(one, fixed_s, limit_s):
-    assert hang.limit_s(one, hang.activity_of([one]), fixed_s) == pytest.approx(limit_s)
+    assert detector.limit_s(one, detector.activity_of([one]), fixed_s) == pytest.approx(limit_s)
     if limit_s < float("inf"):
-        assert not hang.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
-        assert hang.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
+        assert not detector.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
+        assert detector.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
 
 
 def test_one_that_goes_on_is_enough():
     still = [worker(rank) for rank in range(4)]
-    assert hang.judge(still).stalled
-    assert not hang.judge([*still, worker(4, quiet_s=1)]).stalled
-    assert not hang.judge([*still, worker(4, debugged=True)]).stalled
-    assert not hang.judge([*still, worker(4, known=False)]).stalled
-    assert not hang.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
-    assert not hang.judge([*still, worker(4, working=True)]).stalled
-    assert not hang.judge([*still, worker(4, phase="checkpoint")]).stalled
-    assert not hang.judge([]).stalled
+    assert detector.judge(still).stalled
+    assert not detector.judge([*still, worker(4, quiet_s=1)]).stalled
+    assert not detector.judge([*still, worker(4, debugged=True)]).stalled
+    assert not detector.judge([*still, worker(4, known=False)]).stalled
+    assert not detector.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
+    assert not detector.judge([*still, worker(4, working=True)]).stalled
+    assert not detector.judge([*still, worker(4, phase="checkpoint")]).stalled
+    assert not detector.judge([]).stalled
 
 
 def test_the_one_behind_is_named():
-    verdict = hang.judge([worker(0, 11), worker(1, 10), worker(2, 11)])
+    verdict = detector.judge([worker(0, 11), worker(1, 10), worker(2, 11)])
     assert verdict.culprits == (1,)
     assert "the lowest step is 10, of rank 1" in verdict.reason
-    assert hang.judge([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
+    assert detector.judge([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
 
 
 def test_the_next_look_is_when_something_can_be_different():
-    assert hang.next_look_s([worker(quiet_s=1)]) == 29  # at half of the limit
-    assert hang.next_look_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
-    assert hang.next_look_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
-    assert hang.next_look_s([worker(quiet_s=70, working=True)]) == 30
-    assert hang.next_look_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
-    assert hang.next_look_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
-    assert hang.next_look_s([]) == 30
+    assert detector.next_look_s([worker(quiet_s=1)]) == 29  # at half of the limit
+    assert detector.next_look_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
+    assert detector.next_look_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
+    assert detector.next_look_s([worker(quiet_s=70, working=True)]) == 30
+    assert detector.next_look_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
+    assert detector.next_look_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
+    assert detector.next_look_s([]) == 30
 
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     late = worker(0, quiet_s=46, idle_s=15, working=True)  # it has worked until half of the limit
-    assert hang.judge([late, replace(late, rank=1, quiet_s=50)]).imminent
-    assert not hang.judge([late, replace(late, rank=1, quiet_s=44)]).imminent
-    assert not hang.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
-    assert not hang.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
-    assert not hang.judge([replace(late, phase="eval")]).imminent
-    assert not hang.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
-    assert hang.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
-    assert not hang.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+    assert detector.judge([late, replace(late, rank=1, quiet_s=50)]).imminent
+    assert not detector.judge([late, replace(late, rank=1, quiet_s=44)]).imminent
+    assert not detector.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
+    assert not detector.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
+    assert not detector.judge([replace(late, phase="eval")]).imminent
+    assert not detector.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
+    assert detector.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
+    assert not detector.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
 
 
 @pytest.mark.parametrize("fixed_s", [None, 5])
 def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
     """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
     others = [worker(rank, quiet_s=1801) for rank in range(3)]
-    assert not hang.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
-    verdict = hang.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
+    assert not detector.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
+    verdict = detector.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
     assert (verdict.stalled, verdict.culprits) == (True, (3,))
-    assert not hang.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
-    assert not hang.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
-    assert not hang.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
+    assert not detector.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
+    assert not detector.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
+    assert not detector.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, ha
     ],
 )
 def test_what_is_work(cpu_share, bytes_s, works):
-    assert hang.works(cpu_share, bytes_s) == works
+    assert detector.works(cpu_share, bytes_s) == works
 
 
 # Who is to blame.
@@ -218,7 +219,7 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     ],
 )
 def test_culprits(all_, behind):
-    assert [each.rank for each in hang.culprits(all_)] == behind
+    assert [each.rank for each in detector.culprits(all_)] == behind
 
 
 def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
@@ -248,7 +249,7 @@ def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
     ],
 )
 def test_what_it_does(state, cpu, waiting, said):
-    assert hang.condition(state, "nfs_wait", cpu, waiting).startswith(said)
+    assert detector.condition(state, "nfs_wait", cpu, waiting).startswith(said)
 
 
 # Half an hour of healthy training, on a clock of its own.
@@ -296,11 +297,11 @@ class Clock:
         end = self.now + seconds
         while self.next_look <= end:
             self.now = max(self.now, self.next_look)
-            verdict = hang.judge(self.workers())
+            verdict = detector.judge(self.workers())
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
-            self.next_look = self.now + hang.next_look_s(self.workers())
+            self.next_look = self.now + detector.next_look_s(self.workers())
         self.now = end
 
 
@@ -352,13 +353,13 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
 def test_the_slow_one_is_named_by_how_much():
     before = {rank: Mark(10, 100.0) for rank in range(4)}
     now = {rank: Mark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
-    times = pace.step_times(before, now)
+    times = step_times.step_times(before, now)
     assert times == pytest.approx({0: 1.0, 1: 1.1, 2: 2.0, 3: 0.9})
-    assert pace.stragglers(times) == pytest.approx({2: 2.0})
-    assert pace.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
-    assert pace.stragglers({0: 5.0}) == {}
-    assert pace.step_times(before, {**now, 3: Mark(19, 118.0)}) is None  # too few to say
-    assert pace.step_times({}, now) is None
+    assert step_times.stragglers(times) == pytest.approx({2: 2.0})
+    assert step_times.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
+    assert step_times.stragglers({0: 5.0}) == {}
+    assert step_times.step_times(before, {**now, 3: Mark(19, 118.0)}) is None  # too few to say
+    assert step_times.step_times({}, now) is None
 
 
 # Real jobs.

@@ -78,7 +78,7 @@ def test_no_helper_imports_from_the_working_directory(tmp_path):
 
 def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
     """The agent itself is out of its reach here, and the workers import nothing of it."""
-    needed = imported_by("import elastic_ext.checkpoints.replicate, socket, ctypes, mmap, array, random, contextlib")
+    needed = imported_by("import elastic_ext.checkpoints.copying.replicate, socket, ctypes, mmap, array, random, contextlib")
     at_start = imported_by("import json")  # the bootstrap, which runs as the user's code does, tells of a failure with it
     marks = hostile(tmp_path / "path", (needed & sys.stdlib_module_names) - at_start - {"__main__"})
     assert len(left(tmp_path / "path")) > 20
@@ -91,7 +91,7 @@ def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
         "    os._exit(9)\n"
     )
     subprocess.run(["mkfifo", str(tmp_path / "gate")], check=True)
-    agent = [sys.executable, "-I", "-c", "import sys; from elastic_ext.agent import main; sys.exit(main(sys.argv[1:]))"]
+    agent = [sys.executable, "-I", "-c", "import sys; from elastic_ext.agent.__main__ import main; sys.exit(main(sys.argv[1:]))"]
     conf = f"--rdzv-conf=local_dir={tmp_path / 'local'},checkpoint_dir={tmp_path / 'remote'}"
     with Job(
         [*agent, "--max-restarts=1", conf, str(script)], tmp_path, ELASTIC_EXT_STANDBY="on", PYTHONPATH=str(tmp_path / "path")
@@ -119,7 +119,7 @@ def test_helpers_find_a_package_that_only_the_agents_path_holds(tmp_path, where)
     (holds / "start.py").write_text(
         "import sys\n"
         "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
-        "from elastic_ext.workers import isolated\n"
+        "from elastic_ext.base import isolated\n"
         "print(isolated.__file__)\n"
         "print(*isolated.command('x')[isolated.command('x').index('x') + 2:], sep='\\n')\n"
     )

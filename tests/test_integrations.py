@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints import discovery
+from elastic_ext.checkpoints.choice import discovery
 from tests.jobs import AGENT, Finished, Job, environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -112,8 +112,8 @@ def test_lightning_saves_at_once_what_it_saves_in_the_background_else(tmp_path):
 def test_without_the_library_it_says_so(module, missing):
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-        f"from elastic_ext.integrations.{module} import SaveOnDemand\nSaveOnDemand()"
+        f"from elastic_ext.training.{module} import SaveOnDemand\nSaveOnDemand()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 1
-    assert f"ImportError: elastic_ext.integrations.{module} needs the package" in done.stderr
+    assert f"ImportError: elastic_ext.training.{module} needs the package" in done.stderr

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from elastic_ext import job
+from elastic_ext.base.kinds import Response as Asked
+from elastic_ext.base.records import RecordError
+from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
-from elastic_ext.failures.kinds import Verdict as Asked
-from elastic_ext.job import Ledger, Report, Rules, judge
-from elastic_ext.policy import NO_LIMIT, Action, Backoff
+from elastic_ext.failures.ledger import Ledger, Report, Rules, judge
+from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
-from elastic_ext.typed import RecordError
 
 RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
 

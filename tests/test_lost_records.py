@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import Compare, Delete, EtcdClient, Put, Unavailable
-from elastic_ext.etcd.records import Op, TxnResult
-from elastic_ext.job import decode_ledger
-from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import RETRY_S, Participant
+from elastic_ext.etcd.values import Op, TxnResult
+from elastic_ext.failures.ledger import decode_ledger
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
@@ -308,7 +308,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.supervisor", "elastic_ext.rendezvous.etcd").format(told="etcd has not told")
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.handler").format(told="etcd has not told")
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     gate = Gate(tmp_path / "gate")
@@ -336,7 +336,7 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     silent.settimeout(BACK_S)
     host = stack.enter_context(EtcdClient(server.endpoint))
-    loop = Loop()
+    loop = Dispatcher()
     stack.callback(loop.close, GRACE_S)
     first = Participant(host, loop, "job", "silent", Limits(2, 2, 0.0), 10, lambda: None)
     mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
@@ -359,7 +359,7 @@ class Alone:
         """nodes: that the job needs; with one it is in round 1 at once."""
         self.client = stack.enter_context(EtcdClient(server.endpoint))
         self._changed = threading.Condition()
-        self.loop = Loop()
+        self.loop = Dispatcher()
         stack.callback(self.loop.close, GRACE_S)
         self.node = Participant(self.client, self.loop, "job", "alone", Limits(nodes, nodes, 0.0), ttl_s, self._notify)
         if nodes == 1:
@@ -555,7 +555,7 @@ def test_a_loop_is_closed_while_its_thread_sits_in_a_call():
         entered.set()
         released.wait()
 
-    loop, entered, released = Loop(), threading.Event(), threading.Event()
+    loop, entered, released = Dispatcher(), threading.Event(), threading.Event()
     loop.post(Sits(), sit)
     assert entered.wait(BACK_S)
     began = time.monotonic()

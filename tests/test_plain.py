@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
-from elastic_ext.rendezvous.c10d import EmbeddedRendezvous
-from elastic_ext.rendezvous.etcd import EtcdRendezvous
-from elastic_ext.settings import Settings
+from elastic_ext.base.settings import Settings
+from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from tests.etcd_server import EtcdServer
 from tests.jobs import Gate, Job, wait_gone
 from tests.ports import free_port

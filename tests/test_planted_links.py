@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers.flight_recorder import DUMP_FILES, FlightRecorder
+from elastic_ext.workers.hangs.flight_recorder import DUMP_FILES, FlightRecorder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the planted links must be another user's, which takes root")
 
@@ -19,7 +19,7 @@ TEXT = "what must not be lost"
 
 WRITERS = {
     "exits": """
-from elastic_ext import exits
+from elastic_ext.agent import exits
 exits.tell({"exit_code": 65}, sys.argv[1])
 """,
     "ledger": """
@@ -91,7 +91,7 @@ def test_who_may_not_replace_a_planted_link_writes_nowhere(shared: Path, tmp_pat
     (shared / "told").symlink_to(victim)
     code = f"""
 import logging, sys
-from elastic_ext import exits
+from elastic_ext.agent import exits
 import os
 os.setgid({NOBODY}), os.setuid({NOBODY})
 exits.tell({{"exit_code": 65}}, sys.argv[1])

@@ -4,8 +4,8 @@ import pytest
 
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Past, RaisedException
-from elastic_ext.failures.history import Failure, progress, record, seen_from
-from elastic_ext.policy import EXIT_CODES, NO_LIMIT, Action, decide
+from elastic_ext.failures.history import PastFailure, progress, record, seen_from
+from elastic_ext.failures.policy import EXIT_CODES, NO_LIMIT, Action, decide
 
 
 def of(type_=None, message="", **more):
@@ -161,20 +161,20 @@ def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
 @pytest.mark.parametrize(
     ("then", "now", "got_further"),
     [
-        (Failure("f", 812, 0, True), Failure("f", 0, 800, False), False),
-        (Failure("f", 812, 0, True), Failure("f", 12, 800, True), False),
-        (Failure("f", 0, 0, False), Failure("f", 0, 800, False), True),  # steps are not counted, checkpoints are
-        (Failure("f", 0, 800, False), Failure("f", 0, 800, False), False),
-        (Failure("f", 0, None, False), Failure("f", 0, None, False), False),
-        (Failure("f", 12, 800, True), Failure("f", 12, 800, True), False),
-        (Failure("f", 12, 800, True), Failure("f", 13, 800, True), True),
-        (Failure("f", 12, 800, True), Failure("f", 11, 800, True), False),
-        (Failure("f", 12, 800, True), Failure("f", 13, 900, True), True),
-        (Failure("f", 5000, 3, True), Failure("f", 2000, 4, True), None),  # checkpoints numbered by epochs
-        (Failure("f", 812, None, True), Failure("f", 812, None, True), False),
-        (Failure("f", 812, None, True), Failure("f", 900, None, True), True),
-        (Failure("f", 812, None, True), Failure("f", 700, None, True), None),  # a job may resume by itself
-        (Failure("f"), Failure("f"), None),
+        (PastFailure("f", 812, 0, True), PastFailure("f", 0, 800, False), False),
+        (PastFailure("f", 812, 0, True), PastFailure("f", 12, 800, True), False),
+        (PastFailure("f", 0, 0, False), PastFailure("f", 0, 800, False), True),  # steps are not counted, checkpoints are
+        (PastFailure("f", 0, 800, False), PastFailure("f", 0, 800, False), False),
+        (PastFailure("f", 0, None, False), PastFailure("f", 0, None, False), False),
+        (PastFailure("f", 12, 800, True), PastFailure("f", 12, 800, True), False),
+        (PastFailure("f", 12, 800, True), PastFailure("f", 13, 800, True), True),
+        (PastFailure("f", 12, 800, True), PastFailure("f", 11, 800, True), False),
+        (PastFailure("f", 12, 800, True), PastFailure("f", 13, 900, True), True),
+        (PastFailure("f", 5000, 3, True), PastFailure("f", 2000, 4, True), None),  # checkpoints numbered by epochs
+        (PastFailure("f", 812, None, True), PastFailure("f", 812, None, True), False),
+        (PastFailure("f", 812, None, True), PastFailure("f", 900, None, True), True),
+        (PastFailure("f", 812, None, True), PastFailure("f", 700, None, True), None),  # a job may resume by itself
+        (PastFailure("f"), PastFailure("f"), None),
     ],
 )
 def test_progress(then, now, got_further):
@@ -183,7 +183,7 @@ def test_progress(then, now, got_further):
 
 def test_progress_in_between_counts():
     """A failure that lies before a better try is no reason to stop, whatever came after that try."""
-    earlier = [Failure("f", 10, 0, True), Failure("g", 50, 0, True)]
-    past = seen_from(Failure("f", 10, 0, True), earlier)
+    earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
+    past = seen_from(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
-    assert record(of("KeyError", step=7), 3) == Failure(KEY.fingerprint, 7, 3, True, "n1", "code")
+    assert record(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")

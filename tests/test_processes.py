@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.wakeup import Wakeup, readable
-from elastic_ext.workers.guard import Guard
+from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.workers.processes import WorkerProcesses
-from elastic_ext.workers.warden import kill_marked
+from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.reaper.reaper import kill_marked
 from tests.jobs import wait_gone
 
 IGNORES_TERM = "import signal,sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
@@ -261,8 +261,8 @@ def test_a_worker_between_fork_and_exec_is_found(tmp_path):
     """When the agent dies its child has not called exec yet, so it does not carry the token."""
     code = (
         "import os, select, sys\n"
-        "from elastic_ext.workers.guard import Guard\n"
-        "guard = Guard(sys.argv[1], sys.argv[2])\n"
+        "from elastic_ext.workers.reaper.client import Reaper\n"
+        "guard = Reaper(sys.argv[1], sys.argv[2])\n"
         "agent = os.pidfd_open(os.getpid())\n"
         "if os.fork() == 0:\n"
         "    print(os.getpid(), flush=True)\n"
@@ -305,7 +305,7 @@ def test_a_warden_whose_reader_is_gone_still_cleans_up(tmp_path):
 
 def test_a_guard_outlives_its_warden(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
-    guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
+    guard = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     environ = Path(f"/proc/{guard._process.pid}/environ")
     deadline = time.monotonic() + 20
     while not environ.read_text() and time.monotonic() < deadline:
@@ -322,7 +322,7 @@ def test_a_guard_outlives_its_warden(tmp_path, monkeypatch):
 
 def test_a_warden_that_cannot_run_is_said_once_and_not_started_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
+    guard = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     monkeypatch.undo()
     select.select([guard.pidfd], [], [], 20)
     guard.watch([os.getpid()])
@@ -355,7 +355,7 @@ def test_signals_to_the_agents_group_do_not_reach_the_warden(agent):
 
 
 def test_a_killed_warden_is_replaced(tmp_path):
-    guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
+    guard = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     try:
         guard.watch([child.pid])
@@ -373,7 +373,7 @@ def test_a_killed_warden_is_replaced(tmp_path):
 
 def test_a_stopped_warden_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
     """What it is told no longer goes into its pipe after some hundred rounds; at the end it is told to go on."""
-    guard = Guard(os.urandom(16).hex(), str(tmp_path / "run"))
+    guard = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     try:
         first = guard._process.pid

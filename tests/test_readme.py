@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.settings import DEFAULT_STOP_GRACE, Settings
+from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job, environment
 

@@ -15,18 +15,21 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from elastic_ext import cli, job, typed
-from elastic_ext.errors import UsageError
+from elastic_ext.base import records
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.settings import Settings
+from elastic_ext.cli import main
 from elastic_ext.etcd import EtcdClient, KeyValue
-from elastic_ext.job import Ledger, judge
-from elastic_ext.policy import STOP_CODES, Action
-from elastic_ext.rendezvous import rounds, store_job
-from elastic_ext.rendezvous.c10d import EmbeddedRendezvous
-from elastic_ext.rendezvous.etcd import EtcdRendezvous
-from elastic_ext.rendezvous.reading import Reader
+from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import Ledger, judge
+from elastic_ext.failures.policy import STOP_CODES, Action
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.c10d import store_job
+from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
-from elastic_ext.settings import Settings
-from elastic_ext.typed import RecordError
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run
 from tests.test_etcd_jobs import CONF, ELASTIC, reports, seen
 from tests.test_job import RULES, changed, report
@@ -131,7 +134,7 @@ def test_a_field_out_of_its_range_is_named(change, said):
 
 def test_a_record_that_is_too_large_is_not_parsed():
     with pytest.raises(RecordError, match="bytes, expected"):
-        rounds.decode(Node, b" " * typed.MOST_BYTES + GOOD["nodes/a"], "k")
+        rounds.decode(Node, b" " * records.MOST_BYTES + GOOD["nodes/a"], "k")
 
 
 def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:
@@ -140,7 +143,7 @@ def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:
 
 def test_each_key_and_content_is_told_once_and_fits_a_terminal():
     told: list[str] = []
-    reader = Reader(told.append)
+    reader = RecordReader(told.append)
     for _ in range(3):
         assert reader.node(kv(b"/x/\xff\x1b[2J", b"\x1b")) is None
         assert reader.node(kv(b"/x/a", GOOD["nodes/a"], lease_id=0)) is None
@@ -153,7 +156,7 @@ def test_each_key_and_content_is_told_once_and_fits_a_terminal():
 
 
 def test_a_header_with_a_verdict_that_cannot_be_carried_out_is_none():
-    reader, header = Reader([].append), json.loads(GOOD["round"])
+    reader, header = RecordReader([].append), json.loads(GOOD["round"])
     assert reader.header(kv(b"k", GOOD["round"])) is not None
     for verdict in ("[" * 100_000, header["verdict"].replace('"exit_code":65', '"exit_code":0')):
         assert reader.header(kv(b"k", json.dumps({**header, "verdict": verdict}).encode())) is None
@@ -174,7 +177,7 @@ def test_commands_read_what_they_can(server, capsys):
                 client.put(PREFIX + name, value, lease_id=lease_id)
             if number % 5 == 1:
                 client.put(PREFIX.encode() + b"nodes/\xff\x1b", GOOD["nodes/a"], lease_id=lease_id)
-            code = cli.main(["explain", *where])
+            code = main.main(["explain", *where])
             said = capsys.readouterr()
             assert code == (78 if said.err else 0), said
             assert number or code == 0
@@ -182,7 +185,7 @@ def test_commands_read_what_they_can(server, capsys):
             assert all(line.startswith("elastic-ext: ") for line in said.err.splitlines())
             if number % 5 == 1:
                 assert code == 78
-            assert cli.main(["checkpoints", "save", *where, "--timeout=0.2"]) in (75, 78)
+            assert main.main(["checkpoints", "save", *where, "--timeout=0.2"]) in (75, 78)
             assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -294,7 +297,7 @@ def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path
         assert "Traceback" not in done.err
         assert "started" not in done.out
     for command in (["explain"], ["checkpoints", "save"]):
-        assert cli.main([*command, f"--rdzv-endpoint={server.endpoint}", f"--rdzv-id={run_id}"]) == 78
+        assert main.main([*command, f"--rdzv-endpoint={server.endpoint}", f"--rdzv-id={run_id}"]) == 78
         said = capsys.readouterr().err
         assert len(re.findall("--rdzv-id", said)) == 1
         assert len(said.splitlines()) == 1
@@ -302,4 +305,4 @@ def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path
 
 def test_the_same_run_id_may_have_a_colon_a_blank_or_letters_of_any_language(tmp_path: Path):
     for name in ("a:b", "night run", "학습-1", "x" * 200):
-        assert typed.is_name(name)
+        assert records.is_name(name)

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.rounds import (
     Assignment,
+    Conclude,
     End,
     Header,
-    Judge,
     Limits,
     Node,
     RecordError,
@@ -80,18 +80,18 @@ def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_roun
         # Failures: one verdict on the round before the next one, once all have told, or some time after the first.
         (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed")),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7, Wait("node b may have failed too", 7.5)),
-        (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7.5, Judge(("a",), "workers of node a failed")),
+        (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7.5, Conclude(("a",), "workers of node a failed")),
         # Without a cause so far, all that live are waited for: the next round waits for them too.
         (view(BROKEN, {"a": FOLLOWS, "b": node(), "c": node(3)}, "abc", reported_at=7), 99, Wait(NO_CAUSE)),
-        (view(BROKEN, {"a": FOLLOWS, "b": node(3), "c": node(3)}, "abcd", reported_at=7), 7, Judge(("a",), ONE_FAILED)),
+        (view(BROKEN, {"a": FOLLOWS, "b": node(3), "c": node(3)}, "abcd", reported_at=7), 7, Conclude(("a",), ONE_FAILED)),
         (
             view(BROKEN, {"a": FOLLOWS, "b": FAILED, "c": node()}, "abc", reported_at=7),
             7,
             Wait("node c may have failed too", 7.5),
         ),
-        (view(BROKEN, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),
-        (view(BROKEN, {"a": FAILED, "b": FAILED}, "ab", reported_at=7), 7, Judge(("a", "b"), BOTH_FAILED)),
-        (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Judge(("a",), "workers of node a failed")),  # b is lost
+        (view(BROKEN, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),
+        (view(BROKEN, {"a": FAILED, "b": FAILED}, "ab", reported_at=7), 7, Conclude(("a", "b"), BOTH_FAILED)),
+        (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),  # b is lost
         (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Wait("node a is stopping its workers")),
         (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
         (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
@@ -421,7 +421,7 @@ class Job(RuleBasedStateMachine):
         if isinstance(action, End):
             if self.header.state is State.RUNNING:
                 self.write_header(dataclasses.replace(self.header, state=action.state, reason=action.reason))
-        elif isinstance(action, Judge):
+        elif isinstance(action, Conclude):
             assert all(self.seen[id_].reported == self.header.round for id_ in action.nodes)
             self.write_header(dataclasses.replace(self.header, verdict="restart"))
         elif isinstance(action, Seal):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import Batch, EtcdClient
+from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
 from elastic_ext.rendezvous.rounds import Header, Node, State, decode
-from elastic_ext.rendezvous.save import Outcome, outcome, save
 from tests.etcd_server import EtcdServer
 from tests.jobs import TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
 from tests.ports import free_port
@@ -166,5 +166,5 @@ def refused(done: Finished, code: int, said: str) -> None:
 
 
 def test_the_command_needs_no_torch():
-    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous import connect, save"
+    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous.etcd import connect, save_request"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

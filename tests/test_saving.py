@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext import saving
+from elastic_ext.agent import saves
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
@@ -40,7 +40,7 @@ def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float
     ],
 )
 def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
-    plan = saving.plan(grace_s, stop_s, workers)
+    plan = saves.plan(grace_s, stop_s, workers)
     assert plan.wait_s == wait_s
     assert said in plan.reason
 
@@ -62,7 +62,7 @@ def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
     ],
 )
 def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
-    assert saving.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
+    assert saves.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
 
 
 def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):

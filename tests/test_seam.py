@@ -69,7 +69,7 @@ def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
     done = python(
         LAUNCH + "import threading\n"
         "LocalElasticAgent.run = spy\n"
-        "from elastic_ext import torch_seam\n"
+        "from elastic_ext.base import torch_private\n"
         "both, arm = threading.Barrier(2), torch_seam.arm\n"
         "def arm_and_wait(*args): arm(*args); both.wait()\n"
         "torch_seam.arm = arm_and_wait\n"

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from elastic_ext import settings
-from elastic_ext.errors import UsageError
-from elastic_ext.failures import files, user_rules
+from elastic_ext.base import settings, user_files
+from elastic_ext.base.errors import UsageError
+from elastic_ext.failures import user_rules
 from elastic_ext.rendezvous.judging import LedgerFile
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_not_toml(tmp_path):
 
 
 def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "WAIT_S", 0.2)
+    monkeypatch.setattr(user_files, "WAIT_S", 0.2)
     fifo, deep, nul = tmp_path / "fifo", tmp_path / "deep.toml", tmp_path / "nul.toml"
     os.mkfifo(fifo)
     deep.write_text("topology = " + "[" * 5000)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ext import cli
-from elastic_ext.checkpoints.catalog import quarantine
+from elastic_ext.base import log_records
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import Block, masked, redacted, shown, shown_block
+from elastic_ext.checkpoints.directory.catalog import quarantine
+from elastic_ext.checkpoints.directory.tiers import claim
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.tiers import claim
-from elastic_ext.errors import UsageError
-from elastic_ext.observe import log_records
-from elastic_ext.printable import Block, masked, redacted, shown, shown_block
+from elastic_ext.cli import main
 from tests.jobs import AGENT, EXT, Gate, Job, run
 
 ESCAPES = "\x1b]0;title\x07\x9b2J\u202e"
@@ -112,7 +112,7 @@ def test_records_of_all_our_loggers(caplog):
 )
 def test_each_record_is_shown_once_whoever_configures_logging(configured):
     """Under stock torchrun nobody does: logging's handler of last resort shows warnings."""
-    code = "import logging\nfrom elastic_ext.observe import log_records\nlog_records.install()\n"
+    code = "import logging\nfrom elastic_ext.base import log_records\nlog_records.install()\n"
     code += f"{configured}\nlogger = logging.getLogger('elastic_ext.a.b')\n"
     code += f"logger.info('no')\nlogger.warning('seen %s', {HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -160,7 +160,7 @@ def test_names_of_files_cannot_steer_the_terminal(hostile_names, tmp_path, capsy
     action, *more = words
     names = [path.name for path in hostile_names.glob("ckpt_[123]*")] + ["--to", str(tmp_path / "to")] if action == "cp" else more
     try:
-        cli.main(["checkpoints", action, str(hostile_names), *names])
+        main.main(["checkpoints", action, str(hostile_names), *names])
     except SystemExit as error:
         assert error.code == 78  # noqa: PT017 - argparse's way
     told = capsys.readouterr()
@@ -171,7 +171,7 @@ def test_names_of_files_cannot_steer_the_terminal(hostile_names, tmp_path, capsy
 
 @pytest.mark.parametrize("action", ["ls", "verify"])
 def test_json_is_escaped_by_itself_and_names_files_as_they_are(hostile_names, capsys, action):
-    cli.main(["checkpoints", action, str(hostile_names), "--json"])
+    main.main(["checkpoints", action, str(hostile_names), "--json"])
     lines = capsys.readouterr().out.splitlines()
     assert all(line.isprintable() for line in lines)
     assert {json.loads(line)["name"] for line in lines} <= set(os.listdir(hostile_names))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext import settings
+from elastic_ext.base import settings
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import Host
 from elastic_ext.failures.sources import commands, gpu, kernel_log, kubernetes, memory, slurm

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers import memory, standby_rules
-from elastic_ext.workers.parked import StandbyServer
-from elastic_ext.workers.standby_rules import ColdReason, Learned
+from elastic_ext.workers.standby import memory, rules
+from elastic_ext.workers.standby.client import StandbyServer
+from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
 from tests.jobs import AGENT, Finished, Gate, Job, run, wait_gone
 from tests.ports import free_port
@@ -403,7 +403,7 @@ def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
         job.wait_for("1 warm standbys wait")
         (limit,) = [path for name in ("memory.max", "memory.limit_in_bytes") if (path := large_group / name).exists()]
         used = large_group / ("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
-        standbys = [pid for pid in children(job.process.pid) if "standby_server" in command_of(pid)]
+        standbys = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid)]
         limit.write_text(str(int(used.read_text()) + (300 << 20)))
         job.wait_for(r"without a warm standby: \d+ MB of memory are left and standbys need 512")
         assert standbys
@@ -489,7 +489,7 @@ def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
         job.wait_for(up(0), 2)
         job.wait_for(r"(?s)warm standbys are ready.*warm standbys are ready.*2 warm standbys wait")
-        (server,) = [pid for pid in children(job.process.pid) if "standby_server" in command_of(pid) and children(pid) == []
+        (server,) = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid) and children(pid) == []
                      and os.getsid(pid) == pid and not waits(pid)]  # fmt: skip
         seen = len(re.findall("2 warm standbys wait", job.err))
         os.kill(server, signal.SIGKILL)
@@ -509,7 +509,7 @@ def command_of(pid: int) -> str:
 
 def waits(pid: int) -> bool:
     """Whether it is a standby: its server holds the control socket, a standby only the one it waits at."""
-    return "standby_server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
+    return "standby/server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
 
 
 @pytest.mark.timeout(max(180, 8 * RESTARTS))
@@ -594,14 +594,14 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     ],
 )
 def test_variables_that_a_script_sets(source, expected):
-    assert standby_rules.variables_set(source) == expected
+    assert rules.variables_set(source) == expected
 
 
 def test_who_has_read_a_variable_too_early():
     read = {"torch": ["TORCH_LOGS", "HOME"], "hub": ["HF_HOME"]}
-    assert standby_rules.read_too_early({"HF_HOME", "X"}, read, ()) == {"hub": "HF_HOME"}
-    assert standby_rules.read_too_early({"TORCH_LOGS", "RANK"}, read, ["TORCH_LOGS"]) == {}
-    assert standby_rules.read_too_early({"OMP_NUM_THREADS"}, read, ()) == {"": "OMP_NUM_THREADS"}
+    assert rules.read_too_early({"HF_HOME", "X"}, read, ()) == {"hub": "HF_HOME"}
+    assert rules.read_too_early({"TORCH_LOGS", "RANK"}, read, ["TORCH_LOGS"]) == {}
+    assert rules.read_too_early({"OMP_NUM_THREADS"}, read, ()) == {"": "OMP_NUM_THREADS"}
 
 
 def test_what_is_worth_preloading():
@@ -614,8 +614,8 @@ def test_what_is_worth_preloading():
         ("numpy.random", "/job/.venv/lib/site-packages/numpy/random/__init__.py"),
         ("time", "built-in"),
     )
-    assert standby_rules.worth_preloading(Learned(modules), ["/job"], ()) == ["json", "numpy", "numpy.random"]
-    assert standby_rules.worth_preloading(Learned(modules), ["/job"], {"numpy"}) == ["json"]
+    assert rules.worth_preloading(Learned(modules), ["/job"], ()) == ["json", "numpy", "numpy.random"]
+    assert rules.worth_preloading(Learned(modules), ["/job"], {"numpy"}) == ["json"]
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_what_is_worth_preloading():
     ],
 )
 def test_what_hides_a_module(beside, expected):
-    assert standby_rules.hidden(beside[-1:], {"json", "torch"}) == expected
+    assert rules.hidden(beside[-1:], {"json", "torch"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def test_what_hides_a_module(beside, expected):
     ],
 )
 def test_what_numactl_was_to_do(command, expected):
-    assert standby_rules.unbound(command) == expected
+    assert rules.unbound(command) == expected
 
 
 @pytest.mark.parametrize(
@@ -654,15 +654,15 @@ def test_what_numactl_was_to_do(command, expected):
     ],
 )
 def test_when_a_standby_cannot_be_bound(processors, environ, expected):
-    found = standby_rules.unbindable(processors, {0, 1}, environ)
+    found = rules.unbindable(processors, {0, 1}, environ)
     assert found is None if expected is None else found is not None and expected in found
 
 
 def test_room():
-    enough = standby_rules.RESERVE_BYTES + standby_rules.SERVER_BYTES + 2 * standby_rules.STANDBY_BYTES
-    assert standby_rules.room(enough, 2, server_runs=False) is None
-    assert standby_rules.room(enough - 1, 2, server_runs=False) is not None
-    assert standby_rules.room(enough - 1, 2, server_runs=True) is None
+    enough = rules.RESERVE_BYTES + rules.SERVER_BYTES + 2 * rules.STANDBY_BYTES
+    assert rules.room(enough, 2, server_runs=False) is None
+    assert rules.room(enough - 1, 2, server_runs=False) is not None
+    assert rules.room(enough - 1, 2, server_runs=True) is None
 
 
 def test_shared_pages_are_counted_once(tmp_path):

@@ -75,7 +75,7 @@ def test_standbys_without_pidfds(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(
         "import fcntl, os, sys\n"
-        "warm = any('standby_server' in each for each in sys.orig_argv) or 'torch' in sys.modules\n"
+        "warm = any('standby/server' in each for each in sys.orig_argv) or 'torch' in sys.modules\n"
         "n = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "print('warm', warm, n, flush=True)\n"
         "if n == '0':\n"
@@ -97,7 +97,7 @@ def test_standbys_without_pidfds(tmp_path):
 
 MANY = """
 import os, resource, sys
-from elastic_ext import agent
+from elastic_ext.agent import __main__ as agent
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(2000)]
 sys.exit(agent.main(sys.argv[1:]))
 """
@@ -305,7 +305,7 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
         agent = job.process.pid
         before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
         resource.prlimit(agent, resource.RLIMIT_NOFILE, (8, before[1]))
-        for pid in [pid for pid in _children(agent) if "standby_server" in Path(f"/proc/{pid}/cmdline").read_text()]:
+        for pid in [pid for pid in _children(agent) if "standby/server" in Path(f"/proc/{pid}/cmdline").read_text()]:
             os.kill(pid, signal.SIGKILL)
         job.wait_for("what they need was lacking")
         resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
@@ -321,7 +321,7 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
-@pytest.mark.parametrize("which", ["warden.py", "pump.py"])
+@pytest.mark.parametrize("which", ["reaper.py", "relay.py"])
 def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, which):
     script = tmp_path / "waits.py"
     script.write_text("import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.launch import BOOTSTRAP
-from elastic_ext.workers import stderr_tail
-from elastic_ext.workers.stderr_tail import TAIL_BYTES, StderrTails
+from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.workers.stderr import tails as stderr_tail
+from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, Job, environment, run, wait_gone
 
 DEADLINE_S = 30
@@ -440,7 +440,7 @@ def pumps(agent: int) -> list[int]:
     """Pumps of this agent; they are its children as long as it lives."""
     found = []
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        if b"pump.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"stderr/relay.py" in Path(f"/proc/{child}/cmdline").read_bytes():
             found.append(int(child))
     return found
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext import job
-from elastic_ext.rendezvous import store_calls, store_job
-from elastic_ext.rendezvous.store_calls import NOTHING, StoreCalls, StoreLost
-from elastic_ext.rendezvous.store_job import Part, StoreJob
+from elastic_ext.failures import ledger as job
+from elastic_ext.rendezvous.c10d import store_calls, store_job
+from elastic_ext.rendezvous.c10d.store_calls import NOTHING, StoreCalls, StoreLost
+from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
 from tests.etcd.proxy import Proxy
 from tests.ports import free_port
 from tests.store_server import StoreServer
@@ -28,7 +28,9 @@ class Node:
         self.part = Part(1, rank, nodes)
         self.judged: list[set[str]] = []
 
-    def conclude(self, told: job.Report, settle_s: float = LONG_S, patience_s: float = LONG_S) -> tuple[job.Ledger, job.Verdict]:
+    def conclude(
+        self, told: job.Report, settle_s: float = LONG_S, patience_s: float = LONG_S
+    ) -> tuple[job.Ledger, job.JobVerdict]:
         return self.job.conclude(self.part, told, self.judge, settle_s, patience_s)
 
     def judge(self, reports, ledger, store_host):

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.store_news import ALL_DONE, RoundNews
+from elastic_ext.rendezvous.c10d.round_events import ALL_DONE, RoundEvents
 
 
 def test_one_tells_and_all_hear():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     heard = [threading.Event() for _ in range(4)]
-    news = [RoundNews("localhost", server.port, "over", event.set) for event in heard]
+    news = [RoundEvents("localhost", server.port, "over", event.set) for event in heard]
     assert all(each.reason is None for each in news)
     news[2].tell("workers failed on b")
     assert all(event.wait(20) for event in heard)
@@ -22,8 +22,8 @@ def test_going_on_to_the_next_round_ends_the_waits_of_this_one():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     heard = threading.Event()
     mine, other = (
-        RoundNews("localhost", server.port, "over", lambda: None),
-        RoundNews("localhost", server.port, "over", heard.set),
+        RoundEvents("localhost", server.port, "over", lambda: None),
+        RoundEvents("localhost", server.port, "over", heard.set),
     )
     before = threading.active_count()
     mine.close()
@@ -37,7 +37,7 @@ def test_no_thread_is_left_at_the_end():
     """One that comes back from C++ while the interpreter ends aborts the process (torch 2.8: exit code -6)."""
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     before = set(threading.enumerate())
-    news = RoundNews("localhost", server.port, "over", lambda: None)
+    news = RoundEvents("localhost", server.port, "over", lambda: None)
     assert set(threading.enumerate()) > before
     news.end(60)
     assert set(threading.enumerate()) == before
@@ -46,7 +46,7 @@ def test_no_thread_is_left_at_the_end():
 def test_a_store_that_dies_ends_the_wait():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     threads = set(threading.enumerate())
-    news = RoundNews("localhost", server.port, "over", lambda: None)
+    news = RoundEvents("localhost", server.port, "over", lambda: None)
     (waiting,) = set(threading.enumerate()) - threads
     del server
     waiting.join(20)
@@ -56,7 +56,7 @@ def test_a_store_that_dies_ends_the_wait():
 
 def test_all_hear_when_the_last_one_has_finished():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    news = [RoundNews("localhost", server.port, "over", lambda: None) for _ in range(3)]
+    news = [RoundEvents("localhost", server.port, "over", lambda: None) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         first = [pool.submit(each.await_all_done, 3, 60) for each in news[:2]]
         assert not any(each.done() for each in first)
@@ -66,7 +66,7 @@ def test_all_hear_when_the_last_one_has_finished():
 
 def test_a_node_that_has_finished_hears_of_a_failure_first():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    one, other = (RoundNews("localhost", server.port, "over", lambda: None) for _ in range(2))
+    one, other = (RoundEvents("localhost", server.port, "over", lambda: None) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(one.await_all_done, 2, 60)
         other.tell("workers failed on b")
@@ -84,7 +84,7 @@ def test_saves_are_asked_for_and_then_the_round_ends():
         with heard:
             heard.notify_all()
 
-    news = [RoundNews("localhost", server.port, "over", on_news) for _ in range(3)]
+    news = [RoundEvents("localhost", server.port, "over", on_news) for _ in range(3)]
     for number in (1, 2):
         news[number].request_save()
         with heard:

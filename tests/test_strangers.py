@@ -27,16 +27,16 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from elastic_ext.checkpoints import resolution
-from elastic_ext.checkpoints.resolution import Alone, Place
-from elastic_ext.errors import BadCheckpoints, RoundOver, UsageError
+from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.resolution import Alone, Place
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
-from elastic_ext.rendezvous.c10d_backend import check
-from elastic_ext.rendezvous.etcd import EtcdRendezvous
+from elastic_ext.rendezvous.c10d.backend import check
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Node, decode
-from elastic_ext.settings import Settings
 from tests.checkpoints.test_resolution import exchange_of, save
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Gate, Job
@@ -534,7 +534,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
         def emit(self, record: logging.LogRecord) -> None:
             tried.set()
 
-    seen = logging.getLogger("elastic_ext.rendezvous.participant")
+    seen = logging.getLogger("elastic_ext.rendezvous.etcd.participant")
     handler = Tried(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, seen.name):
         server.kill()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import elastic_ext
-from elastic_ext import settings
-from elastic_ext.checkpoints.resolution import Resumption
-from elastic_ext.launch import start_line
+from elastic_ext.agent.launch import start_line
+from elastic_ext.base import settings
+from elastic_ext.checkpoints.choice.resolution import Resumption
 from tests.jobs import AGENT, EXT, Job, run, wait_gone
 from tests.test_sources import memory_group
 
@@ -451,7 +451,7 @@ def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
     launcher = tmp_path / "api.py"
     launcher.write_text(
         "import sys\n"
-        "from elastic_ext.rendezvous.c10d import EmbeddedRendezvous\n"
+        "from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous\n"
         "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
         "rendezvous, looks = EmbeddedRendezvous.next_rendezvous, []\n"
         "def next_rendezvous(self):\n"
@@ -584,13 +584,13 @@ import logging, os, signal
 class Deaf(logging.Handler):
     def emit(self, record):
         if "{told}" in record.getMessage():
-            logging.getLogger("elastic_ext.supervisor").removeHandler(self)
+            logging.getLogger("elastic_ext.agent.supervisor").removeHandler(self)
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             except Exception:
                 os.write(2, b"swallowed\\n")
 
-logging.getLogger("elastic_ext.supervisor").addHandler(Deaf())
+logging.getLogger("elastic_ext.agent.supervisor").addHandler(Deaf())
 """
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers import bootstrap, hang, traffic, vitals
-from elastic_ext.workers.progress import ProgressBoard
-from elastic_ext.workers.vitals import Process, Rates, Vitals
-from elastic_ext.workers.watch import HangWatch
+from elastic_ext.workers import bootstrap
+from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
+from elastic_ext.workers.hangs.process_stats import Process, ProcessStats, Rates
+from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.progress import ProgressTable
 
 BEGIN = """
 import os, select, selectors, signal, socket, subprocess, sys, threading, time
@@ -49,8 +50,8 @@ def sure_of(condition: Callable[[], bool], timeout_s: float = 20) -> None:
         pause.wait(0.01)
 
 
-def of(pid: int) -> Vitals:
-    return vitals.read([pid])[pid]
+def of(pid: int) -> ProcessStats:
+    return process_stats.read([pid])[pid]
 
 
 # A worker and what it has started.
@@ -74,7 +75,7 @@ time.sleep(100)
     assert found.sockets == {}
     assert not found.debugged
     assert not found.asleep_in_kernel
-    assert vitals.read([one.pid]) == {}
+    assert process_stats.read([one.pid]) == {}
 
 
 HELPER = "import time\nwhile time.process_time() < 0.3: pass\n"
@@ -101,25 +102,25 @@ def test_a_family_is_found_by_parent_group_and_session():
         40: Process(41, 40, 40),  # numbers that were used again
         41: Process(40, 41, 41),
     }
-    assert vitals.members(processes, {20, 30}) == {20: [20, 21, 22, 23, 24, 25], 30: [30, 31]}
-    assert vitals.members({}, {20}) == {20: []}
+    assert process_stats.members(processes, {20, 30}) == {20: [20, 21, 22, 23, 24, 25], 30: [30, 31]}
+    assert process_stats.members({}, {20}) == {20: []}
 
 
 @pytest.mark.parametrize(
     ("before", "now", "rates"),
     [
-        (Vitals("S"), Vitals("S"), Rates(0.0, 0.0, 0.0)),
-        (Vitals("S", 1.0, 2.0, 100), Vitals("S", 3.0, 3.0, 500), Rates(0.5, 0.25, 100.0)),
-        (Vitals("S", sockets={1: 100, 2: 7}), Vitals("S", sockets={1: 500, 3: 400}), Rates(0.0, 0.0, 200.0)),
-        (Vitals("S", io_bytes=None), Vitals("S"), Rates(0.0, 0.0, None)),
-        (Vitals("S"), Vitals("S", io_bytes=None), Rates(0.0, 0.0, None)),
-        (Vitals("S"), Vitals("S", sockets=None), Rates(0.0, 0.0, None)),
-        (Vitals("S", cpu_s=9.0), Vitals("S", cpu_s=8.0), Rates(None, 0.0, 0.0)),  # somebody has ended unseen
-        (Vitals("S", io_bytes=9), Vitals("S", io_bytes=8), Rates(0.0, 0.0, None)),
+        (ProcessStats("S"), ProcessStats("S"), Rates(0.0, 0.0, 0.0)),
+        (ProcessStats("S", 1.0, 2.0, 100), ProcessStats("S", 3.0, 3.0, 500), Rates(0.5, 0.25, 100.0)),
+        (ProcessStats("S", sockets={1: 100, 2: 7}), ProcessStats("S", sockets={1: 500, 3: 400}), Rates(0.0, 0.0, 200.0)),
+        (ProcessStats("S", io_bytes=None), ProcessStats("S"), Rates(0.0, 0.0, None)),
+        (ProcessStats("S"), ProcessStats("S", io_bytes=None), Rates(0.0, 0.0, None)),
+        (ProcessStats("S"), ProcessStats("S", sockets=None), Rates(0.0, 0.0, None)),
+        (ProcessStats("S", cpu_s=9.0), ProcessStats("S", cpu_s=8.0), Rates(None, 0.0, 0.0)),  # somebody has ended unseen
+        (ProcessStats("S", io_bytes=9), ProcessStats("S", io_bytes=8), Rates(0.0, 0.0, None)),
     ],
 )
 def test_rates(before, now, rates):
-    assert vitals.rates(before, now, 4.0) == rates
+    assert process_stats.rates(before, now, 4.0) == rates
 
 
 # What is not known is not nothing.
@@ -132,9 +133,9 @@ time.sleep(100)
 """
 STRANGER = """
 import os, sys
-from elastic_ext.workers import vitals
+from elastic_ext.workers.hangs import process_stats
 if os.geteuid() == 0: os.setuid(65534)
-found = vitals.read([int(sys.argv[1])])[int(sys.argv[1])]
+found = process_stats.read([int(sys.argv[1])])[int(sys.argv[1])]
 print(found.state, found.io_bytes, found.sockets)
 """
 
@@ -165,11 +166,11 @@ assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
 UNCOUNTED = """
 import sys
 from pathlib import Path
-from elastic_ext.workers import hang, traffic, vitals
+from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
 from tests.test_vitals import watched
-found = vitals.read([os.getpid()])[os.getpid()]
-hang.IDLE_FLOOR_S = 1.0
-print(traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
+found = process_stats.read([os.getpid()])[os.getpid()]
+detector.IDLE_FLOOR_S = 1.0
+print(tcp_traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
 """
 
 
@@ -185,8 +186,8 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         client = stack.enter_context(socket.create_connection(server.getsockname()[:2]))
         peer = stack.enter_context(server.accept()[0])
         inodes = [os.fstat(each.fileno()).st_ino for each in (client, peer)]
-        assert set(inodes) <= traffic.inodes(os.getpid())
-        before = traffic.by_inode()
+        assert set(inodes) <= tcp_traffic.inodes(os.getpid())
+        before = tcp_traffic.by_inode()
         assert before is not None
         sender = threading.Thread(target=client.sendall, args=(bytes(3_000_000),))
         sender.start()
@@ -194,7 +195,7 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         sender.join()
 
         def counted() -> bool:
-            now = traffic.by_inode() or {}
+            now = tcp_traffic.by_inode() or {}
             return [now.get(inode, 0) - before.get(inode, 0) for inode in inodes] == [3_000_000] * 2
 
         sure_of(counted)  # the last bytes have to be acknowledged
@@ -252,7 +253,7 @@ def test_an_event_loop_that_has_nothing_to_do_with_a_terminal_is_no_debugger():
         try:
             assert one.stdout is not None
             one.stdout.readline()
-            sure_of(lambda: all(state == "S" for state in vitals._thread_states(one.pid)))
+            sure_of(lambda: all(state == "S" for state in process_stats._thread_states(one.pid)))
             assert not of(one.pid).debugged
         finally:
             one.kill()
@@ -266,13 +267,15 @@ def test_an_event_loop_that_has_nothing_to_do_with_a_terminal_is_no_debugger():
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds in place of minutes."""
-    monkeypatch.setattr(hang, "IDLE_FLOOR_S", 2.0)
-    monkeypatch.setattr(hang, "START_FLOOR_S", 3.0)
+    monkeypatch.setattr(detector, "IDLE_FLOOR_S", 2.0)
+    monkeypatch.setattr(detector, "START_FLOOR_S", 3.0)
 
 
-def watched(tmp_path: Path, pids: list[int], for_s: float, fixed_s: float | None = None, up: int | None = None) -> hang.Verdict:
+def watched(
+    tmp_path: Path, pids: list[int], for_s: float, fixed_s: float | None = None, up: int | None = None
+) -> detector.Assessment:
     """Look at them until they are found to stall, or for so many seconds. up: how many of them have come up; None: all."""
-    board = ProgressBoard(str(tmp_path / "progress"), len(pids))
+    board = ProgressTable(str(tmp_path / "progress"), len(pids))
     with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         for slot, pid in list(enumerate(pids))[:up]:
             for word, value in {bootstrap.PID: pid, bootstrap.STEPS: 3, bootstrap.SIGN_NS: time.monotonic_ns()}.items():
@@ -364,7 +367,9 @@ def test_a_busy_helper_in_a_session_of_its_own_is_work(tmp_path, quick):
         helper = []
 
         def started() -> bool:
-            helper[:] = [pid for pid, each in vitals._processes().items() if each.parent == one.pid and each.session == pid]
+            helper[:] = [
+                pid for pid, each in process_stats._processes().items() if each.parent == one.pid and each.session == pid
+            ]
             return bool(helper)
 
         sure_of(started)
@@ -388,7 +393,7 @@ def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick,
 
 def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
     """It sleeps in the kernel before its bootstrap: its interpreter lies on a file server that is away, say."""
-    monkeypatch.setattr(hang, "WORKING_FLOOR_S", 3.0)
+    monkeypatch.setattr(detector, "WORKING_FLOOR_S", 3.0)
     os.mkfifo(tmp_path / "server")
     with process(IN_KERNEL + MAIN_THREAD, str(tmp_path / "server")) as one, process(PAUSE) as other:
         begin = time.monotonic()

@@ -8,13 +8,13 @@ import elastic_ext
 
 PACKAGE = Path(elastic_ext.__file__).parent
 WHY = {
-    "checkpoints/replicate.py:__init__": "the copy's bandwidth is bounded",
+    "checkpoints/copying/replicate.py:__init__": "the copy's bandwidth is bounded",
     "checkpoints/storage.py:polled": "a storage tells of no change",
-    "rendezvous/c10d.py:_go_on": "the backoff that was decided, as on the nodes that failed",
-    "workers/flight_recorder.py:dump": "a file of another process; only when all workers hang",
+    "rendezvous/c10d/handler.py:_go_on": "the backoff that was decided, as on the nodes that failed",
+    "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",
-    "workers/warden.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
-    "workers/warden.py:_kill_all": "a child between fork and exec; the agent is dead by then",
+    "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
+    "workers/reaper/reaper.py:_kill_all": "a child between fork and exec; the agent is dead by then",
 }
 
 

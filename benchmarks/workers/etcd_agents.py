@@ -21,8 +21,8 @@ import time
 from typing import Any
 
 from elastic_ext.etcd import EtcdClient, endpoints
-from elastic_ext.rendezvous.loop import Loop
-from elastic_ext.rendezvous.participant import Participant
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.rounds import Limits, Node, State
 
 CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not lost
@@ -31,7 +31,7 @@ CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not 
 class Agent:
     """What the supervisor is to a participant: it joins a round, and the next one when that one is broken."""
 
-    def __init__(self, crew: Crew, client: EtcdClient, loop: Loop, number: int) -> None:
+    def __init__(self, crew: Crew, client: EtcdClient, loop: Dispatcher, number: int) -> None:
         job = crew.job
         limits = Limits(job["min"], job["max"], last_call_s=5.0)
         self._crew = crew
@@ -67,7 +67,7 @@ class Crew:
             # Else gRPC lets all channels of a process to one server share one connection.
             endpoints.CHANNEL_OPTIONS += (("grpc.use_local_subchannel_pool", 1),)
         clients = [EtcdClient(job["endpoint"], timeout_s=CALL_TIMEOUT_S) for _ in range(min(job["clients"], job["count"]))]
-        loops = [Loop() for _ in range(min(job["loops"], job["count"]))]
+        loops = [Dispatcher() for _ in range(min(job["loops"], job["count"]))]
         for client in clients:
             client.status()  # connected before the clock starts, as an agent is that has checked its settings
         numbers = range(job["first"], job["first"] + job["count"])

@@ -36,7 +36,7 @@ from typing import Any
 import grpc
 
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.records import range_of_prefix
+from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.rendezvous.rounds import Assignment, Node, encode
 
 WINDOW = 64  # calls under way; measured: less CPU for a call than with 8, and than with all at once

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any, TypeVar
 
-from elastic_ext.errors import UsageError
+from elastic_ext.base.errors import UsageError
 
 Seen = TypeVar("Seen")
 

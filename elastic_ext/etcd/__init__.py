@@ -24,8 +24,8 @@ from elastic_ext.etcd.errors import (
     UnsupportedVersion,
 )
 from elastic_ext.etcd.lease import LeaseSession
-from elastic_ext.etcd.records import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
 from elastic_ext.etcd.snapshot import Snapshot, SnapshotWatch
+from elastic_ext.etcd.values import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
 from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Watch
 
 __all__ = [

@@ -19,9 +19,11 @@ from typing import Any
 from elastic_ext.etcd.calls import Caller, Tokens, User
 from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
-from elastic_ext.etcd.keeper import LeaseKeeper
+from elastic_ext.etcd.lease_renewer import LeaseRenewer
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.records import (
+from elastic_ext.etcd.snapshot import SnapshotWatch
+from elastic_ext.etcd.stream import WatchStream
+from elastic_ext.etcd.values import (
     Alarm,
     Compare,
     Deleted,
@@ -39,8 +41,6 @@ from elastic_ext.etcd.records import (
     range_of_prefix,
     to_bytes,
 )
-from elastic_ext.etcd.snapshot import SnapshotWatch
-from elastic_ext.etcd.stream import WatchStream
 from elastic_ext.etcd.watch import Item, Watch
 
 PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once
@@ -77,7 +77,7 @@ class EtcdClient:
         self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)
         self._caller = Caller(self._endpoints, self._tokens, timeout_s, self._closed)
         self.timeout_s = timeout_s
-        self.keeper = LeaseKeeper(self, self._closed)
+        self.keeper = LeaseRenewer(self, self._closed)
         self.watches = WatchStream(self, self._endpoints, self._tokens, self._closed)
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from elastic_ext.errors import ElasticExtError, UsageError
+from elastic_ext.base.errors import ElasticExtError, UsageError
 
 
 class EtcdError(ElasticExtError):
@@ -123,7 +123,7 @@ TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoi
 
 
 @dataclass(frozen=True)
-class Failure:
+class Meaning:
     """One failed attempt at one endpoint. text: one short line. silent: there was no answer at all."""
 
     kind: Kind
@@ -132,12 +132,12 @@ class Failure:
     silent: bool = False
 
 
-def classify(code: str, details: str, endpoint: str) -> Failure:
+def classify(code: str, details: str, endpoint: str) -> Meaning:
     """Code: the name of the gRPC status. details: its text."""
     text = details.lower()
     fits = (kind for row_code, part, kind in _MEANINGS if row_code == code and part in text)
     silent = code == "DEADLINE_EXCEEDED"
-    return Failure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else telling(details) or code, silent)
+    return Meaning(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else telling(details) or code, silent)
 
 
 def telling(details: str) -> str:
@@ -149,7 +149,7 @@ def telling(details: str) -> str:
     return text.removesuffix(": OK")[:300]
 
 
-def fatal_error(failure: Failure, what: str, user: str | None) -> EtcdError:
+def fatal_error(failure: Meaning, what: str, user: str | None) -> EtcdError:
     """The error for a failure that no other endpoint and no waiting will mend. what: the call, as in `put /a/b`."""
     seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
     who = f"user {user!r}" if user else "no user given"
@@ -166,7 +166,7 @@ def fatal_error(failure: Failure, what: str, user: str | None) -> EtcdError:
     return EtcdError(f"{seen}; the request is wrong or beyond the server's limits")
 
 
-def unavailable(what: str, failures: list[Failure], timeout_s: float, maybe_applied: bool) -> EtcdError:
+def unavailable(what: str, failures: list[Meaning], timeout_s: float, maybe_applied: bool) -> EtcdError:
     """The error for a call whose time is over, or whose certificates were refused everywhere.
 
     failures: the last one of each endpoint. timeout_s: what the call had.

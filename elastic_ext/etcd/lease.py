@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic_ext.etcd.errors import ConfigError
-from elastic_ext.etcd.keeper import Term
+from elastic_ext.etcd.lease_renewer import Term
 
 if TYPE_CHECKING:
     from elastic_ext.etcd.client import EtcdClient

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastic_ext.etcd.errors import Compacted, EtcdError
-from elastic_ext.etcd.records import Key, KeyValue
+from elastic_ext.etcd.values import Key, KeyValue
 from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Item, Watch
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.etcd import calls, errors
-from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, EtcdError, Failure, Kind, Unavailable
+from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, EtcdError, Kind, Meaning, Unavailable
 from elastic_ext.etcd.messages import etcdrpc
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _STEADY_S = 1.0  # a stream that lasted longer was a good one: its end is no rea
 class _Broken(Exception):
     """The stream must be opened again; what it was about is in the failure."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Meaning) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
@@ -146,7 +146,7 @@ class WatchStream:
             self._open(call, requests, connection)
             for response in call:
                 self._handle(response, connection)
-            raise _Broken(Failure(Kind.UNSURE, connection.name, "the server ended the stream"))
+            raise _Broken(Meaning(Kind.UNSURE, connection.name, "the server ended the stream"))
         except calls.CallFailed as error:
             failure = error.failure
         except grpc.RpcError as error:
@@ -206,11 +206,11 @@ class WatchStream:
         if response.compact_revision:
             self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))
         elif not response.created:
-            raise _Broken(Failure(Kind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
+            raise _Broken(Meaning(Kind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
         elif self._tokens.user is not None and self._refused is not watch:
             # Some versions say "permission denied" where they mean that the token has expired.
             self._refused = watch
-            raise _Broken(Failure(Kind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
+            raise _Broken(Meaning(Kind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
         else:
             self._refused = None
             who = f"user {self._tokens.user.name!r}" if self._tokens.user else "no user given"
@@ -244,7 +244,7 @@ class WatchStream:
 
     # Trouble
 
-    def _after(self, failure: Failure) -> None:
+    def _after(self, failure: Meaning) -> None:
         if self._closed.is_set():
             return
         user = self._tokens.user.name if self._tokens.user else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from elastic_ext.etcd.errors import EtcdError
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.records import Event, Key, range_of_prefix, to_bytes
+from elastic_ext.etcd.values import Event, Key, range_of_prefix, to_bytes
 
 if TYPE_CHECKING:
     from elastic_ext.etcd.client import EtcdClient

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic_ext.errors import UsageError
+from elastic_ext.base.errors import UsageError
 from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
 
 Fields = Mapping[str, tuple[str, Callable[[Any], bool]]]

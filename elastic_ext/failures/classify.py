@@ -9,14 +9,14 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.base.kinds import CASCADE, NETWORK, USER_STOP, Kind, Response
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import ZeroOrOne
 from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.kinds import CASCADE, NETWORK, USER_STOP, Kind, Verdict
 from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
 from elastic_ext.failures.rules import COUNTS_AS, RULES, TEXTS, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
-from elastic_ext.printable import printable
-from elastic_ext.typed import ZeroOrOne
 
 MAX_TEXT = 64 * 1024  # characters of a message, and of the end of a tail, that are looked at in all
 MAX_MESSAGE = 8 * 1024  # of a longer message both ends are
@@ -43,7 +43,7 @@ class Diagnosis:
     """
 
     kind: Kind
-    decision: Verdict
+    decision: Response
     rule: str
     reason: str
     fingerprint: str
@@ -55,7 +55,7 @@ class Diagnosis:
     @property
     def deterministic(self) -> bool:
         """Another try would end the same way."""
-        return self.decision is Verdict.STOP
+        return self.decision is Response.STOP
 
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
@@ -145,9 +145,9 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     (the clocks of two nodes cannot be compared).
     """
     cause = min(diagnoses, key=_precedence)
-    if cause.decision is not Verdict.FOLLOW:
+    if cause.decision is not Response.FOLLOW:
         return cause
-    return replace(cause, kind=NETWORK, decision=Verdict.RESTART, reason=f"{cause.reason}, but none is known: the network, then")
+    return replace(cause, kind=NETWORK, decision=Response.RESTART, reason=f"{cause.reason}, but none is known: the network, then")
 
 
 def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:

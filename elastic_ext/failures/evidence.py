@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ext.typed import Rank
+from elastic_ext.base.records import Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters that are kept of a message, MAX_NAME of a class or a frame: records of the job hold them

@@ -13,7 +13,7 @@ from elastic_ext.failures.evidence import Past
 
 
 @dataclass(frozen=True)
-class Failure:
+class PastFailure:
     """What is remembered of a failure.
 
     Attributes:
@@ -36,10 +36,10 @@ class Failure:
     warm: bool | None = None
 
 
-def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> Failure:
+def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
     """What to remember of a root cause."""
     evidence = diagnosis.evidence
-    return Failure(
+    return PastFailure(
         diagnosis.fingerprint,
         evidence.step,
         resumed_at,
@@ -51,7 +51,7 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
     )
 
 
-def seen_from(now: Failure, earlier: Sequence[Failure]) -> tuple[Past, ...]:
+def seen_from(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Past, ...]:
     """The earlier failures, oldest first, as the decision about this one looks at them."""
     return tuple(
         Past(
@@ -71,7 +71,7 @@ def _any_progress(found: Iterable[bool | None]) -> bool | None:
     return True if True in values else None if None in values else False
 
 
-def progress(past: Failure, later: Failure) -> bool | None:
+def progress(past: PastFailure, later: PastFailure) -> bool | None:
     """Whether the later try got further than the past one; None: not known.
 
     Checkpoints are numbered as the user likes, in steps or in epochs. So a place behind that of the past failure counts only if

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.failures import sources
 from elastic_ext.failures.evidence import Platform
-from elastic_ext.settings import Settings
 
 ANSWER_S = 0.4  # the settle time of a verdict is 0.5 s: a platform or a driver that answers later is unknown
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # there while its kernel module is
 
 
 @dataclass(frozen=True)
-class HostSays:
+class HostEvidence:
     """Since the round started. None, or a platform without a name: not known."""
 
     oom_kills: int | None
@@ -64,10 +64,10 @@ class Host:
         actions = [gpu.action for gpu in sources.recovery_actions() or ()]
         self._gpu_recovery = tuple(action for action in actions if action not in (None, "none"))
 
-    def says(self, wait_s: float = ANSWER_S) -> HostSays:
+    def says(self, wait_s: float = ANSWER_S) -> HostEvidence:
         """wait_s: for all answers together; what comes later is not known."""
         deadline = time.monotonic() + wait_s
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))
         xids = tuple(xid.number for xid in self._log.xids() or [])
-        return HostSays(sources.oom_kills_since(self._before), xids, self._platform, self._gpu_recovery)
+        return HostEvidence(sources.oom_kills_since(self._before), xids, self._platform, self._gpu_recovery)

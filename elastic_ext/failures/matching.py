@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from elastic_ext.base.kinds import Response
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.kinds import Verdict
 
 Text = str | tuple[str, ...]
 USERS, ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY = range(5)  # the tiers
@@ -39,7 +39,7 @@ class Rule:
     tier: int
     name: str
     kind: str
-    verdict: Verdict
+    verdict: Response
     because: str
     source: str = ""
     exceptions: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from elastic_ext.failures.kinds import (
+from elastic_ext.base.kinds import (
     CASCADE,
     CODE,
     CRASH,
@@ -28,7 +28,7 @@ from elastic_ext.failures.kinds import (
     STORAGE,
     UNKNOWN,
     USER_STOP,
-    Verdict,
+    Response,
 )
 from elastic_ext.failures.matching import (
     ASKED,
@@ -45,7 +45,7 @@ from elastic_ext.failures.matching import (
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
-STOP, CONFIRM, RESTART, REPLACE_NODE = Verdict.STOP, Verdict.CONFIRM, Verdict.RESTART, Verdict.REPLACE_NODE
+STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _asked, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_SAID)
 _said, _exited = partial(Rule, PROGRAM_SAID), partial(Rule, EXIT_ONLY)
 
@@ -176,12 +176,12 @@ _PREEMPTED_BECAUSE = "the platform takes the allocation away; restarting inside 
 TIER_1 = (
     _asked("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
     _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
-    _asked("agent-terminated", PREEMPTION, Verdict.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
+    _asked("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM")),
-    _asked("disruption-target", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "K",
+    _asked("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda facts: facts.evidence.platform.disruption_target is True),
-    _asked("platform-preempted", PREEMPTION, Verdict.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
-    _asked("stopped-by-agent", CASCADE, Verdict.FOLLOW, "the agent stopped it because another worker had failed",
+    _asked("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
+    _asked("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
          when=lambda facts: facts.evidence.stopped_by_agent),
 )  # fmt: skip
 
@@ -283,13 +283,13 @@ TIER_3 = (
     _said("gpu-access", CODE, CONFIRM, "the GPU met an illegal access or a failed assertion", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered")),
-    _said("peer-gone", CASCADE, Verdict.FOLLOW, "a peer was gone in the middle of a collective; the cause is elsewhere", "T",
+    _said("peer-gone", CASCADE, Response.FOLLOW, "a peer was gone in the middle of a collective; the cause is elsewhere", "T",
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("remote process exited", "nccl"))),
-    _said("peer-connection", CASCADE, Verdict.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
+    _said("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection),
-    _said("not-enough-nodes", NETWORK, Verdict.REQUEUE, "not enough nodes came together",
+    _said("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes came together",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
     _said("network", NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
@@ -320,7 +320,7 @@ TIER_4 = (
          exit_codes=frozenset({2, 126, 127})),
     _exited("sysexits", CODE, STOP, "the program chose an exit code of sysexits.h that means: do not retry",
          exit_codes=frozenset({*range(64, 75), 76, 77, 78})),
-    _exited("try-again", PREEMPTION, Verdict.RESTART_FREE, "EX_TEMPFAIL: the program asks for another try",
+    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks for another try",
          exit_codes=frozenset({75})),
     _exited("no-progress", CODE, STOP, "this exit code means: no progress", "N", exit_codes=frozenset({93})),
     _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing says that another try would fail", when=lambda facts: True),

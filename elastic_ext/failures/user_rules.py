@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from elastic_ext.errors import UsageError
-from elastic_ext.failures import files
-from elastic_ext.failures.kinds import CASCADE, KINDS, Verdict
+from elastic_ext.base import user_files
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.kinds import CASCADE, KINDS, Response
+from elastic_ext.base.printable import literal, printable
 from elastic_ext.failures.matching import Facts
-from elastic_ext.printable import literal, printable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +38,7 @@ CONDITIONS = ("pattern", "exit_code", "exception", "signal")
 MOST_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
-USER_DECISIONS = tuple(verdict.value for verdict in Verdict if verdict is not Verdict.FOLLOW)
+USER_DECISIONS = tuple(verdict.value for verdict in Response if verdict is not Response.FOLLOW)
 MAX_PATTERN = 500  # characters
 MAX_BYTES = 1 << 20  # of a file
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
@@ -50,7 +50,7 @@ class UserRule:
 
     name: str
     kind: str
-    verdict: Verdict
+    verdict: Response
     origin: str = ""
     pattern: str | None = None
     exit_code: int | None = None
@@ -106,7 +106,7 @@ def load(path: str | None) -> tuple[UserRule, ...]:
 def from_file(path: str) -> tuple[UserRule, ...]:
     """Return the rules of a TOML file. Raises UsageError."""
     try:
-        content = tomllib.loads(files.text(path, MAX_BYTES))
+        content = tomllib.loads(user_files.text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the rules file {path} cannot be read as TOML: {_one_line(error)}") from error
     unknown = sorted(content.keys() - {"rule"})
@@ -156,7 +156,7 @@ def _checked(table: Any, where: str, origin: str) -> UserRule:
         if key not in table:
             raise UsageError(f"{where}: expected a {key}")
     conditions: dict[str, Any] = {condition: table.get(condition) for condition in CONDITIONS}
-    return UserRule(name, table["kind"], Verdict(table["decision"]), origin, **conditions)
+    return UserRule(name, table["kind"], Response(table["decision"]), origin, **conditions)
 
 
 def _is_text(value: Any) -> bool:

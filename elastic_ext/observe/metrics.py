@@ -22,8 +22,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from elastic_ext.failures.kinds import KINDS
-from elastic_ext.printable import shown
+from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.printable import shown
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 
-from elastic_ext.errors import UsageError
+from elastic_ext.base.errors import UsageError
 
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h

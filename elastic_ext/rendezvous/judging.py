@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastic_ext import job
-from elastic_ext.errors import UsageError
-from elastic_ext.failures import files
+from elastic_ext.base import user_files
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.files import write_whole
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.observe.files import write_whole
-from elastic_ext.policy import Backoff
-from elastic_ext.printable import printable
-from elastic_ext.settings import Settings
-from elastic_ext.typed import RecordError
+from elastic_ext.failures.policy import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LedgerFile:
             logger.warning("ledger_file %s cannot be used: it is no file", self._path)
             return job.Ledger()
         try:
-            record = json.loads(files.text(str(self._path), LEDGER_BYTES))
+            record = json.loads(user_files.text(str(self._path), LEDGER_BYTES))
             ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
             logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, printable(str(error)))

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from elastic_ext.errors import JobStopped
-from elastic_ext.printable import printable
+from elastic_ext.base.printable import printable
+from elastic_ext.failures.ledger import JobStopped
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from elastic_ext.errors import UsageError
+from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous.address import is_loopback
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, TypeVar
 
-from elastic_ext import typed
-from elastic_ext.typed import Count, Name, Port, RecordError, Within
+from elastic_ext.base import records
+from elastic_ext.base.records import Count, Name, Port, RecordError, Within
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
 STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
@@ -197,14 +197,14 @@ class End:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Conclude:
     """Find one verdict for all on what these nodes have reported."""
 
     nodes: tuple[str, ...]
     reason: str
 
 
-Action = Wait | Seal | End | Judge
+Action = Wait | Seal | End | Conclude
 
 
 def next_action(view: View, limits: Limits, now: float) -> Action:
@@ -325,7 +325,7 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
         if silent and now < settled:
             return Wait(f"{_named(silent)} may have failed too", settled)
-        return Judge(failed, f"workers of {_named(failed)} failed")
+        return Conclude(failed, f"workers of {_named(failed)} failed")
     present = waiting(view)
     here = set(present)
     coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
@@ -394,7 +394,7 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     Raises:
         RecordError: it is of a newer schema, or no record of this kind. key: for the message.
     """
-    data = typed.parse(value, key, SCHEMA)
+    data = records.parse(value, key, SCHEMA)
     if kind is Header and "state" not in data:
         raise RecordError(f"{key} holds no header of elastic_ext: it has no state")
-    return typed.build(kind, data, key)
+    return records.build(kind, data, key)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 
-from elastic_ext.errors import UsageError
-from elastic_ext.printable import printable
-from elastic_ext.settings import Settings
-from elastic_ext.typed import MOST_NAME, is_name
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import MOST_NAME, is_name
+from elastic_ext.base.settings import Settings
 
 
 def checked(run_id: str) -> str:

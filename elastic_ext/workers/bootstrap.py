@@ -53,7 +53,7 @@ LAST_STEP_NS = 2  # time.monotonic_ns() of the last step, 0: none yet
 FIRST_STEP_NS = 3
 OPTIM_HOOKED = 4  # 1: torch.optim is there and steps are counted
 STACKS_ARMED = 5  # 1: STACKS_SIGNAL has its handler
-# Written by elastic_ext.training, where the script uses it.
+# Written by elastic_ext.training.saves, where the script uses it.
 ASKS_FOR_SAVES = 6  # 1: it asks at its step boundaries whether to save
 SAVES = 7  # checkpoints that it has seen committed
 SAVE_NS = 8  # how long the last of them took, from the request to the commit

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from elastic_ext.workers.stderr_tail import StderrTails
+from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_ext.wakeup import milliseconds
+from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
 
 logger = logging.getLogger(__name__)

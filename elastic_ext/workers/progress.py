@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_ext.workers import bootstrap
-from elastic_ext.workers.news import WorkerNews
+from elastic_ext.workers.wake_pipe import WakePipe
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Progress:
         steps: optimizer steps done since it started.
         first_step_ns, last_step_ns: time.monotonic_ns() of them; 0 before the first.
         stacks_armed: the signal that dumps its stacks has a handler. Without one that signal would kill it.
-        asks_for_saves: it asks at its step boundaries whether to save (see `elastic_ext.training`).
+        asks_for_saves: it asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that it has seen committed; saved_step, save_s: of the last one, and how long it took.
         failed_saves: one after the other, up to now.
         ends_with: exit code of a worker whose script is over and that ends with an error, or 0.
@@ -60,7 +60,7 @@ class Progress:
         return self.steps > 0 if self.pid else None
 
 
-class ProgressBoard:
+class ProgressTable:
     """The slots of one round's workers."""
 
     def __init__(self, path: str, workers: int) -> None:
@@ -129,7 +129,7 @@ class Leaving:
     the interpreter takes itself apart (0.4 s with torch, more with a device), is not waited for.
     """
 
-    def __init__(self, board: ProgressBoard | None, slots: Iterable[int], news: WorkerNews) -> None:
+    def __init__(self, board: ProgressTable | None, slots: Iterable[int], news: WakePipe) -> None:
         """news: readable when one of them has something to say."""
         self._board = board
         self._slots = list(slots)

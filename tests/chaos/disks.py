@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastic_ext.checkpoints import detect
-from elastic_ext.checkpoints.manifest import MANIFEST, ManifestError, decode, order_of
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
 from elastic_ext.checkpoints.storage import open_storage
 
 

@@ -33,8 +33,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from elastic_ext import job
 from elastic_ext.etcd import EtcdClient
+from elastic_ext.failures import ledger as job
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer
@@ -233,7 +233,7 @@ class Loop:
         self.command = [str(part) for part in (*AGENT, *where, *options, SCRIPT, events, self._finish)]
         self.deck = Deck([*_ALL, *(_ETCD if self.etcd is not None else [])], random.Random(f"{seed} cards"))
         self._victim_node: dict[int, str] = {}  # by pid; "": not the job's
-        self._verdicts: tuple[job.Verdict, ...] = ()
+        self._verdicts: tuple[job.JobVerdict, ...] = ()
         self._history = stack.enter_context((folder / "history.jsonl").open("w"))
         self.events = Events(events)
         stack.callback(processes.kill_all, os.getpid())
@@ -436,7 +436,7 @@ class Loop:
                 yield f"the group began at {sorted(names)[0] or 'nothing'}, and {newest} was whole"
 
     @staticmethod
-    def _charges(cards: Sequence[Card], verdicts: Sequence[job.Verdict]) -> Iterator[str]:
+    def _charges(cards: Sequence[Card], verdicts: Sequence[job.JobVerdict]) -> Iterator[str]:
         allowed = sum(card.may_be_charged for card in cards)
         charged = [each.decision for each in verdicts if each.decision.charged]
         if len(charged) > allowed:
@@ -456,7 +456,7 @@ class Loop:
             if code == 0 or not (told_to or (code in LEAVES and may_leave)):
                 yield f"the agent of node {node} left with {code}"
 
-    def _new_verdicts(self) -> list[job.Verdict]:
+    def _new_verdicts(self) -> list[job.JobVerdict]:
         ledger = self._ledger()
         known, self._verdicts = self._verdicts, ledger.verdicts
         return [each for each in ledger.verdicts if each not in known]

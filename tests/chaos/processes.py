@@ -14,10 +14,10 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 # By a part of the command line; the first that is found holds. A standby's server and the standbys show the same one.
 _ROLES = (
-    ("warden", "reaper"),
-    ("pump", "relay"),
+    ("reaper/reaper", "reaper"),
+    ("stderr/relay", "relay"),
     ("replicate", "copier"),
-    ("standby_server", "standby server"),
+    ("standby/server", "standby server"),
     ("chaos_job", "worker"),
 )
 

@@ -22,15 +22,20 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext import Checkpointer, cli, job, policy, settings
-from elastic_ext.checkpoints import manifest, tiers
+from elastic_ext import Checkpointer
+from elastic_ext.base import settings, user_files
+from elastic_ext.base.errors import EX_CONFIG, ElasticExtError
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.formats import manifest
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.errors import EX_CONFIG, ElasticExtError
+from elastic_ext.cli import main
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.failures import files
+from elastic_ext.failures import ledger as job
+from elastic_ext.failures import policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.rendezvous import live, rounds
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.etcd import job_status
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
@@ -51,7 +56,7 @@ def command(*args: str, codes: Sequence[int] = (0, EX_CONFIG)) -> tuple[int, str
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = cli.main(list(args))
+            code = main.main(list(args))
         except SystemExit as error:
             code = int(error.code or 0)
     if code not in codes:
@@ -93,7 +98,7 @@ def use_header(data: bytes) -> None:
     header = rounds.decode(Header, data, "round")
     view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, 0.0)
     rounds.next_action(view, LIMITS, 1.0)
-    shown(live.LiveJob("job", header, {"n1": NODE}, {"n1": PART}, LEDGER, {}))
+    shown(job_status.JobStatus("job", header, {"n1": NODE}, {"n1": PART}, LEDGER, {}))
     rounds.encode(header)
 
 
@@ -101,12 +106,12 @@ def use_node(data: bytes) -> None:
     node = rounds.decode(Node, data, "nodes/n1")
     view = View(HEADER, {"n1": node, "n2": NODE}, {"n1": 1, "n2": 2}, {"n1": 0, "n2": 1}, 0.0)
     rounds.next_action(view, LIMITS, 1.0)
-    shown(live.LiveJob("job", HEADER, {"n1": node}, {"n1": PART}, LEDGER, {}))
+    shown(job_status.JobStatus("job", HEADER, {"n1": node}, {"n1": PART}, LEDGER, {}))
 
 
 def use_part(data: bytes) -> None:
     part = rounds.decode(Assignment, data, "assign/n1")
-    shown(live.LiveJob("job", HEADER, {"n1": NODE, "n2": NODE}, {"n1": part, "n2": PART}, LEDGER, {}))
+    shown(job_status.JobStatus("job", HEADER, {"n1": NODE, "n2": NODE}, {"n1": part, "n2": PART}, LEDGER, {}))
 
 
 def use_report(data: bytes) -> None:
@@ -125,11 +130,11 @@ def use_verdict(data: bytes) -> None:
 def use_ledger(data: bytes) -> None:
     ledger = job.decode_ledger(data.decode(errors="replace"))
     job.judge({"n1": REPORT}, ledger, job.Rules(3), 3)
-    shown(live.LiveJob("job", HEADER, {"n1": NODE}, {"n1": PART}, ledger, {}))
+    shown(job_status.JobStatus("job", HEADER, {"n1": NODE}, {"n1": PART}, ledger, {}))
 
 
-def shown(found: live.LiveJob) -> None:
-    text = "\n".join(live.lines(found))
+def shown(found: job_status.JobStatus) -> None:
+    text = "\n".join(job_status.lines(found))
     if control := CONTROL.search(text):
         raise Broken(f"raw {control[0]!r} goes to the terminal")
 
@@ -288,7 +293,7 @@ def test_rules(fuzz: Fuzz, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [[], ["--rules"]], ids=["evidence", "rules"])
 @pytest.mark.parametrize("kind", ["fifo", "socket", "directory", "endless", "loop", "NUL", "missing"])
 def test_files_that_are_none(kind: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "WAIT_S", 0.1)
+    monkeypatch.setattr(user_files, "WAIT_S", 0.1)
     path = tmp_path / kind
     if kind == "endless":
         path = Path("/dev/zero")

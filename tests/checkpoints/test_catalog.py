@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext import cli
-from elastic_ext.checkpoints import catalog, detect
-from elastic_ext.checkpoints.catalog import CopyError, Kept, copy, plan_prune
-from elastic_ext.checkpoints.discovery import newest_complete
-from elastic_ext.checkpoints.formats import OWN, TORCH_SAVE, UNKNOWN
-from elastic_ext.checkpoints.manifest import MANIFEST, directory_name
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.directory.catalog import CopyError, Kept, copy, plan_prune
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.checks import OWN, TORCH_SAVE, UNKNOWN
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
+from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from elastic_ext.checkpoints.verify import verify
-from elastic_ext.errors import UsageError
+from elastic_ext.cli import main
 from tests.checkpoints.test_formats import save_own, save_trainer
 
 # Pruning, which is pure.
@@ -172,7 +173,7 @@ def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path, 
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = cli.main(["checkpoints", *words])
+    code = main.main(["checkpoints", *words])
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elastic_ext.checkpoints.manifest import MANIFEST, ManifestError, decode, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.crew import ROOT, Crew
 

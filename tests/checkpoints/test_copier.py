@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.copier import Copier
+from elastic_ext.checkpoints.copying.copier import Copier
 from tests.checkpoints.test_replicate import complete, save
 from tests.checkpoints.test_tiers import copiers
 from tests.jobs import AGENT, Job

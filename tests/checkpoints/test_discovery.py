@@ -20,12 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ext.checkpoints import detect, formats, storage
-from elastic_ext.checkpoints.discovery import Choice, candidates, choose, families, newest_complete
-from elastic_ext.checkpoints.formats import DCP, TORCH_SAVE, UNKNOWN, Verdict
-from elastic_ext.checkpoints.names import pattern_of, step_of
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
+from elastic_ext.checkpoints.choice.discovery import Choice, candidates, choose, families, newest_complete
+from elastic_ext.checkpoints.formats import checks, detect
+from elastic_ext.checkpoints.formats.checks import DCP, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.names import pattern_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage
-from elastic_ext.errors import UsageError
 
 
 def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, barred: str = "") -> Entry:
@@ -35,10 +36,10 @@ def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, barred:
 def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[str] | None = None) -> Choice:
     """choose() where all but ``broken`` is complete; the names that it asked about go to ``looked``."""
 
-    def inspect(item: Entry) -> Verdict:
+    def inspect(item: Entry) -> Inspection:
         if looked is not None:
             looked.append(item.name)
-        return Verdict(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
+        return Inspection(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
 
     return choose(candidates(entries), inspect)
 
@@ -122,7 +123,7 @@ def test_a_directory_is_looked_at_whatever_its_own_time_says() -> None:
     """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
     entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
     written = {"step_3": 7.0, "epoch_9.pt": 5.0}
-    resume = choose(candidates(entries), lambda item: Verdict(True, DCP, "", written[item.name])).resume
+    resume = choose(candidates(entries), lambda item: Inspection(True, DCP, "", written[item.name])).resume
     assert resume is not None
     assert resume.step == 3
 
@@ -137,7 +138,7 @@ def test_names_that_are_never_looked_at() -> None:
 
 def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -> None:
     entries = [entry("logs", is_dir=True), entry("checkpoint-500", is_dir=True)]
-    choice = choose(candidates(entries), lambda item: Verdict(False, UNKNOWN, "not one"))
+    choice = choose(candidates(entries), lambda item: Inspection(False, UNKNOWN, "not one"))
     assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
 
 
@@ -185,7 +186,7 @@ def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert newest_complete(str(tmp_path)) == Choice(None)
 
 
-@pytest.mark.parametrize("suffix", formats.SUFFIXES)
+@pytest.mark.parametrize("suffix", checks.SUFFIXES)
 def test_torch_save_files(tmp_path: Path, suffix: str) -> None:
     for step in (2, 10, 9):
         save_file(tmp_path / f"step_{step}{suffix}")
@@ -240,7 +241,7 @@ def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 8))):
             data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(formats.check_torch_save(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+        verdicts.add(checks.check_torch_save(entry("a.pt"), io.BytesIO(bytes(data))).complete)
     assert verdicts == {True, False}
 
 
@@ -258,7 +259,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
             return data
 
     with Counting(path) as file:
-        assert formats.check_torch_save(entry("big.pt"), file).complete
+        assert checks.check_torch_save(entry("big.pt"), file).complete
     assert Counting.count < 64 << 10
 
 
@@ -390,7 +391,7 @@ def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     code = (
-        "import sys; from elastic_ext.checkpoints.discovery import newest_complete; newest_complete(sys.argv[1])\n"
+        "import sys; from elastic_ext.checkpoints.choice.discovery import newest_complete; newest_complete(sys.argv[1])\n"
         "print({'torch', 'fsspec'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
@@ -425,7 +426,7 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     private.chmod(mode)
     code = (
         "import os, sys\n"
-        "from elastic_ext.checkpoints import discovery\n"  # before the change of user, who may not read this package
+        "from elastic_ext.checkpoints.choice import discovery\n"  # before the change of user, who may not read this package
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: print(discovery.newest_complete(sys.argv[1]))\n"
         "except discovery.UsageError as error: print('usage:', error)\n"

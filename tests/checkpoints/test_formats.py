@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from elastic_ext.checkpoints import catalog, detect, peek
-from elastic_ext.checkpoints.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.formats import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Verdict, dcp_items
-from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.formats import detect, peek
+from elastic_ext.checkpoints.formats.checks import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection, dcp_items
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import stored_files
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from elastic_ext.checkpoints.verify import stored_files
-from elastic_ext.errors import UsageError
 
 
 def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any) -> str:
@@ -45,7 +46,7 @@ def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any
     return name
 
 
-def verdict(directory: Path, name: str) -> Verdict:
+def verdict(directory: Path, name: str) -> Inspection:
     storage = open_storage(str(directory))
     entry = next(entry for entry in storage.entries() if entry.name == name)
     return detect.check(storage, entry)
@@ -74,7 +75,7 @@ def test_our_own_without_a_part(tmp_path: Path, file: str) -> None:
     shutil.rmtree(path.parent if "/" in file else path)
     assert verdict(tmp_path, name).reason == f"{file} is missing"
     (tmp_path / name / MANIFEST).unlink()
-    assert verdict(tmp_path, name) == Verdict(False, OWN, f"no {MANIFEST}, the save did not finish")
+    assert verdict(tmp_path, name) == Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
 
 
 def test_an_empty_directory_of_ours_is_ours(tmp_path: Path) -> None:
@@ -446,7 +447,7 @@ def test_our_own_are_found_whatever_the_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
 def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
-    from elastic_ext.checkpoints.names import compiled
+    from elastic_ext.checkpoints.formats.names import compiled
 
     with pytest.raises(UsageError, match="checkpoint_pattern"):
         compiled(pattern)
@@ -458,9 +459,9 @@ class Numbered:
     def claims(self, entry: Entry) -> bool:
         return entry.name.isdigit()
 
-    def check(self, storage: Storage, entry: Entry) -> Verdict:
+    def check(self, storage: Storage, entry: Entry) -> Inspection:
         data = storage.read(entry.name)
-        return Verdict(bool(data), "numbered", "read it", entry.mtime, step=int(entry.name))
+        return Inspection(bool(data), "numbered", "read it", entry.mtime, step=int(entry.name))
 
 
 @pytest.fixture
@@ -489,7 +490,7 @@ class Broken:
     def claims(self, entry: Entry) -> bool:
         raise KeyError("oops")
 
-    def check(self, storage: Storage, entry: Entry) -> Verdict:
+    def check(self, storage: Storage, entry: Entry) -> Inspection:
         raise AssertionError
 
 

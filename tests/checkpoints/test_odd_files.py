@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext import cli
-from elastic_ext.checkpoints import catalog, listing
-from elastic_ext.checkpoints.discovery import newest_complete
-from elastic_ext.checkpoints.replicate import TARGET, Bucket, Replicator
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Replicator
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.formats.verify import Mode, files_of, verify
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.verify import Mode, files_of, verify
+from elastic_ext.cli import main
 from tests.checkpoints.test_formats import save_own, save_trainer
 from tests.checkpoints.test_replicate import complete, save
 
@@ -91,7 +92,7 @@ def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pyt
     for command in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name], ["cp", name]):
         action, *names = command
         to = [f"--to={tmp_path / 'copy'}"] if action == "cp" else []
-        assert cli.main(["checkpoints", action, str(root), *names, *to]) == 0, capsys.readouterr()
+        assert main.main(["checkpoints", action, str(root), *names, *to]) == 0, capsys.readouterr()
     assert (root / name).is_dir()
     assert os.path.exists("/proc")
 

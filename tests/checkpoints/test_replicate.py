@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from elastic_ext.checkpoints import catalog, detect, tiers
-from elastic_ext.checkpoints.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
-from elastic_ext.checkpoints.pins import Pin, unless_pinned
-from elastic_ext.checkpoints.replicate import TARGET, Bucket, Here, Replicator, next_target
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Here, Replicator, next_target
+from elastic_ext.checkpoints.directory import catalog, tiers
+from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
+from elastic_ext.checkpoints.directory.tiers import Held, Offer, lacking, newest_of_all, plan_local_prune, rank_of, ranks_of
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import open_storage, polled
-from elastic_ext.checkpoints.tiers import Held, Offer, lacking, newest_of_all, plan_local_prune, rank_of, ranks_of
-from elastic_ext.checkpoints.verify import Mode, verify
-from elastic_ext.checkpoints.writer import joined
-from elastic_ext.errors import UsageError
+from elastic_ext.checkpoints.writing.writer import joined
 from tests.jobs import environment
 
 
@@ -50,7 +51,7 @@ class Process:
 
     def __init__(self, local: Path, remote: Path | str, mb_s: float = 0.0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic_ext.checkpoints.replicate", f"--mb-s={mb_s}"],
+            [sys.executable, "-m", "elastic_ext.checkpoints.copying.replicate", f"--mb-s={mb_s}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from elastic_ext.checkpoints import catalog, resolution
-from elastic_ext.checkpoints.resolution import Place, Resumption
+from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.directory import catalog
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.errors import BadCheckpoints, UsageError
-from elastic_ext.job import Ledger
-from elastic_ext.rendezvous.store_exchange import StoreExchange
-from elastic_ext.rendezvous.store_job import Part, StoreJob
-from elastic_ext.settings import Settings
+from elastic_ext.failures.ledger import Ledger
+from elastic_ext.rendezvous.c10d.exchange import StoreExchange
+from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
 from tests.jobs import AGENT, Job, run
 
 
@@ -92,7 +93,7 @@ def test_all_bad(tmp_path):
 
 
 def aside(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return resolution.put_aside(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return resolution.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_put_aside(tmp_path):

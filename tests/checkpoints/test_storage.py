@@ -17,9 +17,9 @@ from typing import Any
 import fsspec
 import pytest
 
+from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage as storage_module
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled
-from elastic_ext.errors import UsageError
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -252,6 +252,6 @@ def test_errors_of_the_reader_are_its_own(storage: Storage) -> None:
     class OwnError(Exception):
         pass
 
-    OwnError.__module__ = "elastic_ext.checkpoints.manifest"
+    OwnError.__module__ = "elastic_ext.checkpoints.formats.manifest"
     with pytest.raises(OwnError), storage.open("a"):
         raise OwnError

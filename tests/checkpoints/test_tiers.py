@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints import detect
+from elastic_ext.checkpoints.directory.tiers import own_checkpoints
+from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.checkpoints.tiers import own_checkpoints
 from tests.checkpoints.test_replicate import Process
 from tests.checkpoints.test_under_the_agent import said, unbroken_state
 from tests.jobs import AGENT, Job, environment, wait_gone
@@ -243,7 +243,7 @@ def copiers(agent: int) -> list[int]:
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == agent and b"elastic_ext.checkpoints.replicate" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if parent == agent and b"elastic_ext.checkpoints.copying.replicate" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
         except OSError:
             continue  # it ended meanwhile

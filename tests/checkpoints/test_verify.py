@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext.checkpoints import detect
-from elastic_ext.checkpoints.formats import check_torch_save
-from elastic_ext.checkpoints.manifest import MANIFEST
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.checks import check_torch_save
+from elastic_ext.checkpoints.formats.manifest import MANIFEST
+from elastic_ext.checkpoints.formats.verify import Mode, Verification, checksum, files_of, verify, zip_fault
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from elastic_ext.checkpoints.verify import Mode, Verification, checksum, files_of, verify, zip_fault
 from tests.checkpoints.test_formats import save_own, save_trainer
 
 

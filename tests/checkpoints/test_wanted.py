@@ -12,12 +12,14 @@ from typing import IO, Any
 import pytest
 import torch
 
-from elastic_ext.checkpoints import catalog, discovery, storage
-from elastic_ext.checkpoints.discovery import Choice, Wanted, newest_complete
-from elastic_ext.checkpoints.manifest import MANIFEST, directory_name
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice.discovery import Choice, Wanted, newest_complete
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
+from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage
-from elastic_ext.checkpoints.verify import Mode
-from elastic_ext.errors import UsageError
 from tests.checkpoints.test_formats import save_own
 
 

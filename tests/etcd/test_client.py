@@ -32,7 +32,7 @@ from elastic_ext.etcd import (
 )
 from elastic_ext.etcd.client import PAGE
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.records import Alarm
+from elastic_ext.etcd.values import Alarm
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port

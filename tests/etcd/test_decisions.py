@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.errors import UsageError
+from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import ConfigError, UnsupportedVersion, errors
 from elastic_ext.etcd.calls import Tokens, User, pause_s
 from elastic_ext.etcd.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from elastic_ext.etcd.errors import Kind
-from elastic_ext.etcd.keeper import Term, plan
-from elastic_ext.etcd.records import range_of_prefix
+from elastic_ext.etcd.lease_renewer import Term, plan
+from elastic_ext.etcd.values import range_of_prefix
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_meaning_of_an_error(code: str, details: str, kind: Kind, text: str):
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in errors.TRANSIENT])
 def test_each_error_is_one_line_that_says_what_to_do(kind: Kind):
-    error = errors.fatal_error(errors.Failure(kind, "etcd0:2379", "seen text"), "put /a", "ann")
+    error = errors.fatal_error(errors.Meaning(kind, "etcd0:2379", "seen text"), "put /a", "ann")
     assert str(error).startswith("put /a: etcd at etcd0:2379 answered: seen text")
     assert "; " in str(error)
     assert "\n" not in str(error)

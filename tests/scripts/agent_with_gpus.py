@@ -4,7 +4,7 @@ import sys
 
 from torch.numa import binding
 
-from elastic_ext.agent import main
+from elastic_ext.agent.__main__ import main
 
 binding._get_gpu_count = lambda: 2
 binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0

@@ -4,7 +4,7 @@ import os
 import sys
 
 import elastic_ext
-from elastic_ext.errors import RanksMissing
+from elastic_ext.base.errors import RanksMissing
 
 rank = os.environ["RANK"]
 for number in range(10):

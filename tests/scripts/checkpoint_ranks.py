@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastic_ext.checkpoints import checkpointer as checkpointers
-from elastic_ext.checkpoints import writer
-from elastic_ext.checkpoints.checkpointer import Checkpointer, Event
-from elastic_ext.checkpoints.generations import StaleGroup
-from elastic_ext.errors import ElasticExtError, UsageError
+from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.checkpoints.writing import checkpointer as checkpointers
+from elastic_ext.checkpoints.writing import writer
+from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
 
 GRACE_S = 0.7  # between the death of one rank and that of the others
 READY = -1  # where rank 0 tells that it has loaded

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import elastic_ext
-from elastic_ext.integrations.huggingface import SaveOnDemand
+from elastic_ext.training.huggingface import SaveOnDemand
 
 LENGTH, WORDS = 8, 32
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ext
-from elastic_ext.integrations.lightning import SaveOnDemand
+from elastic_ext.training.lightning import SaveOnDemand
 
 pl = importlib.import_module(sys.argv[3] if len(sys.argv) > 3 else "lightning.pytorch")
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_ext.base import isolated
 from elastic_ext.failures.sources import commands
-from elastic_ext.workers import isolated
 
 TIMEOUT_S = 2.0  # a hung driver answers never: a child process can be left behind, a thread of the agent could not
 

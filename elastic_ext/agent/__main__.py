@@ -1,0 +1,108 @@
+"""`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous by default. Takes every torchrun option."""
+
+# No __future__: nothing is to be imported before sys.path is in order.
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
+    # `-m` has put the working directory first: a queue.py in it would be imported in place of Python's own.
+    _here = sys.path.pop(0)
+    from elastic_ext.base import isolated
+
+    isolated.look_last([_here])
+
+import logging
+import os
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+from elastic_ext.agent import exits, plugin
+from elastic_ext.base import log_records
+from elastic_ext.base.errors import UsageError, usage_errors_exit
+from elastic_ext.failures.policy import EX_USER, NO_LIMIT
+
+BACKEND = "ext_c10d"
+ALONE = "localhost:0"
+
+
+def parser() -> ArgumentParser:
+    """Torchrun's parser with our defaults; PET_* variables win over these, as they do over torchrun's."""
+    options = torchrun.get_args_parser()
+    options.prog = "python -m elastic_ext.agent"
+    options.description = (
+        "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine alone."
+    )
+    for name, default in (("rdzv_backend", BACKEND), ("rdzv_endpoint", ALONE)):
+        if f"PET_{name.upper()}" not in os.environ:
+            options.set_defaults(**{name: default})
+    return options
+
+
+def settle(args: Namespace) -> Namespace:
+    """Translate what torchrun's own launcher would refuse or send elsewhere.
+
+    Raises:
+        UsageError: no workers, or an option's value that cannot be.
+    """
+    if args.standalone:
+        args.standalone = False
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = BACKEND, ALONE, str(uuid.uuid4())
+    if args.rdzv_backend == BACKEND and args.rdzv_endpoint == ALONE and args.rdzv_id == "none":
+        args.rdzv_id = str(uuid.uuid4())
+    if args.max_restarts < NO_LIMIT:
+        raise UsageError(f"--max-restarts={args.max_restarts}: expected 0 or more, or -1 for no limit")
+    if args.max_restarts == NO_LIMIT:  # torchrun itself refuses it
+        args.max_restarts = 0
+        args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"max_restarts={NO_LIMIT}"]))
+    try:
+        workers, nodes = torchrun.determine_local_world_size(args.nproc_per_node), torchrun.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--nproc-per-node={args.nproc_per_node} --nnodes={args.nnodes}: {error}") from error
+    if workers < 1:
+        raise UsageError(f"--nproc-per-node={args.nproc_per_node}: expected 1 worker or more; nothing was started")
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise UsageError(f"--nnodes={args.nnodes}: expected MIN or MIN:MAX with 1 <= MIN <= MAX; nothing was started")
+    return args
+
+
+def _configure_logging() -> None:
+    """Ours from INFO on; other libraries as torch does it, from LOGLEVEL on (WARNING by default)."""
+    level = os.environ.get("LOGLEVEL", "").upper()
+    log_records.install()
+    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level=level or "WARNING")
+    logging.getLogger("elastic_ext").setLevel(level or "INFO")
+
+
+@record
+def _run(args: Namespace) -> None:
+    torchrun.run(args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a job; return the exit code of the command, see `policy` and `exits`; 78: wrong usage."""
+    _configure_logging()
+    with usage_errors_exit():
+        args = settle(parser().parse_args(argv))
+    # A checkout that is not installed has no entry points; registering the same creator twice is fine.
+    rendezvous_handler_registry.register(BACKEND, plugin.ext_c10d())
+    try:
+        _run(args)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)  # torch's text as it is, without the launcher's own frames before it
+        return exits.of(error) or 1
+    except SignalException as error:
+        print(f"elastic_ext: stopped by {error.sigval.name}", file=sys.stderr)
+        return exits.of(error) or 1
+    except KeyboardInterrupt:  # before torch has its handlers
+        print("elastic_ext: stopped by SIGINT", file=sys.stderr)
+        return EX_USER
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

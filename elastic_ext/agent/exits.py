@@ -1,0 +1,127 @@
+"""Exit codes that schedulers understand, and the verdict where they look for it, whoever started the agent.
+
+Torch turns whatever ends a job into exit code 1. Here an exception that leaves the process unhandled carries the code: torchrun
+needs no change for it, and a program that calls `elastic_launch` still gets its ChildFailedError.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.files import write_whole
+from elastic_ext.base.printable import redacted
+from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
+
+logger = logging.getLogger(__name__)
+
+TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
+MOST_BYTES = 4096  # that Kubernetes keeps of it
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr stays, though it may lead to a file
+
+
+class Failures(dict[int, ProcessFailure]):
+    """What torch puts into its ChildFailedError as it is; knows with which code the process is to end."""
+
+    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
+        super().__init__(failures)
+        self.exit_code = exit_code
+
+
+# What ends a job without a verdict. A signal that the user gives by hand is theirs; any other comes from the platform.
+BY_HAND = (signal.SIGINT, signal.SIGQUIT)
+_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
+
+_preset = "design"
+_code: int | None = None  # of a verdict that ends the job: it holds though a signal comes while the agent leaves
+
+
+def use(preset: str) -> None:
+    """From now on an unhandled exception of a job ends this process with the code of its cause. preset: of policy.EXIT_CODES."""
+    global _preset, _code
+    _preset, _code = preset, None
+    if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
+        _hook.before = sys.excepthook  # type: ignore[attr-defined]
+        sys.excepthook = _hook
+
+
+def decided(code: int | None) -> None:
+    """A verdict has ended the job with this code."""
+    global _code
+    _code = code
+
+
+def of_verdict() -> int | None:
+    """What `decided` was told last; None: nothing."""
+    return _code
+
+
+def of(error: BaseException) -> int | None:
+    """The exit code of a process that this ends; None: it is not about a job."""
+    if isinstance(error, ChildFailedError):
+        return error.failures.exit_code if isinstance(error.failures, Failures) else None
+    if isinstance(error, SignalException):
+        if _code is not None:
+            return _code
+        code = EX_USER if error.sigval in BY_HAND else EX_TRY_AGAIN
+    else:
+        found = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+        if found is None:
+            return None
+        code = found
+    return exit_code_for(code, _preset)
+
+
+def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
+    code = of(error)
+    if code is not None:
+        raise SystemExit(code)  # the interpreter takes it from here, too
+
+
+def tell(verdict: Mapping[str, Any], path: str | None) -> None:
+    """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
+    text = json.dumps(_redacted(verdict))
+    if path:
+        _write(Path(path), text + "\n", replace=True)
+    if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):
+        _write(Path(TERMINATION_LOG), text[:MOST_BYTES], replace=False)  # a mount: it cannot be replaced
+
+
+def _redacted(value: Any) -> Any:
+    """The texts of a JSON value one by one: what is masked must not take its quotes along."""
+    if isinstance(value, Mapping):
+        return {name: _redacted(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(each) for each in value]
+    return redacted(value) if isinstance(value, str) else value
+
+
+def _write(path: Path, text: str, replace: bool) -> None:
+    """replace: put a new file in the place of what is there, but for a pipe or a device."""
+    try:
+        stream = path.parent in STREAMS
+        if replace and not stream and (path.is_file() or not path.exists()):
+            write_whole(path, text)
+            return
+        # A pipe without a reader would block for ever.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if replace else os.O_TRUNC))
+        with open(descriptor, "w", encoding="utf-8") as file:
+            if replace and not stream and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("somebody has put a link to a file there")
+            file.write(text)
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        logger.warning("the verdict could not be written to %s: %s", path, error)

@@ -1,0 +1,198 @@
+"""From what the user asked to run to what the agent starts: checked first, then put behind the bootstrap."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+import elastic_ext
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable, redacted
+from elastic_ext.base.settings import SECRET_VARIABLES, Settings
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.failures.policy import NO_LIMIT
+from elastic_ext.workers.standby.pool import StandbySpec
+
+logger = logging.getLogger(__name__)
+
+BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap.py")
+UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
+IN_MEMORY = "/dev/shm"
+FILES, FILES_PER_WORKER = 16, 8  # that the agent makes in its private directory, at most
+# Files that an agent opens beside those that it has before its run; measured on one node, with some to spare. A worker: its
+# pidfd and two connections to the store of the round. The extras: warm standbys, and the pipes of stderr with what they keep.
+DESCRIPTORS, DESCRIPTORS_PER_WORKER = 24, 3
+EXTRAS, EXTRAS_PER_WORKER = 16, 5
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+
+
+@dataclass(frozen=True)
+class PythonProgram:
+    """`python -u [-m] program`, as torchrun builds it."""
+
+    options: tuple[str, ...]
+    is_module: bool
+    program: str
+    args: tuple[Any, ...]
+
+
+def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> PythonProgram | None:
+    """Return the Python program behind a command line; None for functions, other programs and options that we do not know."""
+    if not isinstance(entrypoint, str) or not (entrypoint == sys.executable or _PYTHON.fullmatch(os.path.basename(entrypoint))):
+        return None
+    rest = list(args)
+    options = []
+    if rest and rest[0] == "-u":
+        options.append(rest.pop(0))
+    is_module = bool(rest) and rest[0] == "-m"
+    if is_module:
+        rest.pop(0)
+    if not rest or str(rest[0]).startswith("-"):
+        return None
+    return PythonProgram(tuple(options), is_module, str(rest[0]), tuple(rest[1:]))
+
+
+def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
+    """Return the spec that the agent runs.
+
+    Raises:
+        UsageError: the script or the command is not there, or the checkpoint directory cannot be one.
+    """
+    if settings.checkpoint_dir:
+        _check_checkpoint_dir(settings.checkpoint_dir, settings.checkpoint_pattern)
+    spec = copy.copy(spec)
+    if settings.max_restarts is not None:
+        spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
+    _check_command(spec.entrypoint)
+    program = python_program(spec.entrypoint, spec.args)
+    if program is None:
+        return spec
+    _check_script(program)
+    if settings.bootstrap:
+        module = ("-m",) if program.is_module else ()
+        spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
+    return spec
+
+
+def has_bootstrap(spec: WorkerSpec) -> bool:
+    """Whether the workers of a prepared spec run through the bootstrap."""
+    program = python_program(spec.entrypoint, spec.args)
+    return program is not None and program.program == BOOTSTRAP
+
+
+def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
+    """What warm standbys of a prepared spec stand by for, or why there are none. token: of the agent."""
+    if not settings.standby or not settings.bootstrap:
+        return "off"
+    program = python_program(spec.entrypoint, spec.args)
+    if program is None or not has_bootstrap(spec):
+        return "not a Python program"
+    return StandbySpec(
+        python=(str(spec.entrypoint), *program.options),
+        bootstrap=BOOTSTRAP,
+        program=tuple(map(str, program.args)),
+        workers=spec.local_world_size,
+        preload=settings.preload or (),
+        exclude=settings.preload_exclude or (),
+        environ=lambda: {**os.environ, **blanked_secrets(os.environ)},
+        token=token,
+    )
+
+
+def make_run_dir(workers: int) -> str:
+    """Make the agent's private directory: in memory where that has room for the files of so many workers, else on disk.
+
+    Raises:
+        UsageError: it can be made nowhere.
+    """
+    troubles = []
+    for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
+        try:
+            parent = parent or tempfile.gettempdir()
+            _check_room(parent, workers)
+            return tempfile.mkdtemp(prefix="elastic_ext_", dir=parent)
+        except OSError as error:
+            troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
+        logger.info("the agent's files are not in %s", troubles[-1])
+    raise UsageError(
+        f"no directory for the agent's own small files can be made ({'; '.join(troubles)}); expected one with "
+        f"{_files(workers)} free inodes; make room there, or set TMPDIR; nothing was started"
+    )
+
+
+def _files(workers: int) -> int:
+    return FILES + workers * FILES_PER_WORKER
+
+
+def _check_room(directory: str, workers: int) -> None:
+    """Raises OSError. A file system that does not count its inodes has as many as it needs."""
+    room = os.statvfs(directory)
+    if room.f_files and room.f_favail < _files(workers):
+        raise OSError(errno.ENOSPC, f"{room.f_favail} free inodes, {_files(workers)} needed")
+
+
+def extras_fit(workers: int, left: int) -> bool:
+    """Whether there are descriptors for warm standbys and the tails of stderr too. left: how many more files may be opened.
+
+    Raises:
+        UsageError: there are too few for the workers themselves.
+    """
+    needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
+    if left < needed:
+        raise UsageError(
+            f"this agent may open {left} more files, and {workers} workers take {needed}: raise the hard limit of open files "
+            "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=) or start fewer workers here; nothing was started"
+        )
+    return left >= needed + EXTRAS + workers * EXTRAS_PER_WORKER
+
+
+def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a worker, which inherits what it is not given."""
+    return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
+
+
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
+    """What the agent says of itself at the start of a run, in one line. metrics: where they are served; None: nowhere."""
+    if settings.checkpoint_dir is None:
+        begins = "resumes from nothing: no checkpoint_dir is set"
+    elif resumed.path:
+        begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
+    else:
+        begins = f"begins from nothing: {redacted(resumed.reason)}"
+    served = metrics or ("not served" if settings.metrics else "off")
+    return printable(
+        f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
+    )
+
+
+def _check_checkpoint_dir(directory: str, pattern: str) -> None:
+    try:
+        discovery.newest_complete(directory, discovery.Wanted(pattern=pattern))
+    except OSError as error:  # the storage does not answer now; before the first round it must
+        logger.warning("checkpoint_dir %s cannot be looked at now: %s", directory, error)
+
+
+def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
+    if isinstance(entrypoint, str) and shutil.which(entrypoint) is None:
+        raise UsageError(f"the command {entrypoint!r} was not found or cannot be executed; nothing was started")
+
+
+def _check_script(program: PythonProgram) -> None:
+    # A module is looked up by the worker, whose sys.path is not the agent's; "${...}" is one of torch's macros.
+    if program.is_module or "${" in program.program:
+        return
+    if not os.path.exists(program.program):
+        raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")

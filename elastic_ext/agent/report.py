@@ -1,0 +1,125 @@
+"""What the user and torch are told of a failure: the cause first, its traceback once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from elastic_ext.base.printable import Block, shown, shown_lines
+from elastic_ext.failures.classify import Diagnosis, first_line
+from elastic_ext.failures.evidence import ErrorFile
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import Action, Decision
+
+
+@dataclass(frozen=True)
+class FailedWorker:
+    """One worker that failed, with all that is known of it. exitcode as subprocess has it."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: ErrorFile
+    diagnosis: Diagnosis
+
+    @property
+    def rank(self) -> int:
+        return self.diagnosis.evidence.rank
+
+
+def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
+    """The text for the log, decision and cause first. On a stop the traceback is left to torch's own text, which comes last.
+
+    verdict: of the job. decision: what this node, `node`, does about it.
+    """
+    lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
+    if decision.action is Action.STOP and decision.exit_code is not None:
+        lines[0] += f"; exit code {decision.exit_code}"
+    if decision.delay_s > 0:
+        lines[0] += f"; in {decision.delay_s:.1f} s"
+    evidence = cause.diagnosis.evidence
+    if evidence.step is not None:
+        lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
+    if verdict.node not in ("", node):
+        lines.append(f"  the cause was on {verdict.host}; here {cause.diagnosis.reason}")
+    if others:
+        lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
+    lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
+    if decision.action is not Action.STOP and (traceback := _traceback(cause.error_file)):
+        lines += ["  " + line.expandtabs() for line in traceback.rstrip().splitlines()]
+    return Block("\n".join(map(shown, lines)))
+
+
+def from_elsewhere(verdict: JobVerdict) -> str:
+    """The text for the log of a node on which nothing has failed."""
+    decision = verdict.decision
+    return shown(
+        f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
+        f"(kind {decision.kind}, rule {decision.rule}); exit code {decision.exit_code}"
+    )
+
+
+def failure_elsewhere(verdict: JobVerdict) -> dict[int, ProcessFailure]:
+    """Torch's record of a failure that was on another node; it needs one to say that the job has failed."""
+    failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
+    failure.error_file_data = dict(failure.error_file_data)
+    failure.message = shown(f"on {verdict.host}: {verdict.decision.reason}")
+    return {verdict.rank: failure}
+
+
+def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:
+    """Torch's record of the failures, by global rank.
+
+    Torch takes the earliest timestamp for the root cause and, among equal ones, the first entry: the cause gets both.
+    """
+    first = _process_failure(cause)
+    failures = {cause.rank: first}
+    for worker in others:
+        failure = _process_failure(worker)
+        failure.timestamp = max(failure.timestamp, first.timestamp)
+        if _traceback(worker.error_file):
+            failure.message = shown(f"{_short(worker)}; its traceback is in the error file")
+        failures[worker.rank] = failure
+    return failures
+
+
+def _process_failure(worker: FailedWorker) -> ProcessFailure:
+    failure = ProcessFailure(local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.exitcode, error_file="")
+    # Without a file torch gives every failure the same dict, and writes into it.
+    failure.error_file_data = dict(failure.error_file_data)
+    data = worker.error_file.data
+    if data is not None:
+        message = data["message"]
+        failure.error_file = worker.error_file.path
+        failure.error_file_data = data
+        failure.message = _fit(message)
+        failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
+    elif worker.error_file.problem:
+        failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
+    return failure
+
+
+def _fit(message: Any) -> Any:
+    """The message of an error file for torch, which prints and indents it: a text, or a dict whose traceback is printed."""
+    if not isinstance(message, dict):
+        return shown_lines(str(message))
+    extra = message["extraInfo"]
+    fit = {name: shown_lines(str(extra[name])) for name in ("py_callstack",) if name in extra}
+    return {**message, "message": shown_lines(str(message.get("message", ""))), "extraInfo": {**extra, **fit}}
+
+
+def _traceback(error_file: ErrorFile) -> str:
+    message: Any = error_file.data["message"] if error_file.data else None
+    return str(message["extraInfo"].get("py_callstack", "")) if isinstance(message, dict) else ""
+
+
+def _short(worker: FailedWorker) -> str:
+    exception = worker.diagnosis.evidence.exception
+    if exception is not None:
+        text = first_line(exception.message)[:120]
+        return f"{exception.type}: {text}" if text else exception.type
+    signal = worker.diagnosis.evidence.signal
+    return signal if signal is not None else f"exit code {worker.exitcode}"

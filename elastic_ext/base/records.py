@@ -1,0 +1,261 @@
+"""The one reader of records that others wrote: from bytes to a frozen dataclass, or a RecordError, whatever is in them.
+
+Whoever may write to a job's etcd or store writes what they like: another job's keys, text that is not UTF-8, lists nested a
+thousand deep, numbers without end. A record is read as its dataclass says it, field by field: types, and by the `Annotated` ones
+below ranges. Fields that the class does not know are passed over, so that one may be added within a schema.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from elastic_ext.base.errors import ElasticExtError
+
+T = TypeVar("T")
+
+MOST_BYTES = 2 << 20  # of a record; etcd takes requests of 1.5 MiB (--max-request-bytes), a torch store any size
+MOST_NAME = 200  # characters of what becomes part of a key: a run id, a host, the id of a node
+_LEAST, _MOST = -(2**63), 2**63 - 1  # of any whole number
+
+
+class RecordError(ElasticExtError):
+    """A record in etcd, a store or a file that this version cannot read."""
+
+
+class OtherSchema(RecordError):
+    """A record of another version."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """A range that a number of a record is in, both ends included."""
+
+    least: float
+    most: float
+
+    def __call__(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+def is_name(text: str) -> bool:
+    """Whether this may be part of a key: not empty, of MOST_NAME characters at most, all printable, none of them a "/"."""
+    return 0 < len(text) <= MOST_NAME and "/" not in text and text.isprintable()
+
+
+def _is_name_or_empty(text: str) -> bool:
+    return not text or is_name(text)
+
+
+Count = Annotated[int, Within(0, 2**31 - 1)]
+Port = Annotated[int, Within(0, 65535)]
+Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: of no worker
+Seconds = Annotated[float, Within(0, 1e9)]  # no clock and no select() takes any number
+ZeroOrOne = Annotated[int, Within(0, 1)]
+Name = Annotated[str, is_name]
+NameOrEmpty = Annotated[str, _is_name_or_empty]
+
+
+def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
+    """Read a record of this kind and schema. what: the record, or its key, for the message.
+
+    Raises:
+        OtherSchema: it is of another version.
+        RecordError: it is no such record.
+    """
+    return build(kind, parse(data, what, schema), what)
+
+
+def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
+    """A record's fields, with the types of JSON, each text fit to be encoded. Raises as `read` does."""
+    try:
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{len(data)} bytes, expected {MOST_BYTES} at most")
+        text = data if isinstance(data, str) else data.decode()
+        found = _DECODER.decode(text)
+        if "\\u" in text or not text.isascii():  # else it cannot hold half a character
+            found = _encodable(found)
+        given = found.pop("schema")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        text = f"{what} holds no record of elastic_ext ({_short(error)}): is the run id used by something else?"
+        raise RecordError(text) from error
+    if type(given) is not int or given != schema:
+        seen = given if type(given) is int and abs(given) <= _MOST else f"of type {type(given).__name__}"
+        text = f"{what} was written with schema {seen}, expected {schema}: all nodes of a job need the same elastic_ext"
+        raise OtherSchema(text)
+    return dict(found)
+
+
+def build(kind: type[T], data: Any, what: str) -> T:
+    """Return a dataclass made of JSON's values. Raises RecordError."""
+    of: Any = kind
+    try:
+        made: T = _dataclass(of)(data)
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{what} holds no {kind.__name__.lower()} of elastic_ext: {_short(error)}") from error
+    return made
+
+
+def _short(error: BaseException) -> str:
+    """One line, without what the record holds."""
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_NAME]}"
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: a leader of thousands of nodes does little else than read
+
+
+def _encodable(value: Any) -> Any:
+    """The same without lone surrogates, which no key and no message can hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_encodable(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _encodable(each) for name, each in value.items()}
+    return value
+
+
+# From the type of a field to what makes its value of JSON's. Each raises ValueError or TypeError, whose text must not repeat the
+# value: it may be as long as it likes.
+
+Make = Callable[[Any], Any]
+
+
+@cache
+def _dataclass(kind: Any) -> Make:
+    hints = get_type_hints(kind, include_extras=True)
+    makers = {field.name: _maker(hints[field.name]) for field in fields(kind)}
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _misfit(value, kind.__name__)
+        given = {}
+        for name, of in makers.items():
+            if name in value:
+                try:
+                    given[name] = of(value[name])
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{kind.__name__}.{name}: {error}") from error
+        if not given:
+            raise ValueError(f"none of the fields of {kind.__name__}")
+        return kind(**given)
+
+    return make
+
+
+@cache
+def _maker(hint: Any) -> Make:
+    of: Any = hint
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _checked(_maker(arguments[0]), hint.__metadata__[0])
+    if origin in (Union, types.UnionType):
+        return _any_of([_maker(one) for one in arguments])
+    if origin is tuple:  # tuple[X, ...]
+        return _tuple_of(_maker(arguments[0]))
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    if is_dataclass(hint):
+        made: Make = _dataclass(of)
+        return made
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _member_of(hint)
+    raise TypeError(f"no record holds a {hint!r}")
+
+
+def _misfit(value: Any, wanted: str) -> TypeError:
+    return TypeError(f"of type {type(value).__name__}, expected {wanted}")
+
+
+def _whole(value: Any) -> Any:
+    if type(value) is not int:
+        raise _misfit(value, "a whole number")
+    if not _LEAST <= value <= _MOST:
+        raise ValueError("a number beyond 64 bits")
+    return value
+
+
+def _number(value: Any) -> Any:
+    if type(value) is int:
+        return _whole(value)
+    if type(value) is not float:
+        raise _misfit(value, "a number")
+    if not math.isfinite(value):
+        raise ValueError("a number beyond all bounds")
+    return value
+
+
+def _exactly(kind: type) -> Make:
+    def make(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _misfit(value, kind.__name__)
+        return value
+
+    return make
+
+
+_PLAIN: dict[Any, Make] = {
+    int: _whole,
+    float: _number,
+    str: _exactly(str),
+    bool: _exactly(bool),
+    type(None): _exactly(type(None)),
+}
+
+
+def _checked(make: Make, good: Callable[[Any], bool]) -> Make:
+    def checked(value: Any) -> Any:
+        made = make(value)
+        if not good(made):
+            raise ValueError("out of range" if isinstance(made, (int, float)) else "no such text is allowed here")
+        return made
+
+    return checked
+
+
+def _any_of(makers: list[Make]) -> Make:
+    def make(value: Any) -> Any:
+        for one in makers:
+            try:
+                return one(value)
+            except (ValueError, TypeError) as error:
+                last = error
+        raise last
+
+    return make
+
+
+def _tuple_of(make: Make) -> Make:
+    def made(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise _misfit(value, "a list")
+        return tuple(map(make, value))
+
+    return made
+
+
+def _member_of(kind: type[Enum]) -> Make:
+    values = {member.value: member for member in kind}
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"expected one of {', '.join(map(str, values))}")
+        return values[value]
+
+    return make

@@ -1,0 +1,151 @@
+"""Our own checkpoint: a directory whose manifest, written last, says what is in it. The manifest is the commit.
+
+A directory belongs to one step of one generation, and its name says both. A generation is one group of workers that has opened
+the directory of checkpoints; a later group has a higher one. So a group that was paused and wakes up beside its successor
+writes into directories of its own and damages nothing, and its checkpoints count as older than its successor's, whatever
+their step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from elastic_ext.base.errors import ElasticExtError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+CHECKSUM = "xxh3_64"  # hex, 16 digits; https://github.com/Cyan4973/xxHash
+
+_NAME = re.compile(r"step_(\d{8,})\.g(\d{4,})")
+
+
+class ManifestError(ElasticExtError):
+    """A manifest that is damaged or of a newer version; the checkpoint must not be used."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint. name: relative to its directory; size: bytes; checksum: see CHECKSUM."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint holds.
+
+    Attributes:
+        step: optimizer steps that were done.
+        generation: see above.
+        files: all that is read at a load, each rank's among them.
+        world_size: of the group that wrote it.
+        epoch: the epoch that the step lies in, from 0.
+        accumulation: micro-steps of the next optimizer step that were done already.
+        run_id, restart: of the job that wrote it, for people.
+        saved_at: seconds since the epoch by the clock of the writer, for people: clocks of two machines are not compared.
+        extra: small values of the user's, JSON.
+        nodes: ranks of each node, in order, where each node wrote to a disk of its own first (tiers.py); else empty.
+    """
+
+    step: int
+    generation: int
+    files: tuple[StoredFile, ...]
+    world_size: int = 1
+    epoch: int = 0
+    accumulation: int = 0
+    run_id: str = ""
+    restart: int = 0
+    saved_at: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two checkpoints of a directory the one with the greater order is the newer."""
+        return self.generation, self.step
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def directory_name(step: int, generation: int) -> str:
+    """step_00000120.g0003. People's listings sort by step; `order_of` sorts by what is newer."""
+    return f"step_{step:08d}.g{generation:04d}"
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """(generation, step) of a directory's name; None if it is not one of ours."""
+    match = _NAME.fullmatch(name)
+    return (int(match[2]), int(match[1])) if match else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Readable JSON with the schema's version and a checksum of its own: of the files it is the only one with none elsewhere."""
+    record = {"schema": SCHEMA, **asdict(manifest)}
+    return json.dumps({**record, "seal": _seal(json.loads(json.dumps(record)))}, indent=1).encode()
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    """Of what the JSON says, not of how it is laid out; CRC-32 finds every flipped bit."""
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
+
+
+def decode(data: bytes) -> Manifest:
+    """Raises ManifestError, with what is wrong, for whatever bytes."""
+    try:
+        record = json.loads(data)
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}, expected an object")
+        seal = record.pop("seal", None)
+        if record.get("schema") != SCHEMA:
+            schema = record.get("schema")
+            raise ValueError(f"it has schema {schema!r}, this version reads {SCHEMA}: use the elastic_ext that wrote it")
+        if seal != _seal(record):
+            raise ValueError("it does not match its own checksum: damaged, or edited by hand")
+        files = tuple(StoredFile(_name(file["name"]), _count(file["size"]), str(file["checksum"])) for file in record["files"])
+        if len({file.name for file in files}) != len(files):
+            raise ValueError("it names a file twice")
+        return Manifest(
+            step=_count(record["step"]),
+            generation=_count(record["generation"]),
+            files=files,
+            world_size=_count(record["world_size"]),
+            epoch=_count(record["epoch"]),
+            accumulation=_count(record["accumulation"]),
+            run_id=str(record["run_id"]),
+            restart=_count(record["restart"]),
+            saved_at=float(record["saved_at"]),
+            extra=dict(record["extra"]),
+            nodes=tuple(_count(count) for count in record.get("nodes", ())),
+        )
+    except KeyError as error:
+        raise ManifestError(f"the manifest has no {error}") from error
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ManifestError(f"the manifest cannot be read: {error}") from error
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _name(value: Any) -> str:
+    """A manifest must not lead out of its directory."""
+    if not isinstance(value, str) or not value or value.startswith("/") or ".." in value.split("/") or "\0" in value:
+        raise ValueError(f"{value!r} is not the name of a file in its directory")
+    return value

@@ -1,0 +1,168 @@
+"""Keeps all leases of a client alive, from one daemon thread.
+
+A third of its TTL after the last renewal a lease is due; what is due at about the same time shares one short stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_ext.etcd.errors import ClientClosed, EtcdError
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd.client import EtcdClient
+    from elastic_ext.etcd.lease import LeaseSession
+
+logger = logging.getLogger(__name__)
+
+_MIN_ATTEMPT_S = 0.2
+_MAX_RETRY_S = 0.5
+_JOIN_S = 2.0
+_PER_CALL = 200  # leases: with thousands of them a slow call should not lose all
+
+
+@dataclass(frozen=True)
+class Term:
+    """What is known of one lease, all in monotonic seconds.
+
+    Attributes:
+        next_at: when to renew it.
+        alive_until: until then the server holds it for alive, whatever happens.
+        patient: silence of the server is no reason to give it up.
+    """
+
+    lease_id: int
+    ttl_s: int
+    next_at: float
+    alive_until: float
+    patient: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """due: leases to renew now. given_up: silent for too long. wait_s: until there is something to do; None: nothing ever."""
+
+    due: tuple[int, ...]
+    given_up: tuple[int, ...]
+    wait_s: float | None
+
+
+def plan(terms: Iterable[Term], now: float) -> Plan:
+    terms = list(terms)
+    given_up = {term.lease_id for term in terms if not term.patient and now >= term.alive_until}
+    kept = [term for term in terms if term.lease_id not in given_up]
+    due: list[int] = []
+    if any(term.next_at <= now for term in kept):
+        # With those that come next within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
+        due = [term.lease_id for term in kept if term.next_at <= now + term.ttl_s / 10]
+    if due or given_up:
+        return Plan(tuple(due), tuple(given_up), 0.0)
+    ends = [term.alive_until for term in kept if not term.patient]
+    events = [term.next_at for term in kept] + ends
+    return Plan((), (), min(events) - now if events else None)
+
+
+class LeaseRenewer:
+    """Of one client; its thread starts with the first lease."""
+
+    def __init__(self, client: EtcdClient, closed: threading.Event) -> None:
+        self._client = client
+        self._closed = closed
+        self._sessions: dict[int, LeaseSession] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wakes_at = math.inf
+        self._trouble: str | None = None
+
+    def add(self, session: LeaseSession) -> None:
+        with self._changed:
+            self._sessions[session.lease_id] = session
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="etcd-lease-keeper", daemon=True)
+                self._thread.start()
+            elif session.term.next_at < self._wakes_at:
+                self._changed.notify()
+
+    def remove(self, session: LeaseSession) -> None:
+        with self._changed:
+            self._sessions.pop(session.lease_id, None)
+
+    def close(self) -> None:
+        """After the client was marked closed."""
+        with self._changed:
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._turn()
+        except Exception as error:
+            logger.exception("the thread that keeps etcd leases alive failed")
+            for session in self._forget(list(self._sessions)):
+                session.end(f"the thread that keeps it alive failed: {error!r}")
+
+    def _turn(self) -> None:
+        with self._changed:
+            if self._closed.is_set():
+                return
+            todo = plan([session.term for session in self._sessions.values()], time.monotonic())
+            if not todo.due and not todo.given_up:
+                self._wakes_at = math.inf if todo.wait_s is None else time.monotonic() + todo.wait_s
+                self._changed.wait(todo.wait_s)
+                return
+            due = [self._sessions[lease_id] for lease_id in todo.due]
+        for session in self._forget(todo.given_up):
+            session.end(f"no answer from etcd for its TTL of {session.ttl_s} s: {self._trouble or 'renewal was late'}")
+        for at in range(0, len(due), _PER_CALL):
+            self._renew(due[at : at + _PER_CALL])
+
+    def _forget(self, lease_ids: Sequence[int]) -> list[LeaseSession]:
+        with self._changed:
+            return [self._sessions.pop(lease_id) for lease_id in lease_ids if lease_id in self._sessions]
+
+    def _renew(self, due: list[LeaseSession]) -> None:
+        now = time.monotonic()
+        shortest = min(session.ttl_s for session in due)
+        # Back in time to give up those whose time ends first.
+        until_end = min((s.alive_until - now for s in due if s.alive_until > now), default=shortest / 3)
+        timeout_s = max(_MIN_ATTEMPT_S, min(shortest / 3, until_end))
+        attempt_s = max(_MIN_ATTEMPT_S, shortest / 6)
+        try:
+            kept = self._client.lease_keep_alive([s.lease_id for s in due], timeout_s=timeout_s, attempt_s=attempt_s)
+        except ClientClosed:
+            return
+        except EtcdError as error:
+            self._note(str(error))
+            self._retry(due, shortest)
+            return
+        self._note(None)
+        gone = [lease_id for lease_id, ttl_s in kept.ttl_s.items() if ttl_s <= 0]
+        for session in due:
+            ttl_s = kept.ttl_s.get(session.lease_id, 0)
+            if ttl_s > 0:
+                session.renewed(kept.sent_at, ttl_s)
+        self._retry([session for session in due if session.lease_id not in kept.ttl_s], shortest)
+        for session in self._forget(gone):
+            session.end("etcd says that it has expired or was revoked")
+
+    @staticmethod
+    def _retry(sessions: list[LeaseSession], ttl_s: int) -> None:
+        at = time.monotonic() + min(_MAX_RETRY_S, ttl_s / 6)
+        for session in sessions:
+            session.retry_at(at)
+
+    def _note(self, trouble: str | None) -> None:
+        """One line when trouble begins, one when it ends."""
+        if trouble is not None and self._trouble is None:
+            logger.warning("etcd leases are not being renewed, trying on: %s", trouble)
+        elif trouble is None and self._trouble is not None:
+            logger.info("etcd leases are renewed again")
+        self._trouble = trouble

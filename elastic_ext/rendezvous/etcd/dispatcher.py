@@ -1,0 +1,82 @@
+"""One thread that runs what happens to its participants, in order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # twice what a call of etcd takes at most (EtcdClient.timeout_s)
+
+
+class Runner(Protocol):
+    def run(self, work: Callable[[], None]) -> None:
+        """Run it, and answer for what it raises."""
+
+    def on_time(self) -> None:
+        """The time given to `wake_at` has come."""
+
+
+class Dispatcher:
+    """A job's agent has one participant on it; a simulation many."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._due: dict[Runner, float] = {}
+        self._order: list[tuple[float, int, Runner]] = []  # a heap; what `_due` says otherwise of is void
+        self._numbers = itertools.count()  # runners have no order of their own
+        self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
+        self._thread.start()
+
+    def post(self, runner: Runner, work: Callable[[], None]) -> None:
+        self._queue.put((runner, work))
+
+    def wake_at(self, runner: Runner, at: float | None) -> None:
+        """Call its `on_time` at this monotonic time; only from the loop's thread."""
+        if at is None:
+            self._due.pop(runner, None)
+        elif self._due.get(runner) != at:
+            self._due[runner] = at
+            heapq.heappush(self._order, (at, next(self._numbers), runner))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Run what waits, then end. timeout_s: how long to wait for that; what its thread is in then is left to itself."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.debug("the rendezvous thread is left in a call")
+
+    def _run(self) -> None:
+        while True:
+            at = self._run_due(time.monotonic())
+            try:
+                item = self._queue.get(timeout=None if at is None else max(0.0, at - time.monotonic()))
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            runner, work = item
+            runner.run(work)
+
+    def _run_due(self, now: float) -> float | None:
+        """Wake those whose time has come; return when the next one's does."""
+        due: list[Runner] = []
+        while self._order:
+            at, _, runner = self._order[0]
+            holds = self._due.get(runner) == at
+            if holds and at > now:
+                break
+            heapq.heappop(self._order)
+            if holds:
+                del self._due[runner]
+                due.append(runner)
+        for runner in due:
+            runner.run(runner.on_time)
+        return self._order[0][0] if self._order else None  # void perhaps: then it is only looked at too early

@@ -1,0 +1,108 @@
+"""How the nodes of a round on etcd agree what to resume from: in the header of the round and under the nodes' leases.
+
+Never through the store of the round: torch's TCPStore takes writes from whoever reaches its port, and what is chosen there would
+be loaded by every rank. Where all is well the choice costs one transaction, and each node learns of it by the watch it has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from elastic_ext.base.errors import RoundOver
+from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
+from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
+from elastic_ext.rendezvous.rounds import Assignment, Header, State
+
+LONGEST_WAIT_S = 60.0  # only bounds how long a main thread sleeps without looking at its signals
+
+
+class EtcdExchange:
+    """One node's end, for one round; see `checkpoints.resolution.Exchange`. For the thread of the agent.
+
+    Invariant: what is read here was written for this very round: headers are compared by number and seal, offers lie under the
+    seal.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        header: Header,
+        part: Assignment,
+        changed: threading.Condition,
+        over: Callable[[], str | None],
+    ) -> None:
+        """changed: notified when the participant or what `over` says has changed. over: why the round is over; None: it runs."""
+        self._participant, self._header, self._part = participant, header, part
+        self._changed, self._over = changed, over
+
+    def offer(self, text: str) -> None:
+        if self._header.local:
+            self._participant.offer(self._part.seal, self._part.rank, text)
+
+    def offers(self, timeout_s: float) -> list[str] | None:
+        if not self._header.local:
+            return None
+        deadline = time.monotonic() + timeout_s
+        folder = self._participant.offers_of(self._part.seal)
+        keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
+        found: dict[bytes, str] = {}
+        news = threading.Event()
+        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(news)) as watch:
+            while any(key not in found for key in keys):
+                news.clear()
+                again_s = LONGEST_WAIT_S
+                try:
+                    while (item := watch.get(timeout_s=0)) is not None:
+                        for kv in _written(item):
+                            found[kv.key] = kv.value.decode(errors="replace")
+                except EtcdError:  # the snapshot could not be read; the next look tries again
+                    again_s = RETRY_S
+                if all(key in found for key in keys):
+                    break
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    return None
+                self._wait(news, min(again_s, left_s))
+        return [found[key] for key in keys]
+
+    def publish(self, text: str) -> None:
+        self._participant.chosen(self._header.round, text)
+        self._await(lambda header: header.resume == text, float("inf"))
+
+    def choice(self, timeout_s: float) -> str:
+        return self._await(lambda header: header.resume != "", time.monotonic() + timeout_s).resume
+
+    def _await(self, there: Callable[[Header], bool], deadline: float) -> Header:
+        with self._changed:
+            while True:
+                header = self._participant.header
+                if self._part.of(header) and header.state is State.RUNNING and there(header):
+                    return header
+                self._check_round()
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise RoundOver("the node of rank 0 has not said in time what to resume from")
+                self._changed.wait(min(left_s, LONGEST_WAIT_S))
+
+    def _wake(self, news: threading.Event) -> None:
+        with self._changed:
+            news.set()
+            self._changed.notify_all()
+
+    def _wait(self, news: threading.Event, timeout_s: float) -> None:
+        """Until there are news, or the round is over: then raises RoundOver."""
+        with self._changed:
+            self._check_round()
+            if not news.is_set():
+                self._changed.wait(timeout_s)
+
+    def _check_round(self) -> None:
+        header = self._participant.header
+        if not self._part.of(header):
+            raise RoundOver(f"the job is in round {header.round}")
+        if (why := self._over()) is not None:
+            raise RoundOver(why)
+
+
+def _written(item: Snapshot | Batch) -> list[KeyValue]:
+    return list(item.kvs) if isinstance(item, Snapshot) else [event.kv for event in item.events if event.kind == "put"]

@@ -1,0 +1,101 @@
+"""What etcd tells of a job, for people: who is in it, what happened, when, where, what was decided and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import shown
+from elastic_ext.etcd import EtcdClient, EtcdError
+from elastic_ext.failures.ledger import JobVerdict, Ledger
+from elastic_ext.failures.policy import NO_LIMIT, Action
+from elastic_ext.rendezvous import run_id as run_ids
+from elastic_ext.rendezvous.etcd.participant import ROOT
+from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """As of one moment. nodes, parts: by id of the node. refused: why, by host. faults: what cannot be read, a line each."""
+
+    run_id: str
+    header: Header
+    nodes: dict[str, Node]
+    parts: dict[str, Assignment]
+    ledger: Ledger
+    refused: dict[str, str]
+    faults: tuple[str, ...] = ()
+
+
+def read(client: EtcdClient, run_id: str) -> JobStatus:
+    """Raises UsageError: there is no such job, or etcd does not tell."""
+    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
+    try:
+        kvs = client.get_prefix(prefix).kvs
+    except EtcdError as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+    if not kvs:
+        raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
+    faults: list[str] = []
+    reader = RecordReader(faults.append)
+    header, ledger = Header(), Ledger()
+    nodes: dict[str, Node] = {}
+    parts: dict[str, Assignment] = {}
+    refused: dict[str, str] = {}
+    for kv in kvs:
+        folder, slash, _ = kv.key[len(prefix) :].decode(errors="replace").partition("/")
+        if kv.key == f"{prefix}round".encode():
+            header = reader.header(kv) or header
+        elif kv.key == f"{prefix}ledger".encode():
+            ledger = reader.ledger(kv) or ledger
+        elif folder in ("nodes", "assign", "refused") and slash and (id_ := reader.id_of(f"{prefix}{folder}/", kv.key)):
+            if folder == "refused":
+                refused[id_] = kv.value.decode(errors="replace")
+            elif folder == "nodes" and (node := reader.node(kv)) is not None:
+                nodes[id_] = node
+            elif folder == "assign" and (part := reader.assignment(kv)) is not None:
+                parts[id_] = part
+    return JobStatus(run_id, header, nodes, parts, ledger, refused, tuple(faults))
+
+
+def lines(job: JobStatus) -> Iterator[str]:
+    """For a terminal: whoever may write to etcd must not be able to do more there than to be read."""
+    return map(shown, _lines(job))
+
+
+def _lines(job: JobStatus) -> Iterator[str]:
+    header = job.header
+    yield f"job {job.run_id}: {header.state.value}" + (f", round {header.round}" if header.round else "")
+    if header.reason:
+        yield f"  because: {header.reason}"
+    if header.state is State.RUNNING:
+        yield f"  {header.nodes} nodes, {header.world} workers"
+    for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
+        part = job.parts.get(id_)
+        runs = header.state is State.RUNNING and part is not None and part.of(header) and node.after < header.round
+        place = f"node rank {part.rank}, worker ranks from {part.base_rank}" if runs and part is not None else "waits"
+        yield f"  {id_}: {node.workers} workers at {node.address}, {place}"
+    for host, why in sorted(job.refused.items()):
+        yield f"  {host} may not come back for now: {why}"
+    if not job.ledger.verdicts:
+        yield "no failure is on record"
+    for verdict in job.ledger.verdicts:
+        yield from _told(verdict)
+
+
+def _rank(job: JobStatus, id_: str) -> int:
+    part = job.parts.get(id_)
+    return part.rank if part is not None and part.of(job.header) else len(job.parts)
+
+
+def _told(verdict: JobVerdict) -> Iterator[str]:
+    decision = verdict.decision
+    what = decision.verdict.value if decision.verdict is not None else decision.action.value
+    ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
+    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
+    yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
+    limit = "no limit" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
+    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts}, {limit}"
+    yield from (f"    {line}" for line in verdict.stacks.splitlines())

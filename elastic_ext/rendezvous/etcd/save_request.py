@@ -1,0 +1,120 @@
+"""Ask a job that runs on etcd for a save on demand, from outside of it. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.records import RecordError
+from elastic_ext.etcd import (
+    AuthError,
+    Batch,
+    ConfigError,
+    EtcdClient,
+    EtcdError,
+    KeyValue,
+    Put,
+    Snapshot,
+    UnsupportedVersion,
+    unchanged,
+)
+from elastic_ext.rendezvous import run_id as run_ids
+from elastic_ext.rendezvous.etcd.participant import ROOT, wanted
+from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.rounds import Header, Node, State, decode, encode
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """step: of the checkpoint that is complete; None: there is none, and the reason says why."""
+
+    step: int | None
+    reason: str
+
+
+def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
+    """What became of the request that `asked` carries; None: it is under way.
+
+    Args:
+        header: as it is now; None: it is gone, with its job.
+        nodes: all that are there.
+    """
+    for node in nodes:
+        # What a node says is of the round that it is in; one that waits for a later one has left it.
+        if node.after < asked.round and node.saved >= asked.save:
+            return Outcome(node.saved_step, f"step {node.saved_step} is saved")
+    if header is None:
+        return Outcome(None, "the job is gone")
+    if header.round != asked.round:
+        return Outcome(None, f"round {asked.round} ended before the save, the job is in round {header.round}")
+    if header.state is not State.RUNNING:
+        return Outcome(None, f"round {asked.round} ended before the save: {header.reason}")
+    return None
+
+
+def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outcome:
+    """Ask for a save, and wait until it is complete, cannot be any more, or the time is over.
+
+    Raises UsageError: etcd refuses, or what is there is of another version.
+    """
+    deadline = time.monotonic() + timeout_s
+    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
+    try:
+        asked = _ask(client, prefix, reason, deadline)
+        return asked if isinstance(asked, Outcome) else _await(client, prefix, asked, deadline)
+    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+        raise UsageError(f"the job {run_id}: {error}") from error
+    except EtcdError as error:
+        return Outcome(None, str(error))
+
+
+def _ask(client: EtcdClient, prefix: str, reason: str, deadline: float) -> Header | Outcome:
+    """The header as it was written, with the request."""
+    key = prefix + "round"
+    while (left_s := deadline - time.monotonic()) > 0:
+        found = client.get(key, timeout_s=min(left_s, client.timeout_s)).kv
+        header = decode(Header, found.value, key) if found is not None else None
+        if found is None or header is None:
+            return Outcome(None, "the job does not run: there is no round of it")
+        if header.state is not State.RUNNING:
+            return Outcome(None, f"the job does not run, it is {header.state.value}: {header.reason}")
+        asked = wanted(header, reason)
+        put = Put(key, encode(asked), lease_id=found.lease_id)
+        left_s = max(0.01, deadline - time.monotonic())
+        if client.txn([unchanged(key, found.mod_revision)], [put], timeout_s=min(left_s, client.timeout_s)).succeeded:
+            return asked
+    return Outcome(None, "the job's header changed all the time, nothing was asked for")
+
+
+def _await(client: EtcdClient, prefix: str, asked: Header, deadline: float) -> Outcome:
+    header: Header | None = asked
+    reader = RecordReader()
+    folder = f"{prefix}nodes/"
+    with client.watch_with_snapshot(prefix) as news:
+        while (left_s := deadline - time.monotonic()) > 0:
+            item = news.get(left_s)
+            if isinstance(item, Snapshot):
+                header = None
+            # One by one: what a node says of its save comes before what becomes of the round.
+            for kind, kv in _changes(item):
+                nodes = []
+                if kv.key == f"{prefix}round".encode():
+                    # One that cannot be read says nothing: the job's leader writes it again as it was.
+                    header = (reader.header(kv) or header or asked) if kind == "put" else None
+                elif kv.key.startswith(folder.encode()) and kind == "put" and reader.id_of(folder, kv.key):
+                    nodes += [node for node in [reader.node(kv)] if node is not None]
+                if (over := outcome(asked, asked if isinstance(item, Snapshot) else header, nodes)) is not None:
+                    return over
+            if (over := outcome(asked, header, [])) is not None:
+                return over
+    return Outcome(None, "the save is not complete in time; the job may still make it")
+
+
+def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
+    """Keys that are there, or what was done to them: "put" or "delete"."""
+    if isinstance(item, Snapshot):
+        yield from (("put", kv) for kv in item.kvs)
+    elif item is not None:
+        yield from ((event.kind, event.kv) for event in item.events)

@@ -1,0 +1,80 @@
+"""A barrier that says who is missing, for scripts that want to check now and then that all ranks are well."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from elastic_ext.base.errors import RanksMissing, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_PREFIX = "elastic_ext/health"
+STORE_S = timedelta(seconds=30)  # that the store has to answer
+_stores: dict[int, TCPStore] = {}  # by pid, as below
+_passed: dict[int, int] = {}  # barriers that this process has come to, by pid: a child that the script forks is no rank
+
+
+def health_barrier(timeout_s: float) -> None:
+    """Wait until every rank of the job has come here, and its device (CUDA) has done what it was given before.
+
+    Over the store that torchrun's workers share, not over a collective, so that a rank that is stuck in one cannot take this one
+    along. Every rank must call it equally often. Two requests to the store a call, on each rank.
+
+    Args:
+        timeout_s: how long the last one may come after this one.
+
+    Raises:
+        RanksMissing: a rank did not come in time; the message and `ranks` name those.
+        UsageError: not a process that torchrun has started, or no positive time.
+    """
+    if not timeout_s > 0:
+        raise UsageError(f"health_barrier({timeout_s!r}): expected a number of seconds greater than 0")
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"health_barrier() is for processes that torchrun has started: {error!r} of the environment") from error
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    number = _passed[os.getpid()] = _passed.get(os.getpid(), 0) + 1
+    # Stock torchrun has one store for all attempts.
+    prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+    _meet(where, prefix, rank, world, timeout_s)
+
+
+def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s: float) -> None:
+    try:
+        store = _connected(where)
+        store.set(f"{prefix}/{rank}", "")
+        if store.add(f"{prefix}/count", 1) == world:
+            store.set(f"{prefix}/all", "")
+        missing = _missing(store, prefix, world, timeout_s)
+    except (RuntimeError, ValueError) as error:
+        raise RanksMissing(
+            f"health barrier: the store of the job at {where[0]}:{where[1]} does not answer: {error}", ()
+        ) from error
+    if missing:
+        shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+        raise RanksMissing(f"health barrier: rank {shown} of {world} did not come within {timeout_s:g} s", missing)
+
+
+def _connected(where: tuple[str, int]) -> TCPStore:
+    """A connection for each process, however often it comes here."""
+    from torch.distributed import TCPStore
+
+    if os.getpid() not in _stores:
+        _stores[os.getpid()] = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=STORE_S)
+    return _stores[os.getpid()]
+
+
+def _missing(store: TCPStore, prefix: str, world: int, timeout_s: float) -> list[int]:
+    try:
+        store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
+    except RuntimeError:  # torch says so of a time that is over, and of a store that is gone, where the next call fails too
+        return [rank for rank in range(world) if not store.check([f"{prefix}/{rank}"])]
+    return []

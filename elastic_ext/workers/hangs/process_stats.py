@@ -1,0 +1,278 @@
+"""What the kernel says of a worker that makes no progress: does it work, sleep, wait for a processor, or is it stopped?
+
+I/O beside `hang`. Everything is read from /proc (see proc(5)), but for sockets (see `traffic`); what cannot be read is not known.
+
+A worker's family is all that it has started, and what those have started: found by parent, so that a helper in a session of its
+own is among them, and by process group and session, so that one whose parent has ended is. Not found is only what has left both
+its parent and its session, a daemon. (Its environment would still tell; but that is memory of another process, which can be read
+only while nothing there holds it locked: the watch must not wait for whom it watches.)
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from elastic_ext.workers.hangs import tcp_traffic
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+ASLEEP_IN_KERNEL = "D"
+_ENDED = ("Z", "X", "x")
+
+# Numbers of the system calls by which an interactive debugger waits for its user (Linux, asm/unistd_64.h, asm-generic/unistd.h).
+_READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine())
+_SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  # readline's wait: on its stdin only
+_EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit's, with others
+_EPOLLIN = 0x1
+
+
+@dataclass(frozen=True)
+class ProcessStats:
+    """A worker at one moment. Those of its family are of all processes that it has started, too.
+
+    Attributes:
+        state: of the main thread, a letter of proc(5).
+        cpu_s: processor time that the family has used, with those of it that have ended and were waited for.
+        waited_s: that the worker's threads were ready to run and had no processor.
+        io_bytes: read and written by the family, by read(2) and write(2); None: not known of one of them.
+        sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
+        asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
+        wchan: where in the kernel the main thread sleeps; "": not known.
+        debugged: a debugger holds it, or waits for its user at a terminal.
+    """
+
+    state: str
+    cpu_s: float = 0.0
+    waited_s: float = 0.0
+    io_bytes: int | None = 0
+    sockets: Mapping[int, int] | None = field(default_factory=dict)
+    asleep_in_kernel: bool = False
+    wchan: str = ""
+    debugged: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a worker did between two looks.
+
+    Attributes:
+        cpu_share, waiting_share: of a processor that its family used, and that its threads waited for; None: not known.
+        bytes_s: that its family moved in a second, by files and sockets; None: not known.
+    """
+
+    cpu_share: float | None = None
+    waiting_share: float | None = None
+    bytes_s: float | None = None
+
+
+def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
+    """Of one worker. A sum that has become smaller lacks somebody who ended and whom nobody waited for: not known."""
+    cpu_s = now.cpu_s - before.cpu_s
+    moved = _moved(before, now)
+    return Rates(
+        cpu_share=cpu_s / took_s if cpu_s >= 0 else None,
+        waiting_share=max(0.0, now.waited_s - before.waited_s) / took_s,  # a thread that has ended takes its share away
+        bytes_s=moved / took_s if moved is not None else None,
+    )
+
+
+def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
+    if before.io_bytes is None or now.io_bytes is None or now.io_bytes < before.io_bytes:
+        return None
+    if before.sockets is None or now.sockets is None:
+        return None
+    return now.io_bytes - before.io_bytes + tcp_traffic.moved(before.sockets, now.sockets)
+
+
+def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
+    """The vitals of these workers, each the leader of a process group; without those that cannot be read."""
+    wanted = set(pids)
+    processes = _processes()
+    families = members(processes, wanted)
+    sockets = tcp_traffic.by_inode()
+    found = {}
+    for pid in wanted:
+        try:
+            own = _own(pid)
+        except (OSError, ValueError, IndexError):  # it has just ended, or /proc is not what proc(5) says
+            continue
+        family = families[pid]
+        living = [each for each in family if processes[each].state not in _ENDED]
+        found[pid] = replace(
+            own,
+            cpu_s=sum(processes[each].cpu_s for each in family),
+            io_bytes=_io_bytes(living),
+            sockets=_open_sockets(living, sockets) if sockets is not None else None,
+            asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
+        )
+    return found
+
+
+# Who belongs to whom.
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of /proc/PID/stat. cpu_s: with that of its children that have ended."""
+
+    parent: int
+    group: int
+    session: int
+    state: str = "S"
+    cpu_s: float = 0.0
+
+
+def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[int, list[int]]:
+    """The family of each worker, itself among them. processes: all of this machine, by pid."""
+    found: dict[int, list[int]] = {worker: [] for worker in workers}
+    for pid in processes:
+        worker = _worker_of(pid, processes, found.keys())
+        if worker is not None:
+            found[worker].append(pid)
+    return found
+
+
+def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[int]) -> int | None:
+    seen = set()  # the parents were not all read at one moment: numbers that were used again could make a circle
+    while pid in processes and pid not in seen:
+        one = processes[pid]
+        mine = next((each for each in (pid, one.group, one.session) if each in workers), None)
+        if mine is not None:
+            return mine
+        seen.add(pid)
+        pid = one.parent
+    return None
+
+
+def _processes() -> dict[int, Process]:
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            state, parent, group, session, *rest = _stat(entry)
+            ticks = sum(map(int, rest[7:11]))  # utime, stime, cutime, cstime
+        except (OSError, ValueError):
+            continue
+        found[int(entry)] = Process(int(parent), int(group), int(session), state, ticks / _TICKS)
+    return found
+
+
+# One process.
+
+
+def _own(pid: int) -> ProcessStats:
+    status = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
+    tracer = int(status.get("TracerPid", "0")) != 0
+    wchan = _optional(pid, "wchan").strip("\0\n ")
+    return ProcessStats(
+        state=_stat(pid)[0],
+        waited_s=_waited_s(pid),
+        wchan="" if wchan == "0" else wchan,
+        debugged=tracer or _reads_terminal(pid),
+    )
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; the second is a name that may hold anything."""
+    return _text(pid, "stat").rpartition(")")[2].split()
+
+
+def _io_bytes(family: Iterable[int]) -> int | None:
+    """What has ended was counted by who waited for it."""
+    total = 0
+    for pid in family:
+        try:
+            counts = dict(line.split(":") for line in _text(pid, "io").splitlines())
+            total += int(counts["rchar"]) + int(counts["wchar"])
+        except (OSError, ValueError, KeyError):
+            if _lives(pid):
+                return None  # another user's, or a kernel that does not count
+    return total
+
+
+def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, int] | None:
+    inodes: set[int] = set()
+    for pid in family:
+        try:
+            inodes |= tcp_traffic.inodes(pid)
+        except OSError:
+            if _lives(pid):
+                return None
+    return {inode: moved[inode] for inode in inodes if inode in moved}
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] not in _ENDED
+    except (OSError, IndexError):
+        return False
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for thread in _threads(pid):
+        yield _optional(pid, f"task/{thread}/stat").rpartition(")")[2].strip()[:1]
+
+
+def _waited_s(pid: int) -> float:
+    waited_ns = 0
+    for thread in _threads(pid):
+        fields = _optional(pid, f"task/{thread}/schedstat").split()
+        waited_ns += int(fields[1]) if len(fields) > 1 else 0
+    return waited_ns / 1e9
+
+
+# Who waits for what somebody types.
+
+
+def _reads_terminal(pid: int) -> bool:
+    """Whether a thread waits for what somebody types: pdb does at a breakpoint, ipdb in a thread of its own."""
+    return any(_is_terminal(pid, descriptor) for thread in _threads(pid) for descriptor in _waits_for(pid, thread))
+
+
+def _waits_for(pid: int, thread: str) -> list[int]:
+    """Descriptors that the thread waits to read from, as far as the arguments of its system call tell."""
+    call = _optional(pid, f"task/{thread}/syscall").split()
+    if len(call) < 2 or not call[0].isdecimal():
+        return []
+    number, first = int(call[0]), int(call[1], 16)
+    if number == _READ:
+        return [first]
+    if number in _SELECT:
+        return [first - 1]
+    return _watched(pid, first) if number in _EPOLL else []
+
+
+def _watched(pid: int, epoll: int) -> list[int]:
+    """Descriptors that this epoll instance watches for input: lines `tfd: N events: HEX ...` of proc(5)."""
+    lines = [line.split() for line in _optional(pid, f"fdinfo/{epoll}").splitlines() if line.startswith("tfd:")]
+    return [int(fields[1]) for fields in lines if int(fields[3], 16) & _EPOLLIN]
+
+
+def _is_terminal(pid: int, descriptor: int) -> bool:
+    try:
+        return descriptor >= 0 and os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+def _text(pid: int | str, name: str) -> str:
+    with open(f"/proc/{pid}/{name}", errors="replace") as file:
+        return file.read()
+
+
+def _optional(pid: int | str, name: str) -> str:
+    try:
+        return _text(pid, name)
+    except OSError:
+        return ""

@@ -1,0 +1,383 @@
+"""A process that has imported what workers import, and forks workers that wait before their first line: warm standbys.
+
+The agent starts it (`python -u standby_server.py CONTROL`, with the interpreter, options, environment and folder of the workers)
+and talks to it over the socket CONTROL, one JSON object a message:
+
+    {"preload": PATH}         import what the file names; see `Server._preload` for its keys
+    {"park": AGENT} + socket  fork a standby that waits at that socket; AGENT is the pid of the agent
+    end of file               the agent is gone or wants no more: end
+
+It answers {"ready": {...}}, see `Server._state`, after each preload. Parked standbys speak for themselves: their pid comes out of
+their socket when they wait. What arrives there then, with the descriptors 0, 1 and 2, is how the worker starts, and is answered:
+
+    {"argv": [...], "orig_argv": [...], "shown": [...], "env": {...}, "open": [0, 1, 2], "processors": [...],
+     "ignored": mask, "blocked": [...]}
+
+A standby is a child of the agent and not of this process: it is forked by a process that ends at once, while the agent adopts
+orphans (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads a session and a process group of its own.
+
+Fork copies one thread and all locks, and what a module works out when it is imported would be the same in all workers: each
+import is checked (`import_checks.py`). A module that must not come before the fork is reported: the agent starts a server
+without it.
+
+What a worker can notice of not having been started by exec: modules are imported already; all standbys of one server share the
+seed of hash(), as with PYTHONHASHSEED.
+"""
+
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
+    del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
+_AT_START = frozenset(sys.modules)
+_WORKERS_PATH = sys.path[:]
+if __name__ == "__main__":  # what the server itself imports is Python's own, whatever PYTHONPATH holds
+    _os = getattr(sys.modules.get("os"), "__file__", None) or ""
+    _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
+    del sys.path[: _standard[0] if _standard else 0]
+
+# ruff: noqa: E402
+import array  # noqa: F401 - of socket.recv_fds, at its first call
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import time
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+    from typing import Any
+
+    from elastic_ext.workers import bootstrap as _bootstrap
+    from elastic_ext.workers.standby import import_checks as _import_checks
+
+MARK = "_ELASTIC_EXT_AGENT"
+"""Variable that the server and its standbys have and workers do not: by the token in it the warden finds them."""
+
+MEMORY_KILL_FIRST = 1000  # oom_score_adj: a standby costs nothing but time
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
+_HEADER = 4  # bytes of length before a release
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_shown: "list[mmap.mmap]" = []  # what /proc shows must stay in memory
+
+
+class Server:
+    """One message after the other; `serve` returns in a standby that has been released, with what it is to run."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._environ = dict(os.environ)
+        self._checks = _import_checks.ImportChecks()
+        self._ignored = _mask("SigIgn")
+        why = _import_checks.site_reads_variables(_AT_START) or _import_checks.hidden_from(sys.modules.keys() - _AT_START)
+        self._unsafe: dict[str, str] = {"": why} if why else {}
+        self._absent: dict[str, str] = {}
+        self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
+
+    def serve(self) -> "dict[str, Any] | None":
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 1)
+            if not data:
+                return None
+            message = json.loads(data)
+            if "preload" in message:
+                with open(message["preload"], encoding="utf-8") as file:
+                    wanted = json.load(file)
+                self._preload(**wanted)
+            else:
+                if not descriptors:  # a lack of them: the agent hears that no standby came up, and asks again
+                    continue
+                waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
+                if waiting is not None:
+                    return self._wait(waiting)
+
+    # Preloading.
+
+    def _preload(
+        self,
+        modules: "list[str]",
+        wanted: "list[str]",
+        excluded: "list[str]",
+        script_dir: str,
+        program: "list[str]",
+        origins: "dict[str, str]",
+    ) -> None:
+        """Import modules.
+
+        wanted: named by the user, who may mean modules beside the script. excluded: what must not come in with others. program:
+        what the workers run, for modules that look at sys.argv. origins: the files of what the workers have imported, by module.
+        """
+        began = time.monotonic()
+        checks = self._checks
+        checks.begin()
+        with _as_if_it_ran(program):
+            for name in [*modules, *wanted] if "" not in self._unsafe else ():
+                if name in sys.modules or name in self._unsafe:
+                    continue
+                checks.before()
+                self._import(name, script_dir if name in wanted else None)
+                banned = [each for each in excluded if each in sys.modules]
+                excluded = [each for each in excluded if each not in banned]  # for all that follow they are there already
+                why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which is not to be imported")
+                if why:
+                    self._unsafe[name] = why
+        checks.end()
+        self._unsafe.update(_import_checks.elsewhere(origins, _bootstrap.origin_of))
+        gc.collect()
+        gc.freeze()  # the collector must not write into pages that are shared
+        self._say({"ready": self._state(time.monotonic() - began, script_dir)})
+
+    def _import(self, name: str, folder: "str | None") -> None:
+        if folder is not None:
+            sys.path.insert(0, folder)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will say so
+            self._absent[name] = f"{type(error).__name__}: {error}"[:200]
+        finally:
+            if folder is not None:
+                sys.path.remove(folder)
+
+    def _state(self, seconds: float, script_dir: str) -> "dict[str, Any]":
+        """
+        seconds: it took. unsafe, absent: reasons by module. threads: of this process. names: top-level modules that are imported
+        here, not by every interpreter, and not from the script's folder. read: variables that were read at import, by module that
+        was asked for. changed: those that imports have set.
+        """
+        changed = [name for name in os.environ.keys() | self._environ.keys() if os.environ.get(name) != self._environ.get(name)]
+        beside = os.path.join(script_dir, "")
+        names = {name for name in sys.modules.keys() - _AT_START if "." not in name}
+        names = {name for name in names if not str(getattr(sys.modules[name], "__file__", None)).startswith(beside)}
+        return {
+            "seconds": seconds,
+            "unsafe": self._unsafe,
+            "absent": self._absent,
+            "threads": _import_checks.threads(),
+            "names": sorted(names),
+            "read": {name: sorted(read) for name, read in self._checks.read.items() if read},
+            "changed": sorted(changed),
+        }
+
+    # Standbys.
+
+    def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
+        """Fork a standby; its socket is returned in the standby, None here.
+
+        Where there is no process or descriptor to be had now, the agent hears that none came up, and asks again.
+        """
+        try:
+            adopted, parent_ended = os.pipe()
+        except OSError:
+            waiting.close()
+            return None
+        try:
+            between = os.fork()
+        except OSError:
+            for each in (adopted, parent_ended):
+                os.close(each)
+            waiting.close()
+            return None
+        if between == 0:
+            try:
+                child = os.fork()
+            except OSError:
+                os._exit(1)
+            if child:
+                os._exit(0)
+            os.close(parent_ended)
+            os.read(adopted, 1)  # ends when the server has seen the end of the process between
+            os.close(adopted)
+            self._control.close()
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != agent:  # it died, or something between the two has adopted this process
+                os._exit(0)
+            return waiting
+        os.close(adopted)
+        waiting.close()
+        os.waitpid(between, 0)
+        os.close(parent_ended)
+        return None
+
+    def _wait(self, waiting: socket.socket) -> "dict[str, Any] | None":
+        """In a standby: until it is released; None where the agent is gone or has no use for it."""
+        os.setsid()
+        try:
+            waiting.send(b"%d" % os.getpid())
+            data, descriptors, _, _ = socket.recv_fds(waiting, _HEADER, 3)
+            while data and len(data) < _HEADER:
+                data += waiting.recv(_HEADER - len(data))
+            text = bytearray()
+            while data and len(text) < int.from_bytes(data, "big"):
+                more = waiting.recv(1 << 20)
+                if not more:
+                    return None
+                text += more
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        told: dict[str, Any] = json.loads(text)
+        try:
+            waiting.send(b".")  # from here on it runs: who hears nothing takes another one
+        except ConnectionError:
+            return None
+        waiting.close()
+        self._become(told, descriptors)
+        return told
+
+    def _become(self, told: "dict[str, Any]", descriptors: "list[int]") -> None:
+        """All that differs between a process that waits and one that has just been started."""
+        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        if self._oom_score:
+            _exchange_oom_score(self._oom_score)
+        _connect(told["open"], descriptors)
+        os.environ.pop(MARK, None)
+        set_here = {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+        removed_here = self._environ.keys() - os.environ.keys() - {MARK}
+        os.environ.clear()
+        os.environ.update({name: value for name, value in {**told["env"], **set_here}.items() if name not in removed_here})
+        if told["processors"]:
+            os.sched_setaffinity(0, told["processors"])
+        _set_signals(told["ignored"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()  # of the CPU: those of devices begin with a fixed seed
+        if "multiprocessing.process" in sys.modules:
+            sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+        if "threading" in sys.modules:
+            sys.modules["threading"].main_thread()._set_native_id()  # Python before 3.13 leaves the parent's
+        sys.orig_argv[:] = told["orig_argv"]
+        _show_as(told["shown"], os.environ)
+
+    def _say(self, message: "dict[str, Any]") -> None:
+        # As a file: a message may be longer than a packet.
+        descriptor = os.memfd_create("elastic_ext_standby", os.MFD_CLOEXEC)
+        os.write(descriptor, json.dumps(message).encode())
+        try:
+            socket.send_fds(self._control, [b"."], [descriptor])
+        except OSError:
+            pass  # the agent is gone; the next message says so
+        os.close(descriptor)
+
+
+def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
+    """Let 0, 1 and 2 be these descriptors, and the objects of sys what the interpreter would have made of them."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    for number, descriptor in zip(wanted, descriptors, strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if number not in wanted:
+            os.close(number)
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+            continue
+        stream = getattr(sys, name)
+        # The same objects: what has been imported may hold them. Python/pylifecycle.c, create_stdio.
+        if isinstance(stream, io.TextIOWrapper) and not stream.write_through and number:
+            stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
+
+
+def _show_as(command: "list[str]", environ: "Any") -> None:
+    """Let /proc/PID/cmdline and environ be these: people look for workers with ps and pkill -f, and the warden by a variable.
+
+    It takes a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have; without it the server's stay.
+    """
+    texts = [b"".join(os.fsencode(each) + b"\0" for each in part) for part in (command, map("=".join, environ.items()))]
+    memory = mmap.mmap(-1, len(texts[0]) + len(texts[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # /proc reads no other
+    memory.write(b"".join(texts))
+    _shown.append(memory)
+    here = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
+        field = ["", "", "", *stat.read().rpartition(") ")[2].split()]  # numbered as in proc_pid_stat(5), from 3 on
+    code_and_data = [int(field[number]) for number in (26, 27, 45, 46, 47)]
+    _libc.sbrk.restype = ctypes.c_size_t
+    between = [_libc.sbrk(0), int(field[28])]
+    borders = [here, here + len(texts[0]), here + len(texts[0]), here + len(memory)]
+    # struct prctl_mm_map of linux/prctl.h; the auxiliary vector and the executable stay.
+    told = struct.pack("=12QIi", *code_and_data, *between, *borders, 0, 0, -1)
+    _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, told, ctypes.c_ulong(len(told)), ctypes.c_ulong(0))
+
+
+def _set_signals(ignored: int) -> None:
+    """As after exec: what the agent ignores is ignored, all else has its default. Handlers that imports have set stay."""
+    now_ignored, caught = _mask("SigIgn"), _mask("SigCgt")
+    for number in signal.valid_signals():
+        bit = 1 << (number - 1)
+        if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ):  # the last two are Python's to ignore
+            continue
+        if ignored & bit and (number == signal.SIGINT or not caught & bit):
+            signal.signal(number, signal.SIG_IGN)
+        elif now_ignored & bit and not ignored & bit:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _mask(name: str) -> int:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return next(int(line.split()[1], 16) for line in status if line.startswith(name + ":"))
+
+
+def _exchange_oom_score(score: str) -> str:
+    """Set oom_score_adj; what it was before is returned, nothing where it cannot be set."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            before = file.read().strip()
+            file.seek(0)
+            file.write(score)
+        return before
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def _as_if_it_ran(program: "list[str]") -> "Iterator[None]":
+    """Inside, a module that looks at the command line or at `__main__` finds what it finds in a worker."""
+    server = sys.modules["__main__"]
+    main = type(sys)("__main__")
+    if program[0] != "-m":
+        main.__file__ = program[0]
+    sys.modules["__main__"] = main
+    sys.argv[:] = program[1:] if program[0] == "-m" else program
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = server
+
+
+def _load(name: str, *folder: str) -> "ModuleType":
+    """A file of this package, by its folder as seen from here; it gets no name in sys.modules."""
+    path = os.path.join(os.path.dirname(os.path.realpath(__file__)), *folder, f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"elastic_ext_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    _bootstrap = _load("bootstrap", os.pardir)
+    _import_checks = _load("import_checks")
+    sys.path[:] = _WORKERS_PATH
+    atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
+    _control = socket.socket(fileno=int(sys.argv[1]))
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _told = Server(_control).serve()
+    if _told is None:
+        os._exit(0)  # none of the exit handlers of what was imported belongs to this process
+    _bootstrap.run_as_main(_told["argv"], _bootstrap.worker_settings())

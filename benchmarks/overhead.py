@@ -6,7 +6,7 @@ The two take turns, and take turns at being first. Throughput is the median of t
 the first part, in which the standbys import; the ratio is the median of the pairs'. Ours runs as it is installed: bootstrap,
 metrics (scraped at each printed rate), stderr tail, hang detection, standbys.
 
-Agent CPU: of the agent's own process, and of what it keeps beside the workers (warden, stderr pump, standbys), meanwhile.
+Agent CPU: of the agent's own process, and of what it keeps beside the workers (reaper, stderr relay, standbys), meanwhile.
 Standby memory: proportional set size, so that pages which the standbys and their server share are counted once; by standby.
 """
 

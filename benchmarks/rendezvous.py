@@ -7,7 +7,7 @@ share an etcd connection and a few threads, so that their requests and requests'
 interpreters. Stock: real DynamicRendezvousHandlers on the c10d backend, a thread and a connection each. Both without workers.
 
     form      all start at once -> the last one has its rank
-    re-join   ours: one node leaves (its lease is revoked, as the warden does when an agent dies) -> all others have their rank in
+    re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies) -> all others have their rank in
               the next round. Stock: all N agents come back by themselves, none is lost. That is in stock's favour: after a real
               loss it first waits 3 x 5 s for the lost one's keep-alives and then 30 s of last call.
 

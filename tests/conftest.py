@@ -132,7 +132,7 @@ LONG = {
     "test_plain.py": ("restarts_it", "both_restart[ext_c10d]", "is_lost[ext_c10d]"),
     "test_starts.py": (
         *("limit[on]", "[no_pidfd]", "nr_inodes=24", "[no.such", "[192.0.2.1-1]", "test_standbys_without", "[96-32]"),
-        *("of_another_host_on_etcd", "stderr_of_a_worker", "delay_the_end[pump"),
+        *("of_another_host_on_etcd", "stderr_of_a_worker", "delay_the_end[relay"),
     ),
 }
 

@@ -111,7 +111,7 @@ def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
 def await_news(handler: Any, look: Any) -> None:
     """Until `look()` is true. The rendezvous of torch that ext_c10d stands on has no events, and is asked now and then."""
     news = threading.Event()
-    handler.on_news = news.set
+    handler.on_event = news.set
     for _ in range(600):
         if look():
             return

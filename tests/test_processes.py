@@ -1,4 +1,4 @@
-"""Worker processes and the warden, on real processes."""
+"""Worker processes and the reaper, on real processes."""
 
 import os
 import select
@@ -182,7 +182,7 @@ AGENT = """
 import os, signal, subprocess, sys
 from elastic_ext.workers.guard import Guard
 python = sys.executable
-sys.executable = os.environ.get("TEST_WARDEN_PYTHON", python)
+sys.executable = os.environ.get("TEST_REAPER_PYTHON", python)
 guard = Guard(sys.argv[1], sys.argv[2])
 sys.executable = python
 code = "import subprocess, sys, signal; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], \
@@ -218,8 +218,8 @@ def agent():
             env={**os.environ, **env},
         )
         started.append(process)
-        warden, *workers = map(int, process.stdout.readline().split())
-        return process, warden, workers, run_dir
+        reaper, *workers = map(int, process.stdout.readline().split())
+        return process, reaper, workers, run_dir
 
     yield _agent
     for process in started:
@@ -230,9 +230,9 @@ def agent():
 
 
 def test_nothing_outlives_a_killed_agent(agent):
-    process, warden, workers, run_dir = agent("wait")
+    process, reaper, workers, run_dir = agent("wait")
     process.kill()
-    assert wait_gone([*workers, warden]) == []
+    assert wait_gone([*workers, reaper]) == []
     assert not os.path.exists(run_dir)
 
 
@@ -245,15 +245,15 @@ def test_what_the_agent_said_before_it_died_is_heard_by_a_warden_that_was_not_up
         f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
     )
     late.chmod(0o755)
-    process, warden, workers, _ = agent("wait", TEST_WARDEN_PYTHON=str(late))
+    process, reaper, workers, _ = agent("wait", TEST_REAPER_PYTHON=str(late))
     process.kill()
-    assert wait_gone([*workers, warden]) == []
+    assert wait_gone([*workers, reaper]) == []
 
 
 def test_a_worker_that_the_warden_was_not_told_of_is_found_by_its_token(agent):
-    process, warden, (marked, grandchild, unmarked), _ = agent("before-watch")
+    process, reaper, (marked, grandchild, unmarked), _ = agent("before-watch")
     process.kill()
-    assert wait_gone([marked, grandchild, warden]) == []
+    assert wait_gone([marked, grandchild, reaper]) == []
     os.kill(unmarked, signal.SIGKILL)  # nobody could know of this one: no token, not told
 
 
@@ -294,16 +294,16 @@ def test_a_warden_whose_reader_is_gone_still_cleans_up(tmp_path):
         text=True,
     )
     os.close(writer)
-    warden, *workers = map(int, process.stdout.readline().split())
+    reaper, *workers = map(int, process.stdout.readline().split())
     os.close(reader)
     process.kill()
     process.wait()
     process.stdout.close()
-    assert wait_gone([*workers, warden]) == []
+    assert wait_gone([*workers, reaper]) == []
     assert not run_dir.exists()
 
 
-def test_a_guard_outlives_its_warden(tmp_path, monkeypatch):
+def test_a_guard_outlives_its_reaper(tmp_path, monkeypatch):
     monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
     guard = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     environ = Path(f"/proc/{guard._process.pid}/environ")
@@ -332,26 +332,26 @@ def test_a_warden_that_cannot_run_is_said_once_and_not_started_again(tmp_path, m
 
 
 def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
-    process, warden, workers, run_dir = agent("clean")
+    process, reaper, workers, run_dir = agent("clean")
     assert process.wait(20) == 0
-    assert wait_gone([warden]) == []
+    assert wait_gone([reaper]) == []
     assert not os.path.exists(run_dir)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)  # raises if it is gone
 
 
 def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
-    process, warden, workers, _ = agent("end")
+    process, reaper, workers, _ = agent("end")
     assert process.wait(20) == 0
-    assert wait_gone([*workers, warden]) == []
+    assert wait_gone([*workers, reaper]) == []
 
 
-def test_signals_to_the_agents_group_do_not_reach_the_warden(agent):
-    process, warden, workers, _ = agent("wait")
+def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
+    process, reaper, workers, _ = agent("wait")
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(warden, sig)
+        os.kill(reaper, sig)
     process.kill()
-    assert wait_gone([*workers, warden]) == []
+    assert wait_gone([*workers, reaper]) == []
 
 
 def test_a_killed_warden_is_replaced(tmp_path):

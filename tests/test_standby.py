@@ -465,7 +465,7 @@ def test_nothing_survives_a_killed_agent(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", str(JOB), "gloo", "-1"], tmp_path, **VERBOSE) as job:
         job.wait_for(up(0), 2)
         job.wait_for(*ready(2))
-        # Workers, the server, standbys, the warden. While some come and go the kernel may leave out others: proc(5).
+        # Workers, the server, standbys, the reaper. While some come and go the kernel may leave out others: proc(5).
         pids: set[int] = set()
         deadline = time.monotonic() + 20
         while len(pids) < 2 + 1 + 2 + 1 and time.monotonic() < deadline:

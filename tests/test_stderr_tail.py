@@ -1,4 +1,4 @@
-"""What workers write to stderr reaches the console as it is, and the last of it is known: real pipes, pumps and workers."""
+"""What workers write to stderr reaches the console as it is, and the last of it is known: real pipes, relays and workers."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Again in a test that starts pumps: between a fixture and its test pytest puts its own file there."""
+        """Again in a test that starts relays: between a fixture and its test pytest puts its own file there."""
         os.dup2(self._writer, 2)
 
     def read(self) -> "Console":
@@ -131,7 +131,7 @@ def go(process: "subprocess.Popen[bytes]") -> None:
     process.stdin.flush()
 
 
-def pump_pid(tails: StderrTails) -> int:
+def relay_pid(tails: StderrTails) -> int:
     assert tails._process is not None
     return tails._process.pid
 
@@ -191,11 +191,11 @@ def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worke
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
     assert tails._flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
-    first = pump_pid(tails)
+    first = relay_pid(tails)
     os.kill(first, signal.SIGKILL)
     go(process)
     assert process.wait(DEADLINE_S) == 0
-    assert pump_pid(tails) != first
+    assert relay_pid(tails) != first
     tails.settle()
     assert tails.tail(0) == ("z" * TAIL_BYTES + "after\n")[-TAIL_BYTES:]
     tails.close()
@@ -219,7 +219,7 @@ def test_what_a_killed_pump_had_in_hand_is_written_by_the_next(console, tails, w
     process = worker("os.write(2, b'a' * 100_000 + b'b')")
     assert process.wait(DEADLINE_S) == 0
     assert tails._flush(0.2) is None
-    os.kill(pump_pid(tails), signal.SIGKILL)
+    os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
     assert tails._flush(DEADLINE_S) is not None
     tails.close()
@@ -230,10 +230,10 @@ def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_
     console.read()
     process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
     console.wait_for(lambda data: data == b"x")
-    os.kill(pump_pid(tails), signal.SIGSTOP)
+    os.kill(relay_pid(tails), signal.SIGSTOP)
     go(process)
     assert process.wait(DEADLINE_S) == 0
-    os.kill(pump_pid(tails), signal.SIGKILL)
+    os.kill(relay_pid(tails), signal.SIGKILL)
     tails._flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
     assert tails.tail(0) == "xlast words"
 
@@ -249,18 +249,18 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     )
     child, held = map(int, process.stdout.readline().split())
     held_open = os.open(f"/proc/{process.pid}/fd/{held}", os.O_WRONLY)
-    pump = pump_pid(tails)
+    relay = relay_pid(tails)
     go(process)
     assert process.wait(DEADLINE_S) == 0
     start = time.monotonic()
     assert tails.tail(0) == "worker ends"
     tails.close()
-    assert time.monotonic() - start < 4.0  # close() waits up to 5 s for a pump that is about to end
-    assert wait_gone([pump], 0) == [pump]
+    assert time.monotonic() - start < 4.0  # close() waits up to 5 s for a relay that is about to end
+    assert wait_gone([relay], 0) == [relay]
     os.write(held_open, b"\n")
     os.close(held_open)
     assert_same(console.rest(), b"worker endsI go on\n")
-    assert wait_gone([child, pump]) == []
+    assert wait_gone([child, relay]) == []
 
 
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(
     assert_same(console.rest(), b"a" * 100_000 + b"the end")
 
 
-def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_pump(console, tails, worker):
+def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(console, tails, worker):
     process = worker("os.write(2, b'a' * 5_000_000); print('through')")
     assert select.select([process.stdout], [], [], 1.0)[0] == []
     console.read()
@@ -372,7 +372,7 @@ def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeyp
         pipe.write(b"c" * 100_000)
     console.wait_for(lambda data: data == b"c" * 100_000)
     assert tails.tail(0) == "c" * TAIL_BYTES
-    assert "its pump cannot run: it ended with exit code 1" in caplog.text
+    assert "its relay cannot run: it ended with exit code 1" in caplog.text
 
 
 def test_nothing_is_left_open(console, tmp_path):
@@ -385,7 +385,7 @@ def test_nothing_is_left_open(console, tmp_path):
         tails.begin_round()
         (tmp_path / str(number)).mkdir()
         tails.connect(0, "", str(tmp_path / str(number)))
-        pids.append(pump_pid(tails))
+        pids.append(relay_pid(tails))
         tails.close()
         tails.close()
     assert wait_gone(pids) == []
@@ -436,7 +436,7 @@ def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
     assert ("elastic_ext_" in re.search(r"stderr is (.*)", job.out)[1]) == (setting == "on")
 
 
-def pumps(agent: int) -> list[int]:
+def relays(agent: int) -> list[int]:
     """Pumps of this agent; they are its children as long as it lives."""
     found = []
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
@@ -445,11 +445,11 @@ def pumps(agent: int) -> list[int]:
     return found
 
 
-def test_the_death_of_the_agent_leaves_neither_workers_nor_pump(tmp_path):
+def test_the_death_of_the_agent_leaves_neither_workers_nor_relay(tmp_path):
     script = tmp_path / "chat.py"
     script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")
     with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
         job.wait_for("(?m)^up$")
-        (pump,) = pumps(job.process.pid)
+        (relay,) = relays(job.process.pid)
         job.process.kill()
-        assert wait_gone([pump]) == []
+        assert wait_gone([relay]) == []

@@ -28,9 +28,10 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
+from elastic_ext.base.exchange import Alone
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
-from elastic_ext.checkpoints.choice.resolution import Alone, Place
+from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check

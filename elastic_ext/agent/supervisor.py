@@ -17,10 +17,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
@@ -34,7 +34,7 @@ from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError, usage
 from elastic_ext.base.printable import Block, printable, redacted
 from elastic_ext.base.torch_private import TorchAgent, raise_again, started_by
 from elastic_ext.base.wakeup import Wakeup, readable
-from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice import discovery, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
@@ -51,7 +51,7 @@ from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.sources import deletion_grace_s
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress, bridge_torchelastic
 from elastic_ext.observe.server import MetricsServer
-from elastic_ext.rendezvous.rounds import STALLED
+from elastic_ext.rendezvous.handler import EndKind, Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.hangs import detector, stacks
 from elastic_ext.workers.hangs.detector import Stuck
@@ -85,7 +85,7 @@ class Supervisor(TorchAgent):
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
-        self._handler: Any = spec.rdzv_handler
+        self._handler: Rendezvous = cast("Rendezvous", spec.rdzv_handler)  # see OneShot: it is one of ours
         self._settings: settings_module.Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
@@ -100,7 +100,7 @@ class Supervisor(TorchAgent):
         limit = self._settings.max_restarts
         self._max_restarts = self.spec.max_restarts if limit is None else limit
         self._handler.attached = True
-        self._handler.prepare(self.spec, self._max_restarts)
+        self._handler.prepare(self.spec, self._max_restarts, self._newest_checkpoint)
         self._resumed = Resumption(step=None)  # what this round started from
         self._stacks: list[str] = []  # of this round's workers that did not end when they were told to
         self._token = secrets.token_hex(16)
@@ -123,7 +123,7 @@ class Supervisor(TorchAgent):
         self._leave_by: float | None = None  # when the platform kills this agent, monotonic; None: it was not told to leave
         self._wakeup: Wakeup
         self._news: WakePipe
-        self._guard: Reaper
+        self._reaper: Reaper
         self._stderr: StderrTails
         self._host: Host
         self._standbys: StandbyPool | None = None
@@ -136,7 +136,7 @@ class Supervisor(TorchAgent):
             if not self._extras:
                 logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._wakeup = stack.enter_context(Wakeup())
-            self._handler.on_news = self._wakeup.set
+            self._handler.on_event = self._wakeup.set
             self._handler.on_wait = lambda: raise_again(self._wakeup.signals())
             if self._settings.metrics:
                 host, port = self._settings.metrics_host, self._settings.metrics_port
@@ -157,7 +157,7 @@ class Supervisor(TorchAgent):
             stack.callback(self._stderr.close)
             self._host = Host(self._settings)
             stack.callback(self._host.close)
-            self._guard = Reaper(self._token, self._logs.run_dir)
+            self._reaper = Reaper(self._token, self._logs.run_dir)
             self._standbys = self._make_standbys() if self._extras else None
             if self._settings.hang and torch.distributed.is_nccl_available():
                 self._flight = FlightRecorder(self._logs.run_dir, os.environ)
@@ -173,7 +173,7 @@ class Supervisor(TorchAgent):
                 self._handler.leave()
                 raise
             finally:
-                self._handler.on_news = self._handler.on_wait = lambda: None
+                self._handler.on_event = self._handler.on_wait = lambda: None
                 self._forget_round()
                 if self._standbys is not None:
                     self._standbys.close()
@@ -182,7 +182,7 @@ class Supervisor(TorchAgent):
                     if self._copier is not None:  # before the guard, which would end it
                         left = self._copier.close(None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic()))
                 finally:  # a signal has ended the wait, too
-                    self._guard.close(clean)
+                    self._reaper.close(clean)
             return self._not_delivered(left) if clean and left else result
 
     def _not_delivered(self, left: tuple[str, ...]) -> RunResult:
@@ -270,7 +270,7 @@ class Supervisor(TorchAgent):
                 if (over := self._handler.round_over()) is None:
                     continue
                 logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
-                hangs = over == STALLED and self._watch is not None and self._watch.stalled
+                hangs = over.kind is EndKind.STALLED and self._watch is not None and self._watch.stalled
                 if hangs:
                     self._end_hung()
                 self._end_workers()
@@ -323,19 +323,19 @@ class Supervisor(TorchAgent):
         return exits.Failures(failures, code)
 
     def _await_news(self) -> None:
-        """Block until a worker ends, a function entrypoint returns, the warden dies, a signal arrives, or a look is due."""
+        """Block until a worker ends, a function entrypoint returns, the reaper dies, a signal arrives, or a look is due."""
         looks = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
         if self.watches_kernel_sleep:
             looks.append(KERNEL_SLEEP_LOOK_S)
         if self._watch is not None:
             looks.append(self._watch.next_look_s())
-        warden = [self._guard.pidfd] if self._guard.pidfd is not None else []
-        self._workers.wait(min(looks, default=None), self._wakeup, self._news, *warden, *self.result_readers)
+        reaper_fd = [self._reaper.pidfd] if self._reaper.pidfd is not None else []
+        self._workers.wait(min(looks, default=None), self._wakeup, self._news, *reaper_fd, *self.result_readers)
         raise_again(self._wakeup.clear())  # before the look, not before the wait: what comes in between must end the next wait
         self._news.clear()
         if self._standbys is not None:
             self._standbys.learn(self._logs.modules_file)
-        self._guard.revive()
+        self._reaper.revive()
 
     def _pause(self, seconds: float) -> None:
         """Before a restart: nothing to do meanwhile. A signal ends it by its exception."""
@@ -480,6 +480,20 @@ class Supervisor(TorchAgent):
                 logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
 
+    def _newest_checkpoint(self) -> str | None:
+        """Path of the newest complete checkpoint in `checkpoint_dir`; for the thread of the rendezvous."""
+        directory = self._settings.checkpoint_dir
+        if directory is None:
+            return None
+        newest = discovery.newest_complete(directory, discovery.Wanted(pattern=self._settings.checkpoint_pattern)).resume
+        return newest.path if newest is not None else None
+
+    def known_workers(self) -> list[Worker] | None:
+        return self._handler.workers()
+
+    def all_nodes_finished(self) -> bool:
+        return self._handler.await_all_done()
+
     def start_workers(self) -> dict[int, Any]:
         count = self._handler.round - 1
         self._board = self._make_board(count)
@@ -519,7 +533,7 @@ class Supervisor(TorchAgent):
         # Without the bootstrap nobody's progress is ever known: that is no sign of a hang.
         if self._settings.hang and launch.has_bootstrap(self.spec) and self._board is not None and self.leads_groups:
             self._watch = HangWatch(self._board, self._ranks, self._settings.hang_timeout)
-        self._guard.watch(pids.values(), self._handler.last_will())
+        self._reaper.watch(pids.values(), self._handler.last_will())
         self._host.round_started(pids.values())
         self._count_workers("running")
         return pids

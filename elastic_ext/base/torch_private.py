@@ -183,6 +183,9 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):
     def join_round(self) -> None:
         super()._rendezvous(self.group)
 
+    def known_workers(self) -> list[Worker] | None:
+        return None
+
     def start_workers(self) -> dict[int, Any]:
         return super()._start_workers(self.group)
 
@@ -197,8 +200,8 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
         """A rendezvous of ours that knows the ranks already is not made to work them out again through the store."""
-        known = getattr(spec.rdzv_handler, "workers", None)
-        return known() if known is not None else super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        known = self.known_workers()
+        return known if known is not None else super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self.start_workers()
@@ -230,9 +233,6 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):
 
     def all_nodes_finished(self) -> bool:
         """This node's workers have finished: wait for the others. False if the round is over otherwise, and all start again."""
-        wait = getattr(self.spec.rdzv_handler, "await_all_done", None)
-        if wait is not None:
-            return bool(wait())
         self._exit_barrier()
         return True
 

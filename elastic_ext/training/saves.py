@@ -28,7 +28,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.workers import bootstrap, wake_pipe
 
 logger = logging.getLogger(__name__)
-log_records.install()  # here, too: scripts import elastic_ext.integrations without asking the package for anything
+log_records.install()  # here, too: scripts import a module of elastic_ext.training without asking the package for anything
 
 CLOCK_S = 0.001  # what may be lost in adding and subtracting times
 _PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")

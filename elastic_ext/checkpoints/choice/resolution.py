@@ -16,10 +16,10 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, UsageError
+from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery
@@ -42,43 +42,6 @@ SCHEMA = 1  # of what nodes tell each other
 MOST_TEXT = 2000  # characters of a reason or an error
 MOST_OFFERS = 16  # of one node, the newest
 MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
-
-
-class Exchange(Protocol):
-    """How the nodes of one round tell each other. Each method raises RoundOver where the round ends before it is done; what
-    torch raises for a rendezvous that is lost where nobody can be asked any more.
-    """
-
-    def offer(self, text: str) -> None:
-        """What this node could load from its own disk."""
-
-    def offers(self, timeout_s: float) -> list[str] | None:
-        """On node 0: of all nodes, in the order of the nodes; None: not all have one, or not all have told in time."""
-
-    def publish(self, text: str) -> None:
-        """On node 0: the choice. When this returns no other one can come to the nodes of this round."""
-
-    def choice(self, timeout_s: float) -> str:
-        """On the others: what node 0 has published."""
-
-
-class Alone:
-    """Of the only node of a round: nothing leaves this process."""
-
-    def __init__(self) -> None:
-        self._offered: list[str] = []
-
-    def offer(self, text: str) -> None:
-        self._offered = [text]
-
-    def offers(self, timeout_s: float) -> list[str] | None:
-        return self._offered
-
-    def publish(self, text: str) -> None:
-        """To nobody."""
-
-    def choice(self, timeout_s: float) -> str:
-        raise AssertionError("the only node is node 0")
 
 
 @dataclass(frozen=True)

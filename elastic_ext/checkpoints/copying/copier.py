@@ -25,7 +25,7 @@ from elastic_ext.observe.metrics import AgentMetrics
 
 logger = logging.getLogger(__name__)
 
-TOKEN_ENV = "ELASTIC_EXT_COPIER"  # carries the agent's token: the warden ends what carries it when the agent is gone
+TOKEN_ENV = "ELASTIC_EXT_COPIER"  # carries the agent's token: the reaper ends what carries it when the agent is gone
 ALARM_AFTER = 3  # failures one after the other
 END_S = 5.0  # that the process may take to end when it is killed
 STALL_S = 60.0  # default of the setting copy_stall

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING
 from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from elastic_ext.rendezvous.handler import RoundEnd
 
 T = TypeVar("T")
 
@@ -22,13 +23,13 @@ Ask = Callable[[Callable[[StoreJob], T]], "T | None"]
 
 
 class StoreExchange:
-    """One node's end, for one round; see `checkpoints.resolution.Exchange`.
+    """One node's end, for one round; see `base.exchange`.
 
     Invariant: the keys carry the round's number, which is used once; a node that leaves the round while it waits for a key marks
     it (see `StoreCalls.wait_all`), and no later writer of that key is believed.
     """
 
-    def __init__(self, part: Part, ask: Ask[bool], over: Callable[[], str | None]) -> None:
+    def __init__(self, part: Part, ask: Ask[bool], over: Callable[[], RoundEnd | None]) -> None:
         """ask: puts a question to the job's store; None: the store is lost. over: why the round is over; None: it runs."""
         self._part, self._ask, self._over = part, ask, over
         self._choice = f"{part.round}/choice"
@@ -78,4 +79,4 @@ class StoreExchange:
 
     def _check_round(self) -> None:
         if (why := self._over()) is not None:
-            raise RoundOver(why)
+            raise RoundOver(why.reason)

@@ -38,10 +38,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from elastic_ext.base import torch_private
 from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.kinds import Response as Asked
 from elastic_ext.base.records import Count, Name, Port
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
-from elastic_ext.checkpoints.choice.resolution import Alone, Exchange
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import JobStopped
 from elastic_ext.rendezvous import judging, plain, run_id
@@ -51,6 +51,7 @@ from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.round_events import ALL_DONE, LEAVES, RoundEvents
 from elastic_ext.rendezvous.c10d.store_calls import StoreLost
 from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Part, StoreJob
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import STALLED
@@ -91,7 +92,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         launch: names this launch of the job, the same on every node; rounds of one launch count up.
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         poll_interval_s: how often num_nodes_waiting() must be asked; None: never, nobody can join.
-        on_news: set by our agent; called from any thread when round_over() may have an answer.
+        on_event: set by our agent; called from any thread when round_over() may have an answer.
         on_wait: set by our agent; a main thread that waits for other nodes by a condition asks it every second, and it may raise.
         attached: set by our agent when it takes this handler; without it another one uses the rendezvous alone (see `plain`).
     """
@@ -106,7 +107,7 @@ class EmbeddedRendezvous(RendezvousHandler):
         self.settings = settings
         self.round = 0
         self.attached = False
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self.torch_conf = dict(params.config)
         self._run_id = params.run_id
@@ -240,11 +241,11 @@ class EmbeddedRendezvous(RendezvousHandler):
 
     def _listen(self, address: str, port: int) -> None:
         try:
-            self._news = RoundEvents(address, port, "elastic_ext/over", lambda: self.on_news())
+            self._news = RoundEvents(address, port, "elastic_ext/over", lambda: self.on_event())
         except (RuntimeError, ValueError) as error:
             logger.warning("no news from other nodes in this round, its store does not answer: %s", error)
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
         """Nothing to say before the first round: torch's agents tell each other through the store."""
         self._max_restarts = max_restarts
 
@@ -344,19 +345,22 @@ class EmbeddedRendezvous(RendezvousHandler):
             return Alone()
         return StoreExchange(self._part, self._ask, self._over_before_it_began)
 
-    def _over_before_it_began(self) -> str | None:
+    def _over_before_it_began(self) -> RoundEnd | None:
         if self._news is not None and self._news.lost:
-            return "the agent of rank 0 is gone"
+            return RoundEnd(EndKind.BROKEN, "the agent of rank 0 is gone")
         return self.round_over()
 
-    def round_over(self) -> str | None:
+    def workers(self) -> None:
+        """Torch works the ranks out."""
+
+    def round_over(self) -> RoundEnd | None:
         """Why the workers of the current round must stop; None while it runs."""
         if self._news is not None and self._news.reason is not None:
-            return self._news.reason
+            return RoundEnd(EndKind.STALLED if self._news.reason == STALLED else EndKind.BROKEN, self._news.reason)
         if self._stalled_alone:
-            return STALLED
+            return RoundEnd(EndKind.STALLED, STALLED)
         waiting = self.num_nodes_waiting()
-        return f"{waiting} nodes wait to join" if waiting else None
+        return RoundEnd(EndKind.BROKEN, f"{waiting} nodes wait to join") if waiting else None
 
     def stalled(self, stalled: bool) -> None:
         """Whether all workers of this node stall. When those of all nodes do, the round is over for the reason STALLED."""
@@ -364,7 +368,7 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._news.stalled(stalled, self._part.nodes)
         elif stalled:
             self._stalled_alone = True
-            self.on_news()
+            self.on_event()
 
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; returns at once."""
@@ -372,7 +376,7 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._news.request_save()
         else:
             self._saves_alone += 1
-            self.on_news()
+            self.on_event()
 
     @property
     def save_wanted(self) -> int:

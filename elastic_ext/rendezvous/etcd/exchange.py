@@ -13,13 +13,14 @@ from collections.abc import Callable
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
 from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
+from elastic_ext.rendezvous.handler import RoundEnd
 from elastic_ext.rendezvous.rounds import Assignment, Header, State
 
 LONGEST_WAIT_S = 60.0  # only bounds how long a main thread sleeps without looking at its signals
 
 
 class EtcdExchange:
-    """One node's end, for one round; see `checkpoints.resolution.Exchange`. For the thread of the agent.
+    """One node's end, for one round; see `base.exchange`. For the thread of the agent.
 
     Invariant: what is read here was written for this very round: headers are compared by number and seal, offers lie under the
     seal.
@@ -31,7 +32,7 @@ class EtcdExchange:
         header: Header,
         part: Assignment,
         changed: threading.Condition,
-        over: Callable[[], str | None],
+        over: Callable[[], RoundEnd | None],
     ) -> None:
         """changed: notified when the participant or what `over` says has changed. over: why the round is over; None: it runs."""
         self._participant, self._header, self._part = participant, header, part
@@ -101,7 +102,7 @@ class EtcdExchange:
         if not self._part.of(header):
             raise RoundOver(f"the job is in round {header.round}")
         if (why := self._over()) is not None:
-            raise RoundOver(why)
+            raise RoundOver(why.reason)
 
 
 def _written(item: Snapshot | Batch) -> list[KeyValue]:

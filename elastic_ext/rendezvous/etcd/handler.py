@@ -26,11 +26,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base.errors import NodeRefused, UsageError
+from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.kinds import Response as Asked
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.resolution import Alone, Exchange
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import JobStopped
@@ -43,8 +42,9 @@ from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.job_records import Refused
 from elastic_ext.rendezvous.etcd.leader import Judged, Reports
 from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.round_server import serve
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State
+from elastic_ext.rendezvous.rounds import STALLED, Assignment, Header, Limits, Node, State
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class EtcdRendezvous(RendezvousHandler):
         self.torch_conf = dict(params.config)
         self.attached = False
         self.round = 0
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id = params.run_id
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
@@ -113,6 +113,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._participant.may_grow = self._may_grow
         self._participant.judge = self._judge
         self._max_restarts = 0
+        self._newest_checkpoint: Callable[[], str | None] = lambda: None
         # Of a node whose agent is not ours: such agents tell each other how many workers they run through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
         self._left = False
@@ -136,23 +137,22 @@ class EtcdRendezvous(RendezvousHandler):
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        self.on_news()
+        self.on_event()
 
     def _may_grow(self) -> bool:
         """Nodes wait to join: now, or once a checkpoint is there that was not there when they came?"""
-        directory = self.settings.checkpoint_dir
-        if self.settings.grow_at == "now" or directory is None:
+        if self.settings.grow_at == "now" or self.settings.checkpoint_dir is None:
             return True
-        newest = discovery.newest_complete(directory, discovery.Wanted(pattern=self.settings.checkpoint_pattern)).resume
-        path = newest.path if newest is not None else None
+        path = self._newest_checkpoint()
         if self._boundary is None or self._boundary[0] != self._participant.header.round:
             self._boundary = (self._participant.header.round, path)
         return path != self._boundary[1]
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
         """What this node offers to a round, and the job's budget; the agent says it before the first one."""
         self._workers, self._role = spec.local_world_size, spec.role
         self._max_restarts = max_restarts
+        self._newest_checkpoint = newest_checkpoint
 
     def next_rendezvous(self) -> RendezvousInfo:
         plain.note(self)
@@ -334,17 +334,19 @@ class EtcdRendezvous(RendezvousHandler):
             return Alone()
         return EtcdExchange(self._participant, header, part, self._changed, self.round_over)
 
-    def round_over(self) -> str | None:
+    def round_over(self) -> RoundEnd | None:
         """Why the workers of the current round must stop; None while it runs."""
         header = self._participant.header
         if self._fence.closed:
-            return "this node is cut off from etcd, and the others may go on without it"
+            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may go on without it")
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
-            return f"this node can take no further part in the job: {failure}"
+            return RoundEnd(EndKind.CUT_OFF, f"this node can take no further part in the job: {failure}")
+        if header.state is State.CLOSED and header.round == self.round:
+            return RoundEnd(EndKind.CLOSED, header.reason)
         if header.round != self.round or header.state is State.BROKEN or not self._of_this_round(header):
-            return header.reason
-        return header.reason if header.state is State.CLOSED else None
+            return RoundEnd(EndKind.STALLED if header.reason == STALLED else EndKind.BROKEN, header.reason)
+        return None
 
     def _of_this_round(self, header: Header) -> bool:
         """Two rounds may have one number: where all records were lost, and a node that never saw them began anew."""
@@ -400,7 +402,7 @@ class EtcdRendezvous(RendezvousHandler):
         return True
 
     def last_will(self) -> dict[str, Any] | None:
-        """What the warden needs to take this node out when the agent is killed: no secrets go anywhere but through its pipe."""
+        """What the reaper needs to take this node out when the agent is killed: no secrets go anywhere but through its pipe."""
         lease_id, _ = self._participant.lease
         if lease_id is None:
             return None

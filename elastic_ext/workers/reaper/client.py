@@ -1,4 +1,4 @@
-"""The agent's side of the warden: starts it, tells it the workers, ends it."""
+"""The agent's side of the reaper: starts it, tells it the workers, ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from elastic_ext.workers.reaper import reaper
 
 logger = logging.getLogger(__name__)
 
-END_TIMEOUT_S = 40.0  # the warden gives up by itself after about 30 s
+END_TIMEOUT_S = 40.0  # the reaper gives up by itself after about 30 s
 STOPPED_S = 2.0  # after so long it is looked whether it has been stopped; one that does not go on then is not waited for
 
 
 class Reaper:
-    """Keeps a warden process beside the agent from construction to close().
+    """Keeps a reaper process beside the agent from construction to close().
 
     Where none can be had (no process, no descriptor) the agent goes on without, says so once, and tries again at each round.
     """
@@ -32,16 +32,16 @@ class Reaper:
         self._token = token
         self._run_dir = run_dir
         self._workers: list[int] = []
-        self._will: dict[str, Any] | None = None
+        self._will: Mapping[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self.pidfd: int | None = None  # readable when the warden has ended; None without one
+        self.pidfd: int | None = None  # readable when the reaper has ended; None without one
         self._lacking = False  # none can be had, which has been said
         self._cannot_run = False
         self._start()
 
     def _start(self) -> None:
         path = str(Path(__file__).with_name("reaper.py"))
-        # Blocked signals stay blocked over exec: the warden is deaf to these from its first moment.
+        # Blocked signals stay blocked over exec: the reaper is deaf to these from its first moment.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.DEAF_TO)
         try:
             self._process = self._spawn(path)
@@ -72,7 +72,7 @@ class Reaper:
         os.set_blocking(process.stdin.fileno(), False)  # one that does not read must not stop the agent
         return process
 
-    def watch(self, pids: Iterable[int], will: dict[str, Any] | None = None) -> None:
+    def watch(self, pids: Iterable[int], will: Mapping[str, Any] | None = None) -> None:
         """Tell the workers of this round, and how to take this node out of the rendezvous when the agent is killed."""
         self._workers = list(pids)
         self._will = will
@@ -82,19 +82,19 @@ class Reaper:
         self._tell()
 
     def revive(self) -> None:
-        """Start the warden again if somebody killed it (its pidfd is readable then), let it go on if somebody stopped it."""
+        """Start the reaper again if somebody killed it (its pidfd is readable then), let it go on if somebody stopped it."""
         if self._process is None:
             return
         if self._process.poll() is None:
-            pidfds.go_on(self._process.pid, "warden")
+            pidfds.go_on(self._process.pid, "reaper")
             return
         pid, code = self._process.pid, self._process.returncode
         self._release()
         if code >= 0:
             self._cannot_run = True
-            logger.error("the warden ended with exit code %s: if this agent is killed, its workers may outlive it", code)
+            logger.error("the reaper ended with exit code %s: if this agent is killed, its workers may outlive it", code)
             return
-        logger.warning("the warden (pid %s) was killed from outside; starting another", pid)
+        logger.warning("the reaper (pid %s) was killed from outside; starting another", pid)
         self._start()
         self._tell()
 
@@ -104,7 +104,7 @@ class Reaper:
             self._say("will " + json.dumps(self._will))
 
     def close(self, clean: bool) -> None:
-        """End the warden. Unless clean, everything that the agent started is dead when this returns."""
+        """End the reaper. Unless clean, everything that the agent started is dead when this returns."""
         if not clean:
             self.revive()  # the one thing that must not be missed
         if self._process is None:
@@ -121,17 +121,17 @@ class Reaper:
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
         """False where it has been stopped and cannot be made to go on."""
-        pidfds.go_on(process.pid, "warden")
+        pidfds.go_on(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)
         except subprocess.TimeoutExpired:
             if pidfds.state(process.pid) in ("T", "t"):
-                logger.warning("the warden (pid %s) does not go on; it is killed", process.pid)
+                logger.warning("the reaper (pid %s) does not go on; it is killed", process.pid)
                 return False
         try:
             process.wait(END_TIMEOUT_S - STOPPED_S)
         except subprocess.TimeoutExpired:
-            logger.warning("the warden (pid %s) is still ending a process that sleeps in the kernel", process.pid)
+            logger.warning("the reaper (pid %s) is still ending a process that sleeps in the kernel", process.pid)
         return True
 
     def _kill(self) -> None:
@@ -140,7 +140,7 @@ class Reaper:
             try:
                 self._process.wait(STOPPED_S)
             except subprocess.TimeoutExpired:
-                logger.warning("the warden (pid %s) did not end of SIGKILL", self._process.pid)
+                logger.warning("the reaper (pid %s) did not end of SIGKILL", self._process.pid)
         self._release()
 
     def _release(self) -> None:
@@ -160,7 +160,7 @@ class Reaper:
         except BrokenPipeError:
             return  # it is gone: its pidfd says so
         if not whole:  # half a line may be in the pipe: nothing more can be said to this one
-            logger.warning("the warden (pid %s) has not read for long; another one takes its place", self._process.pid)
+            logger.warning("the reaper (pid %s) has not read for long; another one takes its place", self._process.pid)
             self._kill()
             self._start()
             if not line.startswith("end"):

@@ -55,7 +55,7 @@ class StandbySpec:
         workers: how many of this agent.
         preload, exclude: modules that the user names.
         environ: of the workers, but for what differs between them.
-        token: of the agent; the warden finds by it what the agent has started.
+        token: of the agent; the reaper finds by it what the agent has started.
     """
 
     python: tuple[str, ...]

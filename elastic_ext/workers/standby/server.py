@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from elastic_ext.workers.standby import import_checks as _import_checks
 
 MARK = "_ELASTIC_EXT_AGENT"
-"""Variable that the server and its standbys have and workers do not: by the token in it the warden finds them."""
+"""Variable that the server and its standbys have and workers do not: by the token in it the reaper finds them."""
 
 MEMORY_KILL_FIRST = 1000  # oom_score_adj: a standby costs nothing but time
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
@@ -294,7 +294,7 @@ def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
 
 
 def _show_as(command: "list[str]", environ: "Any") -> None:
-    """Let /proc/PID/cmdline and environ be these: people look for workers with ps and pkill -f, and the warden by a variable.
+    """Let /proc/PID/cmdline and environ be these: people look for workers with ps and pkill -f, and the reaper by a variable.
 
     It takes a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have; without it the server's stay.
     """

@@ -1,13 +1,13 @@
 """Carries the workers' stderr to the console and keeps the last of it: one process beside the agent, standard library only.
 
-Started by `stderr_tail.StderrTails` as `python -I -S pump.py`; fd 2 is the console, standard input a socket to the agent:
+Started by `stderr_tail.StderrTails` as `python -I -S relay.py`; fd 2 is the console, standard input a socket to the agent:
 
     b"source 1" + (pipe, ring)   carry this pipe on to the console and keep its last bytes in this ring; "source 0": only keep
     b"forget"                    let go of the pipes that have no writer; their workers never came
     b"flush N"                   answered with b"N K" when what was in the pipes is in the rings and on the console; K are open
 
 Bytes go on unchanged and at once, partial lines too, in the order of their arrival. The console's blocking is passed on: while it
-takes nothing, the pipes are not read (a flush reads what is in them all the same), so no memory fills up. A pump that is killed
+takes nothing, the pipes are not read (a flush reads what is in them all the same), so no memory fills up. A relay that is killed
 leaves in the ring what it had in hand, and the next one writes that: nothing is lost but what it was killed in the middle of
 reading, and one piece may be written twice. A console that is gone costs the output and not the workers: their pipes are read on
 into the rings.
@@ -209,7 +209,7 @@ class Relay:
             ring = Ring(ring_fd)
             os.close(ring_fd)
             self._sources[pipe] = ring, argument == b"1"
-            if argument == b"1" and (left := ring.unwritten()):  # by a pump that was killed
+            if argument == b"1" and (left := ring.unwritten()):  # by a relay that was killed
                 self._console.put(left, ring)
         elif order == b"forget":
             self._take_all(forget=True)

@@ -1,8 +1,8 @@
 """The last of each worker's stderr, for what C code says there before it dies: NCCL, CUDA, "terminate called".
 
-Between a worker and the console stands a pump (`pump.py`). The worker's bootstrap opens a named pipe as its fd 2, so children and
-C code write there too; bytes reach the console at once and unchanged. What can differ from a worker that writes to the console
-itself: its stdout is not pumped, so where both go to one place their order may be off by the time of one read; and a console that
+Between a worker and the console stands a relay (`relay.py`). The worker's bootstrap opens a named pipe as its fd 2, so children
+and C code write there too; bytes reach the console at once and unchanged. What can differ from a worker that writes to the console
+itself: its stdout is not relayed, so where both go to one place their order may be off by the time of one read; and a console that
 is gone costs the output, not the worker.
 
 Where stderr goes to a file (--log-dir with --redirects or --tee) nothing is pumped, and the tail is that of the file. Nothing is
@@ -36,14 +36,14 @@ from elastic_ext.workers.wake_pipe import named_pipe
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05  # how long a recovery waits for the console at most
-END_S = 5.0  # how long the end of the job waits for it; later bytes are written by the pump alone
+END_S = 5.0  # how long the end of the job waits for it; later bytes are written by the relay alone
 TAIL_BYTES = relay.RING_BYTES
 STOPPED_LOOK_S = 5.0  # nothing tells that a process was stopped
 
 
 @dataclass
 class _Source:
-    """The agent's ends of one worker's pipe. While they are open, no death of the pump can hurt the worker."""
+    """The agent's ends of one worker's pipe. While they are open, no death of the relay can hurt the worker."""
 
     pipe: int
     ring_fd: int
@@ -64,7 +64,7 @@ class _Source:
 
 
 class StderrTails:
-    """Keeps a pump process from construction to close(), and what this round's workers have written last."""
+    """Keeps a relay process from construction to close(), and what this round's workers have written last."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled and _console_can_be_pumped()
@@ -77,7 +77,7 @@ class StderrTails:
         self._control: socket.socket | None = None
         self._keeper: threading.Thread | None = None
         self._said_not_kept = False
-        self._lacking = False  # no pump can be had, which has been said
+        self._lacking = False  # no relay can be had, which has been said
         if self.enabled:
             try:
                 self._begin()
@@ -86,7 +86,7 @@ class StderrTails:
                 self.enabled = False
 
     def _begin(self) -> None:
-        console = os.dup(2)  # a pump started later writes to the same
+        console = os.dup(2)  # a relay started later writes to the same
         try:
             closing = os.pipe()
         except OSError:
@@ -161,7 +161,7 @@ class StderrTails:
         return shown if traceback.rstrip() in shown else shown + traceback
 
     def close(self) -> None:
-        """Let the pump finish. It stays only as long as somebody holds a pipe open, or the console takes nothing."""
+        """Let the relay finish. It stays only as long as somebody holds a pipe open, or the console takes nothing."""
         if self._keeper is None:
             return
         self._let_end()
@@ -179,7 +179,7 @@ class StderrTails:
             try:
                 self._process.wait(END_S)
             except subprocess.TimeoutExpired:
-                logger.warning("the stderr pump (pid %s) has not ended yet", self._process.pid)
+                logger.warning("the stderr relay (pid %s) has not ended yet", self._process.pid)
         self._close_sources()
         os.close(self._console)
 
@@ -189,12 +189,12 @@ class StderrTails:
         self._said_not_kept = True
         logger.log(level, "the stderr of %s is not kept: %s", whose, error)
 
-    # The pump.
+    # The relay.
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = ours
-        # Blocked signals stay blocked over exec: those are for the agent, and the pump ends after it.
+        # Blocked signals stay blocked over exec: those are for the agent, and the relay ends after it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.DEAF_TO)
         try:
             self._process = subprocess.Popen(
@@ -215,10 +215,10 @@ class StderrTails:
 
     def _serve_here(self, control: socket.socket, why: str) -> None:
         """No process can be had: a thread carries what there is. Less robust, but a full pipe would stop the workers."""
-        logger.error("the workers' stderr passes the agent itself, for its pump cannot run: %s", why)
+        logger.error("the workers' stderr passes the agent itself, for its relay cannot run: %s", why)
         try:
             ends = control, os.dup(self._console)
-            threading.Thread(target=_pump_and_close, args=ends, name="elastic_ext_pump", daemon=True).start()
+            threading.Thread(target=_relay_and_close, args=ends, name="elastic_ext_relay", daemon=True).start()
         except (OSError, RuntimeError):
             control.close()
             self._release()
@@ -226,7 +226,7 @@ class StderrTails:
         self._process = None
 
     def _keep(self) -> None:
-        """Start the pump again as soon as somebody kills it."""
+        """Start the relay again as soon as somebody kills it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, reaper.DEAF_TO)  # the main thread waits for those
         while (process := self._process) is not None:
             pidfd = None
@@ -237,7 +237,7 @@ class StderrTails:
                     if self._process is not process:
                         continue
             except OSError as error:  # a lack of descriptors, or of threads: the looks go on without
-                logger.debug("the end of the stderr pump is not seen at once: %s", error)
+                logger.debug("the end of the stderr relay is not seen at once: %s", error)
             ready = self._await_news(pidfd)
             if pidfd is not None:
                 os.close(pidfd)
@@ -247,7 +247,7 @@ class StderrTails:
             self._revive()
 
     def _await_news(self, pidfd: int | None) -> bool:
-        """Until the pump has ended, it is time to look whether it was stopped, which nothing tells, or this is to end: True."""
+        """Until the relay has ended, it is time to look whether it was stopped, which nothing tells, or this is to end: True."""
         poll = select.poll()
         poll.register(self._closing[0], select.POLLIN)
         if pidfd is not None:
@@ -255,10 +255,10 @@ class StderrTails:
         return any(descriptor == self._closing[0] for descriptor, _ in poll.poll(STOPPED_LOOK_S * 1000))
 
     def _go_on(self) -> None:
-        """A pump that somebody has stopped would hold up the workers as soon as their pipes are full."""
+        """A relay that somebody has stopped would hold up the workers as soon as their pipes are full."""
         process = self._process
         if process is not None:
-            pidfds.go_on(process.pid, "stderr pump")
+            pidfds.go_on(process.pid, "stderr relay")
 
     def _revive(self) -> None:
         with self._lock:
@@ -273,12 +273,12 @@ class StderrTails:
                     self._serve_here(theirs, f"it ended with exit code {code}")
                 else:
                     if not self._lacking:
-                        logger.warning("the stderr pump (pid %s) was killed from outside; starting another", pid)
+                        logger.warning("the stderr relay (pid %s) was killed from outside; starting another", pid)
                     self._start()
             except (OSError, RuntimeError) as error:  # its process is still the dead one: the next look tries again
                 level = logging.DEBUG if self._lacking else logging.WARNING
                 self._lacking = True
-                logger.log(level, "the stderr pump (pid %s) has ended, no other can be started now: %s", pid, error)
+                logger.log(level, "the stderr relay (pid %s) has ended, no other can be started now: %s", pid, error)
                 return
             self._lacking = False
             for source in self._sources.values():
@@ -299,7 +299,7 @@ class StderrTails:
         self._sources.clear()
 
     def _hand_over(self, source: _Source) -> bool:
-        """Whether the pump carries it; one that has just been killed is replaced first."""
+        """Whether the relay carries it; one that has just been killed is replaced first."""
         if self._offer(source):
             return True
         self._await_end(time.monotonic() + FLUSH_S)
@@ -319,7 +319,7 @@ class StderrTails:
         return True
 
     def _flush(self, timeout_s: float) -> int | None:
-        """Have the pump empty the pipes; how many are still open then, or None if the console has not taken it all in time."""
+        """Have the relay empty the pipes; how many are still open then, or None if the console has not taken it all in time."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while time.monotonic() < deadline:
@@ -334,7 +334,7 @@ class StderrTails:
         return None
 
     def _hear(self, number: int, deadline: float) -> int | None:
-        """The answer to flush `number`; None where it does not come in time, or the pump is gone."""
+        """The answer to flush `number`; None where it does not come in time, or the relay is gone."""
         poll = select.poll()
         control = self._control
         if control is None:
@@ -353,7 +353,7 @@ class StderrTails:
         return None
 
     def _await_end(self, deadline: float) -> None:
-        """The pump's socket has ended: its process is about to."""
+        """The relay's socket has ended: its process is about to."""
         if self._process is None:
             return
         try:
@@ -362,7 +362,7 @@ class StderrTails:
             pass
 
 
-def _pump_and_close(control: socket.socket, console: int) -> None:
+def _relay_and_close(control: socket.socket, console: int) -> None:
     relay.Relay(control, console).run()
     os.close(console)
 
@@ -376,7 +376,7 @@ def _console_can_be_pumped() -> bool:
 
 def _make_source(path: str, shown: bool) -> tuple[str, _Source]:
     """The name of a pipe and the agent's ends of it."""
-    # The pump gets this very descriptor, so it need not find the path.
+    # The relay gets this very descriptor, so it need not find the path.
     path, pipe, held = named_pipe(path)
     ring_fd = -1
     try:

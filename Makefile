@@ -4,17 +4,20 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo test chaos lint matrix bench clean
+.PHONY: demo test test-long chaos lint matrix bench clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
 
-test: $(READY) lint ## everything, in under 20 minutes on 2 cores
-	$(PY) -m pytest -q -n 2 --dist loadgroup tests
+test: $(READY) lint ## every behaviour, in under 15 minutes on 2 cores
+	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 tests
 
-chaos: $(READY) ## the long tests; writers of checkpoints killed at 200 instants, any process of a job 300 times; 100,000 fuzzed inputs
-	ELASTIC_EXT_TEST_LONG=1 ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q -n 2 --dist loadgroup tests
-	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
+test-long: $(READY) ## the tests marked `long`: more parameters and longer waits of what `make test` runs
+	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 --long tests
+
+chaos: $(READY) ## 200 warm restarts, writers of checkpoints killed 200 times, processes of jobs killed 300 times, 100,000 fuzzed inputs
+	ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q tests/workers/standby/test_standby.py::test_many_warm_restarts_leave_nothing_behind
+	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/writing/test_checkpointer.py::test_killed_writers_lose_nothing_that_was_committed
 	ELASTIC_EXT_TEST_KILLS=300 $(PY) -m pytest -q tests/chaos/test_kills.py
 	ELASTIC_EXT_TEST_FUZZ=100000 $(PY) -m pytest -q tests/chaos/test_fuzz.py
 

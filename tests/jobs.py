@@ -16,6 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+SCRIPTS = ROOT / "tests" / "scripts"
+
 TIMEOUT_S = 120
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

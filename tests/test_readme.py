@@ -13,9 +13,8 @@ import pytest
 
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
 from tests.etcd_server import EtcdServer
-from tests.jobs import TORCHRUN, Job, environment
+from tests.jobs import ROOT, TORCHRUN, Job, environment
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [block.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
 
@@ -67,6 +66,7 @@ def test_make_demo():
     assert "The job finished." in done.stdout
 
 
+@pytest.mark.long
 def test_the_losses_of_the_demo_are_the_same_to_the_bit():
     """The README says so of what the demo shows: steps that were done twice, before the kill and after it."""
     done = subprocess.run(

@@ -38,9 +38,9 @@ from elastic_ext.failures import ledger as job
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, environment, wait_gone
+from tests.jobs import AGENT, SCRIPTS, environment, wait_gone
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "chaos_job.py"
+SCRIPT = SCRIPTS / "chaos_job.py"
 RUN_ID = "chaos"
 BOUND_S = 120.0  # for all to train again; the host may be busy with other things
 END_S = 120.0

@@ -39,7 +39,7 @@ from elastic_ext.rendezvous.etcd import job_status
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
-from tests.checkpoints.test_formats import save_trainer
+from tests.checkpoints.formats.test_formats import save_trainer
 
 pytestmark = pytest.mark.timeout(60 + CASES, method="thread")  # SIGALRM is the cases' own
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import ROOT
+
 FEW = 4
 SHORT = {"etcd": 1405, "c10d": 228}  # seeds whose first cards are a worker, an agent, and two of the rest
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", FEW))
 SEED = os.environ.get("ELASTIC_EXT_TEST_SEED")
-ROOT = Path(__file__).parents[2]
+
 TIMEOUT_S = 170 + 15 * KILLS  # a kill takes 4 s on two cores that have nothing else to do
 
 

@@ -1,9 +1,9 @@
 """The last of each worker's stderr, for what C code says there before it dies: NCCL, CUDA, "terminate called".
 
 Between a worker and the console stands a relay (`relay.py`). The worker's bootstrap opens a named pipe as its fd 2, so children
-and C code write there too; bytes reach the console at once and unchanged. What can differ from a worker that writes to the console
-itself: its stdout is not relayed, so where both go to one place their order may be off by the time of one read; and a console that
-is gone costs the output, not the worker.
+and C code write there too; bytes reach the console at once and unchanged. What can differ from a worker that writes to the
+console itself: its stdout is not relayed, so where both go to one place their order may be off by the time of one read; and a
+console that is gone costs the output, not the worker.
 
 Where stderr goes to a file (--log-dir with --redirects or --tee) nothing is pumped, and the tail is that of the file. Nothing is
 kept, and the tail is None, where the console is a terminal (a worker's stderr must stay one: progress bars and debuggers look),

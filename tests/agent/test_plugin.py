@@ -1,0 +1,182 @@
+"""The seam to stock torchrun: found, used once, restored; nothing else of torch is changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import EXT, STOCK, TORCHRUN, environment, run
+
+
+def python(code: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "case.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+LAUNCH = """
+import torch.distributed.launcher.api as api
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def launch(backend, command=("true",), **more):
+    config = api.LaunchConfig(1, 1, more.pop("nproc", 1), run_id="r", rdzv_backend=backend, rdzv_endpoint="localhost:0", **more)
+    return api.elastic_launch(config, command[0])(*command[1:])
+ran = []
+genuine_run = LocalElasticAgent.run
+def spy(self, *args, **kwargs):
+    ran.append(type(self).__name__)
+    return genuine_run(self, *args, **kwargs)
+"""
+
+
+def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
+    done = python(
+        LAUNCH + "LocalElasticAgent.run = spy\n"
+        "before = dict(vars(api))\n"
+        "launch('ext_c10d'); assert api.LocalElasticAgent is LocalElasticAgent\n"
+        "launch('c10d'); launch('ext_c10d'); launch('c10d')\n"
+        "assert {k: v for k, v in vars(api).items()} == before\n"
+        "print(ran)",
+        tmp_path,
+    )
+    assert done.stdout == "['Supervisor', 'LocalElasticAgent', 'Supervisor', 'LocalElasticAgent']\n", done.stderr
+
+
+def test_a_construction_that_never_comes_does_not_leak_into_the_next_job(tmp_path):
+    """nproc 0 fails after the rendezvous was made and before the agent is: the next, stock, job must get the stock agent."""
+    done = python(
+        LAUNCH + "LocalElasticAgent.run = spy\n"
+        "try: launch('ext_c10d', nproc=0)\nexcept AssertionError: print('refused')\n"
+        "launch('c10d'); print(ran, api.LocalElasticAgent is LocalElasticAgent)",
+        tmp_path,
+    )
+    assert done.stdout == "refused\n['LocalElasticAgent'] True\n", done.stderr
+
+
+def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
+    """Both rendezvous are made before the first agent is: the swap must last until the second one has its agent, too."""
+    done = python(
+        LAUNCH + "import threading\n"
+        "LocalElasticAgent.run = spy\n"
+        "from elastic_ext.base import torch_private\n"
+        "both, arm = threading.Barrier(2), torch_seam.arm\n"
+        "def arm_and_wait(*args): arm(*args); both.wait()\n"
+        "torch_seam.arm = arm_and_wait\n"
+        "threads = [threading.Thread(target=launch, args=('ext_c10d',)) for _ in range(2)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "launch('c10d'); print(ran, api.LocalElasticAgent is LocalElasticAgent)",
+        tmp_path,
+    )
+    assert done.stdout == "['Supervisor', 'Supervisor', 'LocalElasticAgent'] True\n", done.stderr
+
+
+def test_patches_of_the_agent_stay_alive(tmp_path):
+    done = python(
+        LAUNCH + "from unittest import mock\n"
+        "with mock.patch('torch.distributed.launcher.api.LocalElasticAgent.run', side_effect=RuntimeError('patched')) as run:\n"
+        "    try: launch('ext_c10d')\n    except RuntimeError as error: print(error, run.call_count)\n"
+        "with mock.patch('torch.distributed.launcher.api.LocalElasticAgent') as agent:\n"
+        "    agent.return_value.run.return_value.is_failed.return_value = False\n"
+        "    launch('ext_c10d'); print('mock', agent.call_count)\n"
+        "assert api.LocalElasticAgent is LocalElasticAgent\n"
+        "starts = 'torch.distributed.elastic.agent.server.local_elastic_agent.start_processes'\n"
+        "with mock.patch(starts, side_effect=OSError('cold')):\n"
+        "    try: launch('ext_c10d')\n    except OSError as error: print(error)\n",
+        tmp_path,
+    )
+    assert done.stdout == "patched 1\nmock 1\ncold\n", done.stderr
+
+
+def test_child_failed_error_in_process(tmp_path):
+    done = python(
+        LAUNCH + "try: launch('ext_c10d', ('sh', '-c', 'exit 7'), max_restarts=0)\n"
+        "except ChildFailedError as error: print(error.get_first_failure()[1].exitcode)",
+        tmp_path,
+    )
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_a_torch_without_the_seam_fails_with_one_sentence(tmp_path):
+    done = python(LAUNCH + "del api.LocalElasticAgent\nlaunch('ext_c10d')", tmp_path)
+    assert done.returncode == 78
+    (line,) = [line for line in done.stderr.splitlines() if "elastic_ext" in line]
+    assert "has no torch.distributed.launcher.api.LocalElasticAgent" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
+    """A future torch could keep the name and not use it: the job must not run, silently, without what the user asked for.
+
+    It does run: under torch's own agent, which may use the rendezvous alone.
+    """
+    done = python(
+        LAUNCH + "import types\n"
+        "theirs = api.launch_agent\n"
+        "api.launch_agent = types.FunctionType(theirs.__code__, dict(vars(api)), 'launch_agent', theirs.__defaults__)\n"
+        "launch('ext_c10d')",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "elastic_ext" in line]
+    assert "another agent than elastic_ext's uses this rendezvous" in line
+    assert "no verdicts" in line
+
+
+def test_pet_variables_choose_the_backend(tmp_path):
+    script = tmp_path / "ok.py"
+    script.write_text("import os; print('told' if 'ELASTIC_EXT_WORKER' in os.environ else 'stock')")
+    chosen = {"PET_RDZV_BACKEND": "ext_c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_NPROC_PER_NODE": "2"}
+    assert run([*TORCHRUN, str(script)], tmp_path, **chosen).out == "told\ntold\n"
+    assert run([*STOCK, str(script)], tmp_path).out == "stock\n"
+    assert run([*EXT, str(script)], tmp_path).out == "told\n"
+
+
+def test_loading_the_entry_point_imports_no_torch():
+    """Every torchrun of the machine loads it, selected or not. What it costs is in benchmarks/entry_point.py."""
+    code = (
+        "import sys\n"
+        "from importlib.metadata import entry_points\n"
+        "(point,) = [p for p in entry_points(group='torchrun.handlers') if p.name == 'ext_c10d']\n"
+        "before = set(sys.modules); creator = point.load()()\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()).stdout
+    loaded = {name.split(".")[0] for name in out.split()}
+    assert "elastic_ext" in loaded
+    assert not loaded & {"torch", "numpy", "grpc", "etcd3", "fsspec", "prometheus_client", "asyncio", "socket"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rdzv-conf=checkpont_dir=/x"], "unknown setting 'checkpont_dir' in --rdzv-conf: did you mean 'checkpoint_dir'?"),
+        (["--rdzv-conf=stop_grace=31"], "stop_grace=31 must not be more than --shutdown-timeout=30"),
+        (["--rdzv-conf=checkpoint_dir=FILE"], "is a file"),
+    ],
+)
+def test_wrong_usage_under_torchrun(tmp_path, arguments, said):
+    (tmp_path / "FILE").write_text("")
+    script = tmp_path / "ok.py"
+    script.write_text("print('started')")
+    job = run([*EXT, *arguments, str(script)], tmp_path)
+    assert job.returncode == 78, job.all
+    (line,) = [line for line in job.err.splitlines() if line.startswith("elastic_ext: ")]
+    assert said in line
+    assert "started" not in job.out
+    assert "Traceback" not in job.err
+
+
+def test_a_missing_script_under_torchrun(tmp_path):
+    job = run([*EXT, "--max-restarts=3", "no_such.py"], tmp_path)
+    assert job.returncode == 78, job.all
+    assert "elastic_ext: the script 'no_such.py' does not exist" in job.err
+    assert "Traceback" not in job.err

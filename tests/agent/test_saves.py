@@ -1,0 +1,186 @@
+"""Saves on demand: whether there is time for one, and that all ranks of a real job act at the same step boundary."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from elastic_ext.agent import saves
+from elastic_ext.failures import sources
+from elastic_ext.failures.sources import kubernetes
+from elastic_ext.workers.progress import Progress
+from tests.jobs import AGENT, TORCHRUN, Job
+
+JOB = Path(__file__).parent / "scripts" / "saving_job.py"
+
+
+def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float | None = None) -> Progress:
+    return Progress(1, steps, 10**9, int((1 + step_s * max(steps - 1, 0)) * 1e9), True, asks_for_saves=asks, save_s=save_s)
+
+
+@pytest.mark.parametrize(
+    ("workers", "grace_s", "stop_s", "wait_s", "said"),
+    [
+        ([worker()], 30, 5, 25, "no save has been measured yet, and 25 s are left"),
+        ([worker(save_s=10.0)], 30, 5, 25, "the last save took 10 s"),
+        ([worker(save_s=20.0)], 30, 5, 0, "a save needs about 30 s, and 25 s are left"),
+        ([worker(save_s=1.0), worker(save_s=20.0)], 30, 5, 0, "a save needs about 30 s"),
+        ([worker(steps=11, step_s=9.0)], 30, 5, 0, "a save needs about 27 s"),
+        ([worker()], 3, 5, 0, "0 s are left"),
+        ([worker(asks=False)], 30, 5, 0, "does not ask"),
+        ([worker(), worker(asks=False)], 30, 5, 0, "does not ask"),
+        ([], 30, 5, 0, "does not ask"),
+    ],
+)
+def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
+    plan = saves.plan(grace_s, stop_s, workers)
+    assert plan.wait_s == wait_s
+    assert said in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("platform_grace_s", "pod_grace_s", "environ", "expected"),
+    [
+        (None, None, {}, 30),
+        (100, None, {}, 100),
+        (10, None, {}, 10),
+        (None, 60, {}, 60),
+        (120, 5, {}, 5),  # kubectl delete --grace-period=5
+        (60, 100, {}, 60),
+        (100, 60, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1010"}, 10),
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1020"}, 20),
+        (100, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1090"}, 90),
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "5000"}, 30),
+        (None, None, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "900"}, 30),  # Slurm lets it run on for its KillWait
+    ],
+)
+def test_until_when(platform_grace_s, pod_grace_s, environ, expected):
+    assert saves.grace_s(platform_grace_s, pod_grace_s, 30, environ, now=1000.0) == expected
+
+
+def test_a_pod_that_is_deleted_tells_its_grace(tmp_path):
+    """Half a second for a save: there is no time, and the pod says so, whatever --shutdown-timeout is."""
+    pod = tmp_path / "pod.json"
+    pod.write_text('{"metadata": {"deletionTimestamp": "2026-11-21T00:00:00Z", "deletionGracePeriodSeconds": 1}}')
+    conf = f"--rdzv-conf=stop_grace=0.9,pod_file={pod}"
+    variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
+    with Job([*AGENT, "--nproc-per-node=1", conf, JOB, tmp_path, "slow"], tmp_path, **variables) as job:
+        job.wait_for("steps")
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    assert re.search(r"0\.\d+ s are left", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    ("end", "left_s"),
+    [
+        ("2026-11-21T00:00:15Z", 15),  # a preStop hook has used 45 s
+        ("2026-11-21T00:01:00Z", 60),
+        ("2026-11-21T01:00:00Z", 60),  # the API server's clock is ahead: never longer
+        ("2026-11-20T23:59:59Z", 60),  # behind: nothing can be learnt from it
+        ("soon", 60),
+        (None, 60),
+        (7, 60),
+    ],
+)
+def test_what_is_left_of_a_pods_grace(end, left_s):
+    now = datetime(2026, 11, 21, tzinfo=timezone.utc).timestamp()
+    pod = {"metadata": {"deletionTimestamp": end, "deletionGracePeriodSeconds": 60}}
+    assert kubernetes.deletion_grace_s(pod, now) == left_s
+
+
+@pytest.mark.parametrize("seconds", [None, "30", True, 0, -1])
+def test_a_pod_that_does_not_tell_its_grace(tmp_path, seconds):
+    pod = tmp_path / "pod.json"
+    pod.write_text(json.dumps({"metadata": {"deletionGracePeriodSeconds": seconds}}))
+    assert sources.deletion_grace_s({}, str(pod)) is None
+    assert sources.deletion_grace_s({}, str(tmp_path / "none")) is None
+
+
+def steps_saved(folder: Path, attempt: int, ranks: int) -> list[list[str]]:
+    return [(folder / f"saved.{attempt}.{rank}").read_text().split() for rank in range(ranks)]
+
+
+@pytest.mark.long("3")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_told_to_leave_a_node_saves_first(tmp_path, workers):
+    """SIGTERM to the agent: all ranks save the same step, once, and the agent leaves with "try again"."""
+    with Job([*AGENT, f"--nproc-per-node={workers}", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
+        job.wait_for("steps", workers)
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    saved = steps_saved(tmp_path, 0, workers)
+    assert len(saved[0]) == 1
+    assert all(each == saved[0] for each in saved)
+    assert "the checkpoint before leaving: kept" in done.err
+
+
+@pytest.mark.long("slow")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("deaf", "does not ask for saves on demand"), ("slow", "the checkpoint before leaving: not there yet")],
+)
+def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
+    conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=1.2", "--shutdown-timeout=1"]
+    variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
+    with Job([*AGENT, "--nproc-per-node=2", *conf, JOB, tmp_path, how], tmp_path, **variables) as job:
+        job.wait_for("steps", 2)
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    assert said in done.err
+
+
+def test_the_users_interrupt_waits_for_no_save(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, STOP=str(tmp_path / "stop")) as job:
+        job.wait_for("steps", 2)
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish().returncode == 130
+    assert not list(tmp_path.glob("saved.*"))
+
+
+def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
+    command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=8", JOB, tmp_path, "stall"]
+    with Job(command, tmp_path, STOP=str(tmp_path / "stop"), STALL="7") as job:
+        job.wait_for("steps", 2)
+        job.wait_for("saved by", 2)
+        (tmp_path / "stop").touch()
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    saved = steps_saved(tmp_path, 0, 2)
+    assert len(saved[0]) == 1
+    assert saved[0] == saved[1]
+
+
+@pytest.mark.long("ext_c10d")
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_one_node_is_told_to_leave_and_all_nodes_save(request, tmp_path, backend):
+    """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
+    with ExitStack() as stack:
+        if backend == "ext_etcd":
+            endpoint, conf = request.getfixturevalue("server").endpoint, "last_call=1"
+        else:  # the store must not leave with a node
+            store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            endpoint, conf = f"localhost:{store.port}", "last_call_timeout=1,is_host=0"
+        where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={conf}"]
+        command = [*TORCHRUN, f"--rdzv-backend={backend}", *where, "--nproc-per-node=2", JOB, tmp_path]
+        jobs = [stack.enter_context(Job(command, tmp_path, STOP=str(tmp_path / "stop"))) for _ in range(2)]
+        for job in jobs:
+            job.wait_for("steps . attempt 0", 2)
+        jobs[1].process.send_signal(signal.SIGTERM)
+        assert jobs[1].finish().returncode == 75
+        saved = steps_saved(tmp_path, 0, 4)
+        assert len(saved[0]) == 1
+        assert all(each == saved[0] for each in saved)
+        jobs[0].wait_for("steps . attempt 1", 2)
+        (tmp_path / "stop").touch()
+        assert jobs[0].finish().returncode == 0

@@ -1,0 +1,349 @@
+"""Jobs on hosts that refuse or lack something: each runs without it, or ends at once with one line and 78."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from elastic_ext.workers import descriptors
+from elastic_ext.workers.logs import WorkerLogs
+from tests import refusing
+from tests.jobs import AGENT, ROOT, SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
+from tests.ports import free_port
+
+GLOO = str(SCRIPTS / "gloo_job.py")
+ELASTIC = str(SCRIPTS / "elastic_job.py")
+REPOSITORY = ROOT
+NO_PIDFD = "pidfd_open=ENOSYS"
+NOTHING = "pidfd_open=EPERM,pidfd_send_signal=EPERM,mknod=EPERM,mknodat=EPERM,memfd_create=ENOSYS,prlimit64=EPERM"
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces, which only root may")
+with_a_filter = pytest.mark.skipif(not refusing.possible, reason="the numbers of system calls are known for two architectures")
+
+
+def under(calls: str, command: list[str]) -> list[str]:
+    return [sys.executable, "-m", "tests.refusing", calls, *command]
+
+
+def refusing_job(calls: str, command: list[str], tmp_path: Path, **variables: str) -> Job:
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return Job(under(calls, command), tmp_path, PYTHONPATH=path, **variables)
+
+
+@pytest.mark.long("no_pidfd")
+@with_a_filter
+@pytest.mark.parametrize("calls", [NO_PIDFD, NOTHING], ids=["no_pidfd", "nothing"])
+def test_a_job_restarts_where_system_calls_are_refused(tmp_path, calls):
+    with refusing_job(calls, [*AGENT, "--nproc-per-node=2", "--max-restarts=1", GLOO, "runtime:1"], tmp_path) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert "restart: rank 1 raised RuntimeError: flaky at gloo_job.py:" in done.err
+    assert len(re.findall(r"finished \d", done.out)) == 2
+
+
+@pytest.mark.long
+@with_a_filter
+def test_without_pidfds_and_named_pipes_the_stderr_of_a_worker_is_kept_and_shown(tmp_path):
+    script = tmp_path / "says.py"
+    script.write_text("import os; os.write(2, b'NCCL WARN something of a library\\n'); os._exit(9)")
+    with refusing_job(NOTHING, [*AGENT, "--nproc-per-node=1", str(script)], tmp_path) as job:
+        done = job.finish()
+    assert done.returncode == 1, done.all
+    assert done.err.count("NCCL WARN something of a library") == 1
+    assert "Traceback" not in done.err
+
+
+@with_a_filter
+def test_nothing_outlives_a_killed_agent_without_pidfds(tmp_path):
+    command = [*AGENT, "--nproc-per-node=2", GLOO, "hang:0", "hang:1"]
+    with refusing_job(NO_PIDFD, command, tmp_path) as job:
+        pids = [int(each[1]) for each in job.wait_for(r'"pid": (\d+)', 2)]
+        job.process.kill()
+        assert wait_gone(pids) == []
+
+
+@pytest.mark.long
+@with_a_filter
+def test_standbys_without_pidfds(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import fcntl, os, sys\n"
+        "warm = any('standby/server' in each for each in sys.orig_argv) or 'torch' in sys.modules\n"
+        "n = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('warm', warm, n, flush=True)\n"
+        "if n == '0':\n"
+        "    fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH)\n"
+        "    os._exit(3)\n"
+    )
+    gate = Gate(tmp_path / "gate")
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script), str(gate.path)]
+    with refusing_job(NO_PIDFD, command, tmp_path, ELASTIC_EXT_STANDBY="on", LOGLEVEL="INFO") as job:
+        job.wait_for("warm False 0")
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert "warm True 1" in done.out
+
+
+# Open files.
+
+MANY = """
+import os, resource, sys
+from elastic_ext.agent import __main__ as agent
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(2000)]
+sys.exit(agent.main(sys.argv[1:]))
+"""
+HANGS = """
+import os, resource, signal, sys
+import torch
+print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+with open(f"/proc/{os.getppid()}/limits") as limits:
+    print("agent's", next(line.split()[3] for line in limits if line.startswith("Max open files")), flush=True)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+optimizer.step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.pause()
+"""
+
+
+@pytest.mark.long("on")
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 3000, reason="the hard limit of open files is below 3,000")
+@pytest.mark.parametrize("standby", ["off", "on"])
+def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_the_users_limit(tmp_path, standby):
+    (tmp_path / "many.py").write_text(MANY)
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    command = [sys.executable, str(tmp_path / "many.py"), "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    job = run(
+        ["sh", "-c", 'ulimit -Sn 2500; exec "$@"', "sh", *command],
+        tmp_path,
+        ELASTIC_EXT_HANG_TIMEOUT="2",
+        ELASTIC_EXT_STANDBY=standby,
+        ELASTIC_EXT_PRELOAD_EXCLUDE="torch",
+    )
+    assert job.returncode == 0, job.all
+    assert "signal.pause" in job.err or "hangs.py" in job.err  # its stacks were asked for, which takes a descriptor above 1,023
+    assert re.findall(r"limit (\d+)", job.out) == ["2500", "2500"]
+    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, descriptors.MOST))}
+
+
+def test_programs_and_functions_keep_the_users_limit_too(tmp_path):
+    job = run(
+        ["sh", "-c", 'ulimit -Sn 500; exec "$@"', "sh", *AGENT, "--no-python", "--nproc-per-node=2", "sh", "-c",
+         "sleep 0.1; ulimit -n"],
+        tmp_path,
+    )  # fmt: skip
+    assert job.returncode == 0, job.all
+    assert re.findall(r"(?m)^\d+$", job.out) == ["500", "500"]
+    (tmp_path / "api.py").write_text(
+        "import resource\n"
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "def limit():\n"
+        "    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
+        "if __name__ == '__main__':\n"
+        "    where = dict(run_id='x', rdzv_backend='ext_c10d', rdzv_endpoint='localhost:0')\n"
+        "    config = LaunchConfig(1, 1, 1, start_method='spawn', **where)\n"
+        "    print('limits', elastic_launch(config, limit)()[0], limit())\n"
+    )
+    job = run(["sh", "-c", 'ulimit -Sn 500; exec "$@"', "sh", sys.executable, "api.py"], tmp_path)
+    assert "limits 500 500" in job.out, job.all  # the caller has its own back, too
+
+
+def limited(most: int, *arguments: str) -> list[str]:
+    return ["sh", "-c", 'ulimit -n "$1"; shift; exec "$@"', "sh", str(most), *AGENT, *arguments]
+
+
+def test_with_few_descriptors_a_small_job_runs_without_the_extras(tmp_path):
+    job = run(limited(48, "--nproc-per-node=2", "--max-restarts=1", GLOO, "kill:1"), tmp_path, ELASTIC_EXT_STANDBY="on")
+    assert job.returncode == 0, job.all
+    assert job.err.count("few files may be opened here") == 1
+    assert len(re.findall(r"finished \d", job.out)) == 2
+
+
+@pytest.mark.long("96-32")
+@pytest.mark.parametrize(("most", "workers"), [(30, 2), (96, 32)])
+def test_too_few_descriptors_are_said_in_one_line(tmp_path, most, workers):
+    job = run(limited(most, f"--nproc-per-node={workers}", GLOO), tmp_path)
+    assert job.returncode == 78, job.all
+    (line,) = job.err.splitlines()
+    assert re.search(rf"elastic_ext: .*more files, and {workers} workers take \d+: raise the hard limit", line)
+
+
+# Shared memory, addresses.
+
+
+@pytest.mark.long("nr_inodes=24,size=4k")
+@as_root
+@pytest.mark.parametrize("options", ["nr_inodes=1", "nr_inodes=24,size=4k"])
+def test_shared_memory_without_inodes(tmp_path, options):
+    shell = f"mount -t tmpfs -o {options} none /dev/shm; exec " + " ".join(
+        [*AGENT, "--nproc-per-node=1", "--max-restarts=1", GLOO, "kill:0"]
+    )
+    other = tmp_path / "tmp"
+    other.mkdir()
+    job = run(["unshare", "-m", "sh", "-c", shell], tmp_path, TMPDIR=str(other))
+    assert job.returncode == 0, job.all
+    assert "Traceback" not in job.err
+    assert list(other.glob("elastic_ext_*")) == []
+
+
+def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "full").write_text("")
+    logs = WorkerLogs(DefaultLogsSpecs())
+    logs.run_dir, logs.tell, logs.variables = str(tmp_path / "full"), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
+    for _ in range(2):
+        logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
+        assert Path(logs.error_files[0]).parent.is_dir()
+        assert len(list(tmp_path.glob("elastic_ext_*"))) == 1  # that of the round before has gone
+    logs.remove()
+    assert list(tmp_path.glob("elastic_ext_*")) == []
+
+
+def refused(command: list[str], tmp_path: Path, said: str) -> None:
+    begin = time.monotonic()
+    job = run([*command, GLOO], tmp_path)
+    assert job.returncode == 78, job.all
+    (line,) = job.err.splitlines()
+    assert said in line
+    assert time.monotonic() - begin < 60  # torch's store tries for 300 s; most of this is the import of torch
+
+
+@pytest.mark.long("2.1-1]", "invalid")
+@pytest.mark.parametrize("nodes", ["1", "1:2"])
+@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.invalid"])
+def test_a_local_address_of_another_host_is_said_at_once(tmp_path, nodes, address):
+    command = [*AGENT, f"--nnodes={nodes}", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", f"--local-addr={address}"]
+    refused(command, tmp_path, f"--local-addr={address}: this host does not reach itself by it")
+
+
+@pytest.mark.long
+def test_a_local_address_of_another_host_on_etcd(tmp_path, server):
+    command = [
+        *TORCHRUN,
+        "--rdzv-backend=ext_etcd",
+        f"--rdzv-endpoint={server.endpoint}",
+        "--rdzv-id=x",
+        "--local-addr=192.0.2.1",
+    ]
+    refused(command, tmp_path, "--local-addr=192.0.2.1: this host does not reach itself by it")
+
+
+@as_root
+def test_a_host_without_a_loopback(tmp_path):
+    refused(["unshare", "-n", *AGENT], tmp_path, "the interface lo is not up: `ip link set lo up`")
+
+
+# Helper processes that somebody stops, or that cannot be started now.
+
+GUARD = """
+import os, resource, signal, subprocess, sys
+from elastic_ext.workers.guard import Guard
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+few = len(os.listdir("/proc/self/fd")) - 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+guard = Guard(sys.argv[1], sys.argv[2])
+print("without", guard.pidfd, flush=True)
+guard.watch([1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (few + 20, hard))
+guard.watch([1])
+print("with", guard.pidfd is not None, flush=True)
+guard.close(clean=True)
+"""
+
+
+def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_path):
+    job = subprocess.run(
+        [sys.executable, "-c", GUARD, os.urandom(16).hex(), str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+    )
+    assert job.stdout.split("\n")[:2] == ["without None", "with True"], job.stderr
+    assert job.stderr.count("no reaper can be started: ") == 1
+    assert "Traceback" not in job.stderr
+
+
+def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_others(tmp_path, server):
+    gate = Gate(tmp_path / "gate")
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
+    command = [*AGENT, *where, "--rdzv-conf=last_call=5,lease_ttl=5", "--max-restarts=3", ELASTIC]
+    with (
+        Job(command, tmp_path, NODE="a", GATE=str(gate.path)) as poor,
+        Job(command, tmp_path, NODE="b", GATE=str(gate.path)) as other,
+    ):
+        worker = json.loads(poor.wait_for(r'(\{"rank".*"world": 2.*\})')[0][1])["pid"]
+        other.wait_for('"world": 2')
+        agent = poor.process.pid
+        hard = resource.prlimit(agent, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{agent}/fd")) - 20, hard))
+        os.kill(worker, signal.SIGKILL)
+        left = poor.finish()
+        other.wait_for('"world": 1')
+        gate.open()
+        went_on = other.finish()
+    assert left.returncode == 75, left.all
+    assert "Traceback" not in left.err
+    assert re.search(r"this host lacks what the next round needs: \[Errno 24\].*rule host-exhausted.*exit code 75", left.err)
+    assert went_on.returncode == 0, went_on.all
+
+
+def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import fcntl, os, sys\n"
+        "print('up', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH)\n"
+    )
+    gate = Gate(tmp_path / "gate")
+    command = [*AGENT, "--nproc-per-node=1", str(script), str(gate.path)]
+    variables = {"ELASTIC_EXT_STANDBY": "on", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", "LOGLEVEL": "INFO"}
+    with Job(command, tmp_path, **variables) as job:
+        job.wait_for("up 0")
+        job.wait_for("1 warm standbys wait")
+        agent = job.process.pid
+        before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (8, before[1]))
+        for pid in [pid for pid in _children(agent) if "standby/server" in Path(f"/proc/{pid}/cmdline").read_text()]:
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for("what they need was lacking")
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
+        job.wait_for("warm standbys are ready again")
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert len(re.findall("started without a warm standby: what they need was lacking", done.err)) == 1
+    assert "Traceback" not in done.err
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+@pytest.mark.long("relay.py")
+@pytest.mark.parametrize("which", ["reaper.py", "relay.py"])
+def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, which):
+    script = tmp_path / "waits.py"
+    script.write_text("import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)")
+    gate = Gate(tmp_path / "gate")
+    with Job([*AGENT, "--nproc-per-node=1", str(script), str(gate.path)], tmp_path) as job:
+        job.wait_for("(?m)^up$")
+        (helper,) = [pid for pid in _children(job.process.pid) if which in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(helper, signal.SIGSTOP)
+        begin = time.monotonic()
+        gate.open()
+        job.process.wait(60)
+        took_s = time.monotonic() - begin
+        done = job.finish()
+        assert wait_gone([helper]) == []
+    assert done.returncode == 1, done.all
+    assert f"(pid {helper}) was stopped from outside; it is told to go on" in done.err
+    assert took_s < 20  # it was 40 s and more

@@ -1,0 +1,618 @@
+"""The agent on real jobs: restarts, stops, signals, orphans, environment, logs, error files."""
+
+import json
+import os
+import re
+import signal
+import sys
+
+import pytest
+import torch
+
+import elastic_ext
+from elastic_ext.agent.launch import start_line
+from elastic_ext.base import settings
+from elastic_ext.checkpoints.choice.resolution import Resumption
+from tests.failures.test_sources import memory_group
+from tests.jobs import AGENT, EXT, SCRIPTS, Job, run, wait_gone
+
+GLOO = str(SCRIPTS / "gloo_job.py")
+
+
+def reports(out: str) -> list[dict]:
+    return [json.loads(line) for line in re.findall(r"\{\"rank\".*\}", out)]
+
+
+@pytest.mark.long("segv:0", "exit:1", "runtime:0")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("kill:1", "rank 1 was killed by SIGKILL"),
+        ("segv:0", "rank 0 was killed by SIGSEGV"),
+        ("exit:1", "rank 1 ended with exit code 3"),
+        ("runtime:0", "rank 0 raised RuntimeError: flaky at gloo_job.py:"),
+    ],
+)
+def test_a_failure_is_named_and_the_job_comes_back(tmp_path, fault, said):
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", GLOO, fault], tmp_path)
+    assert job.returncode == 0, job.all
+    assert f"restart: {said}" in job.err
+    assert sorted((line["rank"], line["attempt"]) for line in reports(job.out)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(re.findall(r"finished \d", job.out)) == 2
+
+
+def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
+    script = tmp_path / "always.py"
+    script.write_text(
+        "import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('attempt', n, flush=True); os._exit(20 + int(n))"
+    )
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=2", str(script)], tmp_path)
+    assert job.returncode == 1
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
+    assert "all 2 restarts of the budget" in job.err
+    assert "ChildFailedError" in job.err
+    assert "exitcode  : 22" in job.err
+
+
+def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
+    """No exception, no step: with -1 it would go on for ever."""
+    script = tmp_path / "always.py"
+    script.write_text("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True); os._exit(9)")
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=-1", str(script)], tmp_path)
+    assert job.returncode == 65
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
+    assert "the same came back with no progress" in job.err
+
+
+def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, torch\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()\n"
+        "{}['missing']\n"
+    )
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    assert job.returncode == 65
+    assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
+    assert "the same came back with no progress (kind code, rule repeated)" in job.err
+
+
+def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
+    script = tmp_path / "spends.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "tries = pathlib.Path('tries')\n"
+        "number = len(tries.read_text()) if tries.exists() else 0\n"
+        "tries.write_text('x' * (number + 1))\n"
+        "print('try', number, flush=True)\n"
+        "if number == 2:\n"
+        "    import signal; signal.pause()\n"
+        "os._exit(20 + number)\n"
+    )
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=mine", "--rdzv-conf=backoff=0", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger") as job:
+        job.wait_for("try 2")
+        job.process.kill()
+    job = run(command, tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
+    assert job.returncode == 1
+    assert re.findall(r"try (\d)", job.out) == ["3", "4"]
+    assert "all 3 restarts of the budget" in job.err
+    # Whoever starts it after that has seen the verdict.
+    job = run([*command[:-1], "tries"], tmp_path, ELASTIC_EXT_LEDGER_FILE="ledger")
+    assert "budget" not in job.err
+
+
+@pytest.mark.long
+def test_a_restart_that_is_long_ago_no_longer_counts(tmp_path):
+    script = tmp_path / "thrice.py"
+    script.write_text(
+        "import os, time; n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "time.sleep(2.1)  # this is what is tested: time that passes\n"
+        "os._exit(0 if n == 3 else 20 + n)\n"
+    )
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=backoff=0,budget_window=2", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert job.err.count("restart 1 of 1") == 3
+
+
+def test_a_wait_before_the_second_restart(tmp_path):
+    script = tmp_path / "thrice.py"
+    script.write_text("import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); os._exit(0 if n == 3 else 20 + n)")
+    job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=3", "--rdzv-conf=backoff=0.2", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    first, second, third = (line for line in job.err.splitlines() if "restart:" in line)
+    assert "; in" not in first
+    assert re.search(r"; in 0\.[12] s$", second)
+    assert re.search(r"; in 0\.[234] s$", third)
+
+
+def test_a_rule_of_the_user(tmp_path):
+    (tmp_path / "rules.toml").write_text('[[rule]]\nname = "nine"\nexit_code = 9\nkind = "data"\ndecision = "stop"\n')
+    script = tmp_path / "nine.py"
+    script.write_text("print('up', flush=True); import os; os._exit(9)")
+    command = [*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)]
+    job = run(command, tmp_path, ELASTIC_EXT_RULES="rules.toml")
+    assert (job.returncode, job.out.count("up")) == (65, 1)
+    assert "the rule 'nine' of rules file rules.toml (kind data, rule nine)" in job.err
+    job = run(command, tmp_path, ELASTIC_EXT_RULES="no.toml")
+    assert (job.returncode, job.out.count("up")) == (78, 0)
+    assert "no.toml" in job.err
+
+
+def test_no_limit(tmp_path):
+    """-1 through rdzv-conf under stock torchrun, and as --max-restarts through our command."""
+    script = tmp_path / "seven.py"
+    script.write_text("import os; n = os.environ['TORCHELASTIC_RESTART_COUNT']; os._exit(0 if n == '7' else 20 + int(n))")
+    for command in ([*EXT, "--rdzv-conf=max_restarts=-1,backoff=0"], [*AGENT, "--max-restarts=-1", "--rdzv-conf=backoff=0"]):
+        job = run([*command, "--nproc-per-node=1", str(script)], tmp_path)
+        assert job.returncode == 0, job.all
+        assert job.err.count("no limit") == 7
+
+
+def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path)
+    assert job.returncode == 65
+    assert {line["attempt"] for line in reports(job.out)} == {0}
+    assert "stop: rank 1 raised KeyError: 'missing' at gloo_job.py:" in job.err
+    assert job.all.count('{}["missing"]') == 1
+    tail = job.err[job.err.index("Root Cause (first observed failure):") :]
+    assert '{}["missing"]' in tail
+    assert "rank      : 1" in tail
+    assert tail.rstrip().splitlines()[-1].startswith("===")
+
+
+def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_stops_the_job(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text("import torch\nclass NoLicense(Exception): pass\nprint('began', flush=True)\nraise NoLicense('server 7')\n")
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
+    assert job.returncode == 65, job.all
+    assert job.out.count("began") == 2
+    assert "the same came back with no progress" in job.err
+
+
+@pytest.mark.long("agent")
+@pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path, command):
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"step": 7}, tmp_path / "checkpoints" / "step_7.pt")
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'}"
+    job = run([*command, "--nproc-per-node=2", "--rdzv-id=job 1", "--max-restarts=1", conf, GLOO, "kill:1"], tmp_path)
+    assert job.returncode == 0, job.all
+    (line,) = [line for line in job.err.splitlines() if "supervises this run" in line]
+    backend = rf"elastic_ext {re.escape(elastic_ext.__version__)} supervises this run: ext_c10d, run id job 1, "
+    found = rf"metrics http://127\.0\.0\.1:\d+, resumes from {tmp_path}/checkpoints/step_7\.pt, step 7$"
+    assert re.search(backend + found, line), line
+    assert "supervises" not in job.out
+
+
+@pytest.mark.parametrize(
+    ("conf", "metrics", "resumed", "end"),
+    [
+        ({}, "http://[::1]:1", Resumption(), "metrics http://[::1]:1, resumes from nothing: no checkpoint_dir is set"),
+        ({"metrics": "off"}, None, Resumption(), "metrics off, resumes from nothing: no checkpoint_dir is set"),
+        ({}, None, Resumption(), "metrics not served, resumes from nothing: no checkpoint_dir is set"),
+        (
+            {"checkpoint_dir": "s3://me:pw/d@bucket/c"},
+            None,
+            Resumption("s3://me:pw@bucket/c/step_1?sig=secret&x=1", None),
+            "resumes from s3://***@bucket/c/step_1?sig=***&x=1, step unknown",
+        ),
+        ({"checkpoint_dir": "/c"}, None, Resumption(reason="resume_from=none"), "begins from nothing: resume_from=none"),
+    ],
+)
+def test_what_the_start_line_says(conf, metrics, resumed, end):
+    assert start_line("ext_etcd", "job1", metrics, settings.read(conf, {}), resumed).endswith(end)
+
+
+def test_a_survivor_that_ignores_sigterm_is_gone_within_the_grace(tmp_path):
+    command = [*EXT, "--rdzv-conf=stop_grace=0.5", "--nproc-per-node=2", "--max-restarts=1", GLOO, "ignore:0", "kill:1"]
+    with Job(command, tmp_path) as job:
+        assert job.finish(25).returncode == 0  # torch's own way takes 30 s before it kills
+        assert "did not end within 0.5 s of SIGTERM and is killed; it was at:" in job.err
+        assert 'gloo_job.py", line' in job.err  # its stack
+
+
+def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
+    """It raises what would be a code bug, while it answers the SIGTERM that another worker's death brought it."""
+    script = tmp_path / "cleanup.py"
+    script.write_text(
+        "import os, signal\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1': raise SystemExit\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: None.close())\n"
+        "    open('fifo', 'w').write('up')\n"
+        "    signal.pause()\n"
+        "open('fifo').read()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    os.mkfifo(tmp_path / "fifo")
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert "restart: rank 1 was killed by SIGKILL" in job.err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a full tmpfs in a mount namespace of its own, which only root may")
+def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
+    script = tmp_path / "ok.py"
+    script.write_text("print('ran')")
+    shell = "mount -t tmpfs -o size=64k none /dev/shm && head -c 1000000 /dev/zero > /dev/shm/fill; exec " + " ".join(
+        [*AGENT, "--nproc-per-node=2", str(script)]
+    )
+    job = run(["unshare", "-m", "sh", "-c", shell], tmp_path)
+    assert job.returncode == 0, job.all
+    assert job.out.count("ran") == 2
+    assert "no room for the progress words in /dev/shm" in job.err
+
+
+def test_restart_counts_grow_and_log_directories_are_kept(tmp_path):
+    logs = tmp_path / "logs"
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import os, sys; n = os.environ['TORCHELASTIC_RESTART_COUNT']; print('this is', n); sys.exit(0 if n == '2' else 9)"
+    )
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=5", "--log-dir", str(logs), "--redirects=3", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    (run_dir,) = logs.iterdir()
+    assert {path.name: (path / "0" / "stdout.log").read_text() for path in run_dir.iterdir()} == {
+        f"attempt_{n}": f"this is {n}\n" for n in range(3)
+    }
+
+
+def test_no_orphan_is_left_when_the_agent_is_killed(tmp_path):
+    with Job([*EXT, "--nproc-per-node=2", GLOO, "hang:0", "hang:1"], tmp_path) as job:
+        job.wait_for(r"\"rank\"", 2)
+        pids = [line["pid"] for line in reports(job.out)]
+        job.process.kill()
+        assert wait_gone(pids) == []
+
+
+@pytest.mark.long("2")
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tmp_path, sig):
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import signal, sys, threading\n"
+        "got = threading.Event()\n"
+        "def handler(number, frame): print('got', number, flush=True); threading.Timer(6, done).start()\n"
+        "def done(): print('saved', flush=True); got.set()\n"
+        "signal.signal(signal.SIGTERM, handler); signal.signal(signal.SIGINT, handler)\n"
+        "print('up', flush=True)\n"
+        "got.wait()\n"
+    )
+    # 6 s is more than the grace after a failure (5 s by default), and less than the shutdown timeout (30 s by default)
+    with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
+        job.wait_for("(?m)^up$")
+        job.process.send_signal(sig)
+        assert job.finish().returncode != 0
+        assert f"got {int(sig)}" in job.out
+        assert "saved" in job.out
+
+
+@pytest.mark.long("0]", "[[1]]", "xxx")
+@pytest.mark.parametrize(
+    "content",
+    ["{", "not json", '{"message": 5}', "[1]", '{"message": {"message": "x"}}', "x" * 3_000_000],
+    ids=lambda text: text[:12],
+)
+def test_a_broken_error_file_never_hurts_the_agent(tmp_path, content):
+    script = tmp_path / "broken.py"
+    payload = tmp_path / "payload"
+    payload.write_text(content)
+    script.write_text(
+        "import os, shutil, sys\n"
+        f"shutil.copy({str(payload)!r}, os.environ['TORCHELASTIC_ERROR_FILE'])\n"
+        "os._exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n"
+    )
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert "error file" in job.err
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=0", str(script)], tmp_path)
+    assert job.returncode == 1
+    assert "ChildFailedError" in job.err
+    assert "exitcode  : 5" in job.err
+
+
+@pytest.mark.long
+def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
+    """Torch's own agent ends such a job with exit code 0 (its result is UNHEALTHY, which is_failed() does not count)."""
+    torch_agent = pytest.importorskip("torch.distributed.elastic.agent.server.local_elastic_agent")
+    if not hasattr(torch_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
+        pytest.skip("this torch has no check for it (2.13 has)")
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import os\n"
+        "os.mkfifo('fifo')\n"
+        "print('up', flush=True)\n"
+        # vfork: the parent sleeps in the kernel (state D) until the child has opened the FIFO, which nobody writes to
+        "os.posix_spawn('/bin/true', ['true'], os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 0, 'fifo', os.O_RDONLY, 0)])\n"
+    )
+    job = run(
+        [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
+    )
+    assert job.returncode == 69, job.all
+    assert "slept in the kernel" in job.err
+    assert job.out.count("up") == 1
+    # One that ends well when it is told to: there is no failed worker then, and it is a failure all the same.
+    script.write_text(
+        "import ctypes, os, signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "print('up', flush=True)\n"
+        "CLONE_VFORK, SIGCHLD, SYS_clone = 0x4000, 17, 56\n"
+        "if ctypes.CDLL(None).syscall(SYS_clone, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_DFL); signal.pause()\n"
+        "signal.pause()\n"
+    )
+    job = run(
+        [*EXT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1"
+    )
+    assert job.returncode == 69, job.all
+    assert "slept in the kernel" in job.err
+    assert "ChildFailedError" in job.err
+
+
+ENV_SCRIPT = """
+import json, os, sys
+names = '''RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR
+MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE OMP_NUM_THREADS
+TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_VISIBLE_DEVICES'''.split()
+sys.stdout.write(json.dumps({"rank": 0, **{name: os.environ.get(name) for name in names}}) + "\\n")
+"""
+
+
+def test_the_variables_of_torchrun_are_all_there(tmp_path):
+    script = tmp_path / "env.py"
+    script.write_text(ENV_SCRIPT)
+    options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7", str(script)]
+    job = run([*EXT, *options], tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    assert job.returncode == 0, job.all
+    found = sorted(reports(job.out), key=lambda line: line["RANK"])
+    for rank, env in enumerate(found):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "ROLE_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "trainer",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "4",
+            "TORCHELASTIC_RUN_ID": "job7",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "CUDA_VISIBLE_DEVICES": "0,1",
+        }
+        assert {name: env[name] for name in expected} == expected
+        assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"attempt_0/{rank}/error.json")
+        assert env["MASTER_ADDR"]
+        assert int(env["MASTER_PORT"]) > 0
+
+
+def test_prefixes_tee_and_redirects(tmp_path):
+    script = tmp_path / "say.py"
+    script.write_text("import sys; print('to out'); print('to err', file=sys.stderr)")
+    job = run(
+        [*EXT, "--nproc-per-node=2", "--role=tr", "--log-dir=logs", "--redirects=1:3", "--tee=0:1", str(script)],
+        tmp_path,
+        TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[${role_name}${local_rank}|${rank}]: ",
+    )
+    assert job.returncode == 0, job.all
+    assert "[tr0|0]: to out" in job.out
+    assert job.all.count("to out") == 1
+    assert job.all.count("to err") == 1
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
+    assert (attempt / "1" / "stderr.log").read_text() == "to err\n"
+
+
+def test_where_stderr_goes_to_a_file_the_traceback_is_in_it(tmp_path):
+    script = tmp_path / "boom.py"
+    script.write_text("raise NameError('boom')")
+    job = run([*EXT, "--nproc-per-node=1", "--log-dir=logs", "--redirects=3", str(script)], tmp_path)
+    assert job.returncode == 65
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
+    assert (attempt / "0" / "stderr.log").read_text().endswith("NameError: boom\n")
+    assert job.err.count("raise NameError('boom')") == 1
+
+
+def test_record_and_the_launchers_own_error_file(tmp_path):
+    """A scheduler that starts torchrun with TORCHELASTIC_ERROR_FILE gets the root cause of the worker, as with stock."""
+    script = tmp_path / "recorded.py"
+    script.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise NotImplementedError('later')\nmain()\n"
+    )
+    job = run([*EXT, "--nproc-per-node=2", str(script)], tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "launcher.json"))
+    assert job.returncode == 65
+    message = json.loads((tmp_path / "launcher.json").read_text())["message"]
+    assert message["message"] == "NotImplementedError: later"
+    assert "in main" in message["extraInfo"]["py_callstack"]
+
+
+def test_modules_commands_and_the_switch(tmp_path):
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "tool.py").write_text("import sys; print('module', __name__, sys.argv[1:])")
+    job = run([*EXT, "--nproc-per-node=1", "-m", "pkg.tool", "a", "b"], tmp_path)
+    assert "module __main__ ['a', 'b']" in job.out, job.all
+    job = run([*EXT, "--nproc-per-node=2", "--no-python", "sh", "-c", "echo command $RANK"], tmp_path)
+    assert sorted(re.findall(r"command \d", job.out)) == ["command 0", "command 1"], job.all
+    script = tmp_path / "who.py"
+    script.write_text("import sys; print('orig', [part for part in open('/proc/self/cmdline').read().split('\\0')])")
+    on = run([*EXT, "--nproc-per-node=1", str(script)], tmp_path)
+    off = run([*EXT, "--nproc-per-node=1", "--rdzv-conf=bootstrap=off", str(script)], tmp_path)
+    assert "bootstrap.py" in on.out
+    assert "bootstrap.py" not in off.out
+    assert "orig" in off.out
+
+
+def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text("import os, signal; os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or signal.pause()")
+    launcher = tmp_path / "api.py"
+    launcher.write_text(
+        "import sys\n"
+        "from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous\n"
+        "from elastic_ext.rendezvous.handler import EndKind, RoundEnd\n"
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "rendezvous, looks = EmbeddedRendezvous.next_rendezvous, []\n"
+        "def next_rendezvous(self):\n"
+        "    info = rendezvous(self); self.on_event(); return info\n"
+        "def round_over(self):\n"
+        "    looks.append(1)\n"
+        "    if len(looks) == 1: self.on_event()  # they come in the moment after this look\n"
+        "    return RoundEnd(EndKind.BROKEN, 'news') if len(looks) == 2 else None\n"
+        "EmbeddedRendezvous.next_rendezvous, EmbeddedRendezvous.round_over = next_rendezvous, round_over\n"
+        "config = LaunchConfig(1, 1, 1, run_id='r', rdzv_backend='ext_c10d', rdzv_endpoint='localhost:0')\n"
+        f"elastic_launch(config, sys.executable)('-u', {str(script)!r})\n"
+    )
+    job = run([sys.executable, str(launcher)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert "round 1 is over: news" in job.err
+
+
+@pytest.mark.long
+def test_functions_through_the_api_return_their_values(tmp_path):
+    script = tmp_path / "api.py"
+    script.write_text(
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "def fn(x):\n    import os; return x + int(os.environ['RANK'])\n"
+        "def bad():\n    raise ValueError('from a function')\n"
+        "if __name__ == '__main__':\n"
+        "    import sys, threading\n"
+        "    for method in ('spawn', 'fork', 'forkserver'):\n"
+        "        config = lambda: LaunchConfig(1, 1, 2, run_id='r', rdzv_backend='ext_c10d', rdzv_endpoint='localhost:0',\n"
+        "                                      max_restarts=0, start_method=method)\n"
+        "        print(method, sorted(elastic_launch(config(), fn)(10).items()), flush=True)\n"
+        "        try:\n            elastic_launch(config(), bad)()\n"
+        "        except Exception as error:\n"
+        "            print(type(error).__name__, 'from a function' in str(error), flush=True)\n"
+    )
+    job = run([sys.executable, str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    for method in ("spawn", "fork", "forkserver"):
+        assert f"{method} [(0, 10), (1, 11)]\nChildFailedError True\n" in job.out, job.all
+
+
+def test_a_function_that_dies_at_once(tmp_path):
+    """multiprocessing reaps those that have ended while it starts the others: they are gone before they can be watched."""
+    script = tmp_path / "api.py"
+    script.write_text(
+        "import os\n"
+        "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\n"
+        "from torch.distributed.elastic.multiprocessing.errors import ChildFailedError\n"
+        "def fn(): os._exit(3)\n"
+        "config = LaunchConfig(1, 1, 8, run_id='r', rdzv_backend='ext_c10d', rdzv_endpoint='localhost:0', max_restarts=0,\n"
+        "                      start_method='fork')\n"
+        "try: elastic_launch(config, fn)()\n"
+        "except ChildFailedError as error: print('failed with', error.get_first_failure()[1].exitcode)\n"
+    )
+    job = run([sys.executable, str(script)], tmp_path)
+    assert "failed with 3" in job.out, job.all
+
+
+def test_run_path(tmp_path):
+    script = tmp_path / "path.py"
+    script.write_text("import os, sys; sys.stdout.write(f\"path {__name__} {sys.argv} {os.environ['RANK']}\\n\")")
+    job = run([*EXT, "--nproc-per-node=2", "--run-path", str(script), "x"], tmp_path)
+    assert job.returncode == 0, job.all
+    assert job.out.count("path __main__") == 2
+
+
+def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
+    import torch
+
+    checkpoints = tmp_path / "ckpt"
+    checkpoints.mkdir()
+    script = tmp_path / "resume.py"
+    script.write_text(
+        "import os, torch\n"
+        "env, n = os.environ, int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print('resume', n, env.get('ELASTIC_EXT_RESUME_FROM'), env.get('ELASTIC_EXT_RESUME_STEP'), flush=True)\n"
+        "if n == 0: torch.save({}, 'ckpt/step_7.pt'); open('ckpt/step_9.pt', 'wb').write(b'PK torn'); os._exit(9)\n"
+    )
+    options = [f"--rdzv-conf=checkpoint_dir={checkpoints}", "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    job = run([*EXT, *options], tmp_path)
+    assert job.returncode == 0, job.all
+    assert re.findall("resume .*", job.out) == ["resume 0  None", f"resume 1 {checkpoints}/step_7.pt 7"]
+    assert "step_9.pt" in job.err
+    torch.load(checkpoints / "step_7.pt")
+    assert sorted(os.listdir(checkpoints)) == ["step_7.pt", "step_9.pt"]
+
+
+@pytest.fixture
+def group():
+    yield from memory_group(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("b'x' * (3 << 30)", "(kind host_memory, rule oom-killed)"),
+        ("os.kill(os.getpid(), 9)", "(kind unknown, rule killed)"),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group, fault, told):
+    """Agent and workers are in one control group, as in a container."""
+    script = tmp_path / "eats.py"
+    script.write_text(f"import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    {fault}\n")
+    enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    job = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=3", str(script)], tmp_path)
+    assert job.returncode == 0, job.all
+    assert told in job.err
+
+
+ROUND_FILES = """
+import json, os
+told = json.loads(os.environ["ELASTIC_EXT_WORKER"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+run_dir = os.path.dirname(os.path.dirname(os.path.dirname(told["stderr"])))
+print("kept", attempt, sorted(name for name in os.listdir(run_dir) if name.startswith("attempt_")), flush=True)
+os._exit(attempt + 20 if attempt < 3 else 0)
+"""
+
+
+def test_what_a_round_leaves_in_memory_goes_with_it(tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(ROUND_FILES)
+    job = run([*EXT, "--max-restarts=3", script], tmp_path)
+    assert job.returncode == 0, job.all
+    assert re.findall(r"kept (\d) (.*)", job.out) == [(str(attempt), f"['attempt_{attempt}']") for attempt in range(4)]
+
+
+# Logging swallows what a handler raises, and torch's exception for a signal is raised wherever the main thread is just then.
+DEAF = """
+import logging, os, signal
+
+class Deaf(logging.Handler):
+    def emit(self, record):
+        if "{told}" in record.getMessage():
+            logging.getLogger("elastic_ext.agent.supervisor").removeHandler(self)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception:
+                os.write(2, b"swallowed\\n")
+
+logging.getLogger("elastic_ext.agent.supervisor").addHandler(Deaf())
+"""
+
+
+@pytest.mark.parametrize("backoff_s", [1000, 0])
+def test_a_signal_that_logging_swallows_still_ends_the_agent(tmp_path, backoff_s):
+    """It comes while the agent logs its decision, and is seen while the agent waits: for the restart, or for the workers."""
+    (tmp_path / "sitecustomize.py").write_text(DEAF.format(told="; in " if backoff_s else "elastic_ext: restart"))
+    (tmp_path / "again.py").write_text(
+        "import os, signal\n"
+        "count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"if {backoff_s} or count == 0: os._exit(20 + count)\n"
+        "signal.pause()"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wait = {"ELASTIC_EXT_BACKOFF": str(backoff_s), "ELASTIC_EXT_BACKOFF_MAX": "1000"}
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=5", str(tmp_path / "again.py")]
+    with Job(command, tmp_path, PYTHONPATH=path, **wait) as job:
+        job.wait_for("swallowed")
+        assert job.finish(60).returncode == 75, job.err

@@ -1,0 +1,190 @@
+"""The benchmarks run, and say what they claim to say. Their figures are not tested: those are for a quiet machine."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, wait_gone
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
+
+import jobs  # noqa: E402
+import measure  # noqa: E402
+import restart  # noqa: E402
+import restart_reliability  # noqa: E402
+
+TIMEOUT_S = 150
+
+
+def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
+    """Run a benchmark and return its JSON line, which must be the last line of its output and the file that it left."""
+    command = [sys.executable, str(BENCHMARKS / script), "--results", str(results), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    line = done.stdout.splitlines()[-1]
+    record = json.loads(line)
+    assert (results / f"{record['benchmark']}.json").read_text() == line + "\n"
+    assert (results / f"{record['benchmark']}.md").read_text().strip() in done.stdout
+    draws = "entry_point" not in script and importlib.util.find_spec("matplotlib") is not None
+    assert (results / f"{record['benchmark']}.png").exists() == draws
+    assert {"cores", "load_1m", "python", "torch"} == record["machine"].keys()
+    return record
+
+
+@pytest.mark.long
+def test_restart_reliability(tmp_path):
+    record = result("restart_reliability.py", tmp_path, "--tries=1", "--stock-tries=0", "--timeout=100")
+    assert record["ours"] == {"clean": 1, "burned": 0, "hung": 0, "failed": 0, "tries": 1}
+    assert record["stock"] == {"clean": 0, "burned": 0, "hung": 0, "failed": 0, "tries": 0}
+
+
+@pytest.mark.long
+def test_verdict(tmp_path):
+    record = result("verdict.py", tmp_path, "--repeat=1")
+    assert record["sides"]["ours"]["codes"] == ["65"]
+    assert record["sides"]["ours"]["verdict_s"] > 0
+    assert record["sides"]["stock"]["codes"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "attempts", "expected"),
+    [
+        (0, {0, 1}, "clean"),
+        (0, {0, 1, 2}, "burned"),
+        (None, {0, 1}, "hung"),
+        (1, {0, 1, 2, 3}, "failed"),
+        (0, {0}, "failed"),
+        (1, set(), "failed"),
+    ],
+)
+def test_what_a_try_counts_as(returncode, attempts, expected):
+    assert restart_reliability.verdict(returncode, attempts) == expected
+
+
+@pytest.mark.long
+def test_restart(tmp_path):
+    record = result("restart.py", tmp_path, "--repeat=1", "--rows=sigkill")
+    [row] = record["rows"]
+    assert row["row"] == "sigkill"
+    for agent in ("warm", "ours", "stock"):
+        side = row[agent]
+        assert side["lost"] == 0
+        assert tuple(side["phases_s"]) == restart.PHASES
+        assert min(side["phases_s"].values()) >= 0
+        assert sum(side["phases_s"].values()) == pytest.approx(side["median_s"], abs=0.01)
+        assert side["all_s"] == [side["median_s"]]
+    assert row["ratio"] == pytest.approx(row["stock"]["median_s"] / row["ours"]["median_s"], rel=0.01)
+
+
+@pytest.mark.long
+def test_restart_refuses_a_row_that_it_does_not_know(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "restart.py"), "--rows=sigkil"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 2
+    assert "unknown row 'sigkil'; expected some of sigkill, exit" in done.stderr
+
+
+def test_a_recovery_ends_with_the_last_rank_of_the_first_attempt_that_came_up():
+    def stamps(attempt, rank, *ns):
+        return [jobs.Stamp(attempt, rank, event, at) for event, at in zip(restart.EVENTS, ns, strict=False)]
+
+    burned = stamps(1, 0, 10, 20, 30, 40, 50) + stamps(1, 1, 10, 20, 30)
+    one = stamps(2, 0, 10**9, 2 * 10**9, 4 * 10**9, 5 * 10**9, 7 * 10**9)
+    good = one + stamps(2, 1, 10**9, 3 * 10**9, 3 * 10**9, 6 * 10**9, 6 * 10**9)
+    fault = jobs.Stamp(0, 1, "fault", 0)
+    found = restart.recovery([fault, *burned, *good])
+    assert found == restart.Recovery(2, {"agent": 1.0, "interpreter": 2.0, "torch": 1.0, "collective": 2.0, "steps": 1.0})
+    assert restart.recovery([fault, *burned]) is None
+    assert restart.recovery(good) is None
+
+
+def test_entry_point(tmp_path):
+    record = result("entry_point.py", tmp_path, "--repeat=1", "--torchrun-repeat=0", "--promise-ms=1000")
+    assert "elastic_ext.agent.plugin" in record["modules"]
+    assert record["imports_torch"] is False
+    assert 0 < record["median_s"] <= record["max_s"]
+    assert record["kept"] is True
+
+
+def test_entry_point_says_when_the_promise_is_broken(tmp_path):
+    assert result("entry_point.py", tmp_path, "--repeat=1", "--torchrun-repeat=0", "--promise-ms=0", code=1)["kept"] is False
+
+
+NEVER_ENDS = """
+import os, subprocess, sys
+own = {"start_new_session": True, "stdout": subprocess.PIPE, "text": True}
+pause = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", pause], **own)
+print(child.stdout.readline(), flush=True)
+print("up", flush=True)
+if "leave" not in sys.argv:
+    child.wait()
+"""
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("stay", None), ("leave", 0)])
+def test_nothing_of_a_job_is_left(tmp_path, mode, expected):
+    """Not even what went into a session of its own, ignores SIGTERM and outlived its parent."""
+    (tmp_path / "never_ends.py").write_text(NEVER_ENDS)
+    runner = (
+        f"import os, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import jobs\n"
+        f"print(jobs.run([sys.executable, 'never_ends.py', {mode!r}], '.', dict(os.environ), open('out', 'w'), 5.0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", runner], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert done.stdout.strip() == str(expected)
+    pid, *_, up = (tmp_path / "out").read_text().split()
+    assert up == "up"
+    assert not os.path.exists(f"/proc/{pid}")
+    assert wait_gone([int(pid)], timeout_s=0) == []
+
+
+def test_a_table_lines_up_and_shows_what_was_not_measured():
+    text = measure.table(["row", "s"], [["a", measure.shown(1.234)], ["longer", measure.shown(None)]])
+    assert text.splitlines() == ["| row    |    s |", "|--------|-----:|", "| a      | 1.23 |", "| longer |    - |"]
+    assert measure.ratio(4.0, 2.0) == 2.0
+    assert measure.ratio(None, 2.0) is None
+
+
+@pytest.mark.long
+def test_code_bug_waste(tmp_path):
+    record = result("code_bug_waste.py", tmp_path, "--faults=name", "--max-restarts=1")
+    ours, stock = (record["rows"]["name"][agent] for agent in ("ours", "stock"))
+    assert (ours["returncode"], ours["restarts"]) == (65, 0)
+    assert (stock["returncode"], stock["restarts"]) == (1, 1)
+
+
+def test_checkpoints(tmp_path):
+    record = result("checkpoints.py", tmp_path, "--count=30", "--megabytes=16", "--repeat=1", "--rows=choose")
+    assert record["rows"]["choose"].keys() == {"elastic_ext", "torch.save", "Hugging Face"}
+    assert record["kept"] is True
+    import checkpoints
+
+    assert checkpoints.kept({"verify": {"verify_by_read": 1.31}}, 0) is False
+    assert checkpoints.kept({"choose": {"a": {"median_s": 1.1}}}, 10_000) is False
+
+
+def test_classification(tmp_path):
+    record = result("classification.py", tmp_path, "--repeat=1", "--promise-ms=1000")
+    assert len(record["rows"]) == 10
+    assert all(0 < row["median_ms"] <= row["max_ms"] for row in record["rows"].values())
+
+
+@pytest.mark.long
+def test_overhead(tmp_path):
+    import overhead
+
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import overhead; print(overhead.one_run('warm', 4))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    seen = eval(done.stdout.splitlines()[-1], {"Run": overhead.Run})
+    assert seen.tokens_s > 0
+    assert 0 <= seen.agent_cpu < 2

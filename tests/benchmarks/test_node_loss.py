@@ -1,0 +1,101 @@
+"""benchmarks/node_loss.py runs, says what it claims to say, and leaves nothing behind. Its figures are not tested."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
+
+import node_loss  # noqa: E402
+from node_loss import Cell, Observer, Outcome, Stamp  # noqa: E402
+
+TIMEOUT_S = 150
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(BENCHMARKS / "node_loss.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.mark.long
+def test_one_row_of_ours(tmp_path):
+    done = run("--repeat=1", "--rows=node", "--sides=ours-2", f"--results={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = done.stdout.splitlines()[-1]
+    record = json.loads(line)
+    assert (tmp_path / "node_loss.json").read_text() == line + "\n"
+    assert (tmp_path / "node_loss.md").read_text().strip() in done.stdout
+    [row] = record["rows"]
+    side = row["ours-2"]
+    assert side["outcomes"] == [["trains again", side["median_s"]]]
+    assert tuple(side["phases_s"]) == node_loss.PHASES
+    assert sum(side["phases_s"].values()) == pytest.approx(side["median_s"], abs=0.01)
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _mentions(path, str(BENCHMARKS / "workers"))]
+    assert left == []
+
+
+def _mentions(path: Path, text: str) -> bool:
+    try:
+        return text in path.read_text(errors="replace") and "node_loss" in path.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def test_an_unknown_row_or_side_is_refused():
+    assert "unknown 'nod'; expected some of node, agent" in run("--rows=nod").stderr
+    assert "unknown 'our'; expected some of ours, warm, ours-2" in run("--sides=our").stderr
+
+
+def test_what_is_skipped_has_a_reason(monkeypatch):
+    assert "one process" in str(node_loss.why_not("etcd", "stock"))
+    assert node_loss.why_not("etcd", "ours") is None
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in str(node_loss.why_not("link", "ours"))
+    assert node_loss.why_not("node", "ours") is None
+
+
+def test_phases_end_with_the_last_node():
+    new = [Stamp("a", 11, 0, 2, "step", 9 * 10**9), Stamp("b", 12, 1, 2, "step", 8 * 10**9)]
+    found = node_loss.phases(10**9, [2 * 10**9, 3 * 10**9], new, {11: 4 * 10**9, 12: 5 * 10**9})
+    assert found == {"stop": 2.0, "round": 2.0, "start": 4.0}
+
+
+def test_a_world_trains_when_all_its_ranks_step_and_none_of_them_has_ended(tmp_path):
+    observer = Observer(tmp_path / "told")
+
+    def tell(rank: int, world: int, pid: int) -> None:
+        stamp = {"node": "a", "pid": pid, "rank": rank, "world": world, "event": "step", "ns": 1}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            told.sendto(json.dumps(stamp).encode(), observer.path)
+
+    ends = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    tell(0, 2, os.getpid())
+    assert observer.until(lambda: observer.training(2), 0.0) is None
+    tell(1, 2, ends.pid)
+    there = observer.until(lambda: observer.training(2), 20)
+    assert there is not None
+    assert {rank: step.pid for rank, step in there.items()} == {0: os.getpid(), 1: ends.pid}
+    ends.communicate(b"\n")
+    assert observer.until(lambda: observer.ended_ns.get(ends.pid), 20) is not None
+    assert observer.training(2) is None
+    observer.close()
+
+
+def test_a_cell_says_what_happened():
+    again = [Outcome("trains again", seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)]
+    assert Cell(again).shown() == "4.00 (2.00 + 0.50 + 1.50)"
+    assert Cell([Outcome("job dies", 61.7)]).shown() == "job dies after 62 s"
+    assert Cell([Outcome("nothing", 90.0)]).shown() == "nothing in 90 s"
+    assert Cell([Outcome("trains on", 0.031)]).shown() == "trains on pause 0.03 s"
+    mixed = Cell([again[0], Outcome("job dies", 5.0)])
+    assert mixed.total_s is None
+    assert mixed.shown() == "job dies after 5 s; trains again 3.0 s"
+    assert Cell().shown() == "-"

@@ -1,0 +1,161 @@
+"""benchmarks/rendezvous.py and steady_state.py run with a few agents, and say what they claim to say. No figure is tested."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "workers")]  # they are scripts, not a package
+
+import crew  # noqa: E402
+import rendezvous  # noqa: E402
+import steady_state  # noqa: E402
+
+TIMEOUT_S = 150
+AGENTS = 6
+FEW = ("--repeat=1", "--loops=2", "--processes=2", "--stock-processes=1")
+
+
+def result(script: str, results: Path, *options: str, code: int = 0) -> dict:
+    """Run a benchmark and return its JSON line, which must be the last line of its output and the file that it left."""
+    command = [sys.executable, str(BENCHMARKS / script), "--results", str(results), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    line = done.stdout.splitlines()[-1]
+    record = json.loads(line)
+    name = record["benchmark"]
+    assert (results / f"{name}.json").read_text() == line + "\n"
+    assert (results / f"{name}.md").read_text().strip() in done.stdout
+    assert (results / f"{name}.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    return record
+
+
+def test_rendezvous(tmp_path):
+    record = result("rendezvous.py", tmp_path, f"--sizes={AGENTS}", f"--stock-sizes={AGENTS}", *FEW)
+    [row] = record["rows"]
+    assert row["agents"] == AGENTS
+    for side in ("ours", "stock"):
+        assert row[side]["why"] == ""
+        for part in ("form", "rejoin"):
+            assert row[side][part]["seconds"] > 0
+            assert row[side][part]["operations_node"] > 0
+            assert row[side][part]["bytes_node"] > 0
+    for side, grants in (("sketch", 1.0), ("grouped sketch", 2 / AGENTS)):
+        assert row[side]["why"] == ""
+        assert row[side]["rejoin"] is None
+        assert row[side]["form"]["seconds"] > 0
+        # For each agent a watch; the leader has one more.
+        assert row[side]["form"]["methods_node"]["Watch"] == pytest.approx(1 + 1 / AGENTS)
+        assert row[side]["form"]["methods_node"]["LeaseGrant"] == pytest.approx(grants)
+    assert record["reached"]["times_the_sketch"][str(AGENTS)] > 0
+    form, rejoin = row["ours"]["form"]["methods_node"], row["ours"]["rejoin"]["methods_node"]
+    assert form["LeaseGrant"] >= 1  # each its own
+    assert form["Watch"] >= 2
+    assert "LeaseGrant" not in rejoin  # whoever stays keeps its lease
+    assert rejoin["LeaseRevoke"] == pytest.approx(1 / AGENTS)
+    assert row["stock"]["rejoin"]["methods_node"]["sets"] >= 1
+
+
+def test_rendezvous_says_when_a_round_is_not_formed(tmp_path):
+    options = [f"--sizes={AGENTS}", "--stock-sizes=", "--repeat=1", "--timeout=0.001"]
+    record = result("rendezvous.py", tmp_path, *options, code=1)
+    [row] = record["rows"]
+    assert row["ours"]["form"] is None
+    assert "agents joined round 1 in 0.001 s" in row["ours"]["why"]
+    assert "did not form in 0.001 s" in row["sketch"]["why"]
+    for side in ("ours", "sketch"):
+        assert row[side]["why"] in (tmp_path / "rendezvous.md").read_text()
+    assert record["reached"]["times_the_sketch"] == {str(AGENTS): None}
+
+
+def test_steady_state(tmp_path):
+    record = result("steady_state.py", tmp_path, f"--agents={AGENTS}", "--seconds=2", "--lease-ttl=2", "--processes=1")
+    # A third of the lease time is 0.7 s: each has kept its own alive at least once, and done nothing else.
+    assert record["ours"]["requests_s"].keys() == {"LeaseKeepAlive"}
+    assert record["reached"]["keep_alives_only"] is True
+    assert record["stock"]["requests_s"]["gets"] > 0
+    for side in ("ours", "stock"):
+        assert record[side]["bytes_s"] > 0
+
+
+def test_a_dead_worker_is_an_error_and_leaves_nothing():
+    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+        [process] = host._processes
+        assert "cpu_s" in host.ask(60, do="cpu")[0]
+        process.kill()
+        process.wait()
+        with pytest.raises(crew.WorkerFailed, match="ended, with exit code -9"):
+            host.ask(60, do="cpu")
+    assert not os.path.exists(f"/proc/{process.pid}")
+
+
+def phase(seconds: float, operations: float = 5.0, bytes_node: float = 1000.0) -> rendezvous.Phase:
+    return rendezvous.Phase(seconds, operations, bytes_node, 1.0, 1.0, 1.0, {})
+
+
+def test_the_verdict_holds_what_was_aimed_at():
+    floor = rendezvous.Outcome(phase(0.05), None)
+    good = {"ours": rendezvous.Outcome(phase(0.1), phase(0.1)), "stock": rendezvous.Outcome(phase(4.0), phase(10.0))}
+    good["sketch"] = floor
+    reached = rendezvous.verdict({128: good})
+    assert reached["within_3_times_the_sketch"] is True
+    assert reached["rejoin_128_50_times_faster"] is True
+    assert reached["operations_10_or_fewer"] is True
+    slow = {"ours": rendezvous.Outcome(phase(0.2, 11.0), None, "late"), "stock": rendezvous.Outcome(None, None, "late")}
+    slow["sketch"] = floor
+    reached = rendezvous.verdict({128: slow, 256: good})
+    assert rendezvous.verdict({256: good})["within_3_times_the_sketch"] is None  # not at a size of the sketch
+    assert reached["times_the_sketch"] == {"128": 4.0, "256": 2.0}
+    assert reached["times_the_figures_of_DESIGN"] == {"128": 4.0}
+    assert reached["within_3_times_the_sketch"] is False
+    assert reached["rejoin_128_50_times_faster"] is None
+    assert reached["operations_10_or_fewer"] is False
+
+
+def test_a_try_that_failed_counts_as_the_slowest():
+    tries = [rendezvous.Outcome(phase(1.0), None, "late"), *(rendezvous.Outcome(phase(1.0), phase(s)) for s in (3.0, 2.0))]
+    assert rendezvous.middle(tries).rejoin == phase(3.0)
+    assert rendezvous.middle(tries[:1]).why == "late"
+    formed = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
+    assert rendezvous.middle(formed) == rendezvous.Outcome(phase(2.0), None, "late")
+
+
+def test_traffic_is_read_from_etcds_metrics():
+    text = """# HELP of something
+grpc_server_msg_received_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 7
+grpc_server_msg_received_total{grpc_method="Put",grpc_service="etcdserverpb.KV",grpc_type="unary"} 0
+grpc_server_msg_sent_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 9
+grpc_server_msg_sent_total{grpc_method="Watch",grpc_service="grpc.health.v1.Health",grpc_type="server_stream"} 0
+etcd_network_client_grpc_received_bytes_total 1.5e+03
+etcd_network_client_grpc_sent_bytes_total 200
+process_cpu_seconds_total 0.25
+"""
+    found = crew.parse_traffic(text)
+    assert found == crew.Traffic({"Txn": 7.0}, 9.0, 1500.0, 200.0, 0.25)
+    assert found - found == crew.Traffic({}, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_loopback_bytes_are_read_from_the_kernels_table():
+    table = "Inter-|   Receive\n face |bytes    packets\n  eth0: 5 1 0\n    lo: 1234 9 0 0 0 0 0 0 1234 9\n"
+    assert steady_state.loopback_bytes(table) == 1234
+    with pytest.raises(ValueError, match="no line for lo"):
+        steady_state.loopback_bytes("  eth0: 5 1 0\n")
+
+
+def test_agents_are_shared_out_without_gap():
+    assert crew.shares(5, 2) == [(0, 2), (2, 3)]
+    assert crew.shares(2, 4) == [(0, 1), (1, 1)]
+
+
+def test_sizes_may_be_empty():
+    assert rendezvous.sizes("") == []
+    assert rendezvous.sizes("64,128") == [64, 128]
+    with pytest.raises(ValueError):
+        rendezvous.sizes("many")

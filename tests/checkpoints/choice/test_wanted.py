@@ -1,0 +1,213 @@
+"""Which one is asked for, which one may be trusted, and what a choice costs the storage."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import storage
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.choice.discovery import Choice, Wanted, newest_complete
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
+from elastic_ext.checkpoints.formats.verify import Mode
+from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage
+from tests.checkpoints.formats.test_formats import save_own
+
+
+@pytest.fixture(params=["local", "s3"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3") + "/run"
+
+
+def chosen(directory: str, **wanted: Any) -> str | None:
+    resume = newest_complete(directory, Wanted(**wanted)).resume
+    return resume and os.path.basename(resume.path)
+
+
+def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> None:
+    held = open_storage(directory)
+    names = [save_own(held, step) for step in (1, 2, 3)]
+    assert chosen(directory) == names[2]
+    catalog.quarantine(held, names[2], "KeyError at load, twice", "agent")
+    choice = newest_complete(directory)
+    assert choice.resume is not None
+    assert choice.resume.step == 2
+    assert [(passed.path, passed.reason, passed.distrusted) for passed in choice.passed_over] == [
+        (held.path(names[2]), "quarantined: KeyError at load, twice", True)
+    ]
+    assert not choice.all_bad
+    mark = catalog.quarantined(held, names[2])
+    assert mark is not None
+    assert (mark.by, mark.at > 0) == ("agent", True)
+    assert catalog.in_quarantine(held) == {names[2]}
+    catalog.unquarantine(held, names[2])
+    assert chosen(directory) == names[2]
+    with pytest.raises(FileNotFoundError):
+        catalog.unquarantine(held, names[2])
+
+
+def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
+    held = open_storage(directory)
+    held.put(f"{directory_name(9, 1)}/__0_0.distcp", b"torn")
+    choice = newest_complete(directory)
+    assert (choice.resume, choice.all_bad, len(choice.passed_over)) == (None, False, 1)  # the very first save was cut off
+    names = [save_own(held, step) for step in (1, 2)]
+    catalog.quarantine(held, names[0], "bad")
+    choice = newest_complete(directory, Wanted(exclude=frozenset({names[1]})))
+    assert (choice.resume, choice.all_bad) == (None, True)
+    assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
+
+
+def test_going_back(tmp_path: Path) -> None:
+    names = [save_own(tmp_path, step) for step in (1, 2, 3, 4)]
+    (tmp_path / names[2] / MANIFEST).unlink()
+    torch.save({"step": 9}, tmp_path / "last.pt")
+    os.utime(tmp_path / "last.pt", (1, 1))
+    expected = [names[3], names[1], names[0], "last.pt", None]
+    assert [chosen(str(tmp_path), back=back) for back in range(5)] == expected
+    choice = newest_complete(str(tmp_path), Wanted(back=9))
+    assert (choice.resume, choice.all_bad) == (None, False)
+    assert [os.path.basename(passed.path) for passed in choice.passed_over if "go back" in passed.reason] == [
+        names[3], names[1], names[0], "last.pt",
+    ]  # fmt: skip
+
+
+def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
+    held = open_storage(directory)
+    names = [save_own(held, 7, 1), save_own(held, 8, 1), save_own(held, 7, 2)]
+    assert newest_complete(directory, Wanted(resume_from="none")) == Choice(None)
+    assert chosen(directory, resume_from="8") == names[1]
+    assert chosen(directory, resume_from="7") == names[2]  # the newer of the two
+    for text in (names[0], held.path(names[0]), held.path(names[0]) + "/"):
+        assert chosen(directory, resume_from=text) == names[0]
+    resume = newest_complete(directory, Wanted(resume_from="8")).resume
+    assert resume is not None
+    assert resume.reason.startswith("asked for by resume_from, ")
+
+
+def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
+    save_own(tmp_path / "mine", 1)
+    name = save_own(tmp_path / "other", 5)
+    resume = newest_complete(str(tmp_path / "mine"), Wanted(resume_from=str(tmp_path / "other" / name))).resume
+    assert resume is not None
+    assert resume.path == str(tmp_path / "other" / name)
+
+
+def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
+    names = [save_own(tmp_path, step) for step in (1, 2)]
+    with pytest.raises(UsageError, match=r"resume_from=77: there is no such checkpoint in .*, which holds step_00000002"):
+        newest_complete(str(tmp_path), Wanted(resume_from="77"))
+    with pytest.raises(UsageError, match="no such checkpoint"):
+        newest_complete(str(tmp_path), Wanted(resume_from="model_2.pt"))
+    catalog.quarantine(open_storage(str(tmp_path)), names[1], "bad")
+    with pytest.raises(UsageError, match=r"resume_from=2 cannot be used: .*quarantined: bad"):
+        newest_complete(str(tmp_path), Wanted(resume_from="2"))
+    with pytest.raises(UsageError, match="excluded"):
+        newest_complete(str(tmp_path), Wanted(resume_from="1", exclude=frozenset({names[0]})))
+
+
+def test_a_damaged_one_is_found_before_it_is_chosen(directory: str) -> None:
+    held = open_storage(directory)
+    names = [save_own(held, step) for step in (1, 2)]
+    data = bytearray(held.read(f"{names[1]}/__1_0.distcp"))
+    data[17] ^= 4
+    held.put(f"{names[1]}/__1_0.distcp", bytes(data))
+    assert chosen(directory) == names[1]  # nobody has asked for a look at the content
+    choice = newest_complete(directory, Wanted(verify=Mode.FULL))
+    assert choice.resume is not None
+    assert os.path.basename(choice.resume.path) == names[0]
+    assert choice.passed_over[0].reason.startswith("damaged: __1_0.distcp: its checksum is ")
+    assert choice.passed_over[0].distrusted
+
+
+def test_the_markers_are_no_checkpoints(tmp_path: Path) -> None:
+    held = open_storage(str(tmp_path))
+    held.create(".elastic_ext/generation-00000001", b"{}")
+    assert newest_complete(str(tmp_path)) == Choice(None)
+
+
+# What it costs.
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each storage was asked, and what."""
+    counted: Counter[str] = Counter()
+
+    def count(kind: type[Storage], name: str) -> None:
+        inner = getattr(kind, name)
+
+        def outer(self: Storage, *args: Any) -> Any:
+            counted[name] += 1
+            return inner(self, *args)
+
+        monkeypatch.setattr(kind, name, outer)
+
+    for kind in (LocalStorage, RemoteStorage):
+        for name in ("entries", "stat", "open"):
+            count(kind, name)
+    return counted
+
+
+def test_one_listing_and_one_for_the_candidate(directory: str, calls: Counter[str]) -> None:
+    held = open_storage(directory)
+    for step in range(1, 21):
+        save_own(held, step)
+    calls.clear()
+    assert chosen(directory) == directory_name(20, 1)
+    # The directory, the checkpoint, its folder of one rank's files; its manifest.
+    assert calls == {"entries": 3, "open": 1}
+    held.put(".elastic_ext/generation-00000001", b"{}")
+    calls.clear()
+    assert chosen(directory) == directory_name(20, 1)
+    assert calls == {"entries": 3, "open": 2}  # and one question for a mark of the one candidate, no listing of marks
+
+
+def test_ten_thousand(tmp_path: Path, calls: Counter[str]) -> None:
+    data = None
+    for step in range(10_000):
+        path = tmp_path / f"checkpoint_epoch_{step}.pt"
+        if data is None:
+            torch.save({"epoch": 0}, path)
+            data = path.read_bytes()
+        path.write_bytes(data)
+    assert chosen(str(tmp_path)) == "checkpoint_epoch_9999.pt"
+    assert calls == {"entries": 1, "open": 1}
+
+
+class LateStorage(LocalStorage):
+    """Read-after-write lag: a name is listed and found only so many looks after it was written."""
+
+    def __init__(self, address: str, lag: int) -> None:
+        super().__init__(address)
+        self.looks, self.lag = 0, lag
+
+    def stat(self, name: str) -> Entry | None:
+        self.looks += 1
+        return super().stat(name) if self.looks > self.lag else None
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        with super().open(name) as file:
+            yield file
+
+
+def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
+    name = save_own(tmp_path, 1)
+    late = LateStorage(str(tmp_path), 5)
+    found = storage.polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
+    assert found is not None
+    assert late.looks == 6
+    assert discovery.Look(late)(next(late.entries())).complete

@@ -1,0 +1,199 @@
+"""The agent's side of the copier: one that is stuck, or dies again and again, holds up nobody and hides nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.checkpoints.copying.copier import Copier
+from tests.checkpoints.copying.test_replicate import complete, save
+from tests.checkpoints.directory.test_tiers import copiers
+from tests.jobs import AGENT, Job
+
+WELL_S = 60.0  # what a machine under load may take for what is due at once
+
+
+class Watched:
+    """A copier with what it tells."""
+
+    def __init__(self, local: Path, remote: Path | str, stall_s: float) -> None:
+        self.told: list[dict] = []
+        self.failed = 0
+        self._changed = threading.Condition()
+        self.copier = Copier(str(local), str(remote), 0.0, "token", self._note, self._count, stall_s)
+
+    def _note(self, told: dict) -> None:
+        with self._changed:
+            self.told.append(told)
+            self._changed.notify_all()
+
+    def _count(self) -> None:
+        with self._changed:
+            self.failed += 1
+            self._changed.notify_all()
+
+    def until(self, wanted) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: wanted(self), WELL_S), (self.failed, self.told)
+
+
+@contextmanager
+def watched(local: Path, remote: Path | str, stall_s: float) -> Iterator[Watched]:
+    found = Watched(local, remote, stall_s)
+    try:
+        yield found
+    finally:
+        found.copier.close(0.0)
+
+
+def pid_of(each: Watched) -> int:
+    (pid,) = copiers(os.getpid())
+    return pid
+
+
+def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, caplog):
+    with watched(tmp_path / "local", tmp_path / "remote", 3.0) as each:
+        each.until(lambda seen: seen.told)
+        os.kill(pid_of(each), signal.SIGSTOP)
+        name = save([tmp_path / "local"], 2)
+        each.copier.look()
+        each.until(lambda seen: seen.failed)  # while the job goes on: a metric and one line
+        assert each.copier.close(None) == ()
+    assert complete(tmp_path / "remote", name)
+    assert caplog.text.count("says nothing for 3 s") == 1
+    assert "it is begun anew" in caplog.text
+
+
+def test_a_stall_that_is_never_over(tmp_path, caplog):
+    name = save([tmp_path / "local"], 2)
+    with watched(tmp_path / "local", tmp_path / "remote", 1e9) as each:
+        assert each.copier.close(None) == ()
+    assert complete(tmp_path / "remote", name)
+
+
+@pytest.fixture
+def silent_server(monkeypatch) -> Iterator[str]:
+    """A URL of an object store that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "none")
+        yield "s3://bucket/job"
+
+
+def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplog):
+    name = save([tmp_path / "local"], 2)
+    with watched(tmp_path / "local", silent_server, 2.0) as each:
+        assert each.copier.close(None) == (name,)
+        assert f"on this node only ({tmp_path / 'local'}): {name}" in caplog.text
+        assert copiers(os.getpid()) == []
+
+
+def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
+    name = save([tmp_path / "local"], 2)
+    with watched(tmp_path / "local", "nosuch://bucket", 4.0) as each:
+        each.until(lambda seen: seen.failed)
+        assert each.copier.close(None) == (name,)
+    assert name in caplog.text
+
+
+def test_what_the_workers_did_not_go_on_from_is_missed_by_nobody(tmp_path):
+    """A part of a checkpoint whose other parts are lost, in a job that went back and saved no more."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    for path in (local, remote):
+        path.mkdir()
+    (remote / ".elastic_ext").mkdir()
+    (remote / ".elastic_ext" / "copying").mkdir()  # nothing can be copied
+    old, passed = save([local], 2), save([local], 4)
+    with watched(local, remote, 1.0) as each:
+        each.copier.round_starts(f"s3://bucket/{old}")
+        assert each.copier.close(None) == (old,)
+    with watched(local, remote, 1.0) as each:
+        assert each.copier.close(None) == (passed, old)
+
+
+SCRIPT = """
+import sys
+from torch import nn
+from elastic_ext import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], model=nn.Linear(3, 3))
+checkpointer.load()
+checkpointer.save(5, wait=True)
+"""
+
+
+PINNED = """
+import fcntl, os, sys, time, torch
+from torch import nn
+from elastic_ext import Checkpointer
+model = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters())
+checkpointer = Checkpointer(sys.argv[1], model=model, optimizer=optimizer)
+
+def pinned():
+    local, _, name = os.environ["ELASTIC_EXT_RESUME_FROM"].rpartition("/")
+    try:
+        with open(f"{local}/.elastic_ext/loading/{name}") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    checkpointer.load()
+    checkpointer.save(5, wait=True)
+    os.abort()
+print("before", pinned(), flush=True)
+checkpointer.load()
+optimizer.step()
+deadline = time.monotonic() + 100
+while pinned() and time.monotonic() < deadline:
+    time.sleep(0.1)
+print("after", pinned(), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_the_agent_pins_what_its_workers_load(tmp_path):
+    """From its choice until a worker has made a step."""
+    script = tmp_path / "job.py"
+    script.write_text(PINNED)
+    conf = f"checkpoint_dir={tmp_path / 'remote'},backoff=0"
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", f"--rdzv-conf={conf}", str(script), str(tmp_path / "remote")]
+    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    assert "before True\nafter False" in done.out
+
+
+@pytest.mark.long("kubeflow-203")
+@pytest.mark.parametrize(("preset", "code"), [("design", 75), ("kubeflow", 203)])
+def test_a_job_whose_last_checkpoint_is_on_one_node_only_has_not_ended_well(tmp_path, preset, code):
+    """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""
+    script, remote = tmp_path / "job.py", tmp_path / "remote"
+    script.write_text(SCRIPT)
+    (remote / ".elastic_ext" / "copying").mkdir(parents=True)  # where a file is to be
+    conf = f"checkpoint_dir={remote},copy_stall=2,exit_codes={preset},verdict_file={tmp_path}/verdict"
+    command = [*AGENT, "--nproc-per-node=1", f"--rdzv-conf={conf}", str(script), str(remote)]
+    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
+        done = job.finish()
+    (name,) = [path.name for path in (tmp_path / "disk").glob("step_*")]
+    assert done.returncode == code, done.err
+    assert f"training is done, but {name} could not be copied" in done.err
+    verdict = json.loads((tmp_path / "verdict").read_text())
+    assert "not-copied" in json.dumps(verdict)
+    if preset == "design":
+        (remote / ".elastic_ext" / "copying").rmdir()
+        with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
+            assert job.finish().returncode == 0
+        assert complete(remote, name)

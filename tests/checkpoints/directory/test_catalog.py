@@ -1,0 +1,278 @@
+"""What is removed, what is copied, and the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.directory.catalog import CopyError, Kept, copy, plan_prune
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.formats.checks import OWN, TORCH_SAVE, UNKNOWN
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
+from elastic_ext.checkpoints.formats.verify import verify
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.cli import main
+from tests.checkpoints.formats.test_formats import save_own, save_trainer
+
+# Pruning, which is pure.
+
+
+def kept(step: int, complete: bool = True, format: str = OWN, family: str = "f", **marks: bool) -> Kept:
+    return Kept(f"{family}{step}", family, step, format, complete, **marks)
+
+
+def removed(rows: list[Kept], keep_last: int = 2, keep_every: int = 0) -> list[str]:
+    return [each.name for each in plan_prune(rows, keep_last, keep_every) if each.remove]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], []),
+        ([kept(3), kept(2), kept(1)], ["f1"]),
+        ([kept(3), kept(2, pinned=True), kept(1)], ["f1"]),  # a pinned one counts: two complete ones are newer
+        ([kept(3), kept(2), kept(1, pinned=True)], []),
+        ([kept(3, quarantined=True), kept(2), kept(1)], []),  # a quarantined one does not count
+        ([kept(4), kept(3), kept(2, quarantined=True), kept(1)], ["f1"]),
+        ([kept(4, complete=False), kept(3), kept(2)], []),  # perhaps being written
+        ([kept(4), kept(3, complete=False), kept(2)], ["f3"]),
+        ([kept(4), kept(3, complete=False, format=TORCH_SAVE), kept(2, complete=False, format=UNKNOWN)], []),
+        ([kept(4), kept(3, complete=False, pinned=True)], []),
+        ([kept(9, family="a"), kept(8, family="a"), kept(7, family="a"), kept(1, family="b")], ["a7"]),
+    ],
+)
+def test_what_is_pruned(rows: list[Kept], expected: list[str]) -> None:
+    assert removed(rows) == expected
+    assert all(each.reason for each in plan_prune(rows, 2))
+
+
+def test_every_so_many_steps_stay() -> None:
+    assert removed([kept(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f50", "f30", "f10"][1:]
+
+
+def test_the_last_copy_is_never_removed() -> None:
+    chance = random.Random(4)
+    for _ in range(2000):
+        rows = [
+            kept(step, chance.random() < 0.5, chance.choice((OWN, TORCH_SAVE)), quarantined=chance.random() < 0.3)
+            for step in range(chance.randrange(8), 0, -1)
+        ]
+        usable = [row.name for row in rows if row.complete and not row.quarantined]
+        gone = removed(rows, chance.randrange(4), chance.choice((0, 3)))
+        assert not usable or usable[0] not in gone
+        assert not {row.name for row in rows if row.quarantined} & set(gone)
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save_own(tmp_path, 1)
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process ends here
+    catalog.delete(open_storage(str(tmp_path)), name)
+    assert newest_complete(str(tmp_path)).resume is None
+    assert (tmp_path / name / "__0_0.distcp").exists()
+
+
+# Copying.
+
+
+@pytest.fixture(params=["local", "s3"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "target") if request.param == "local" else request.getfixturevalue("s3") + "/target")
+
+
+def entry_of(storage: Storage, name: str) -> Entry:
+    return next(entry for entry in storage.entries() if entry.name == name)
+
+
+def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
+    source = open_storage(str(tmp_path / "source"))
+    names = [save_own(source, 5), "step_1", "checkpoint-5", "a.pt"]
+    dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "source" / "step_1", no_dist=True)
+    save_trainer(tmp_path / "source" / "checkpoint-5")
+    torch.save({"step": 3}, tmp_path / "source" / "a.pt")
+    for name in names:
+        seen: list[tuple[int, int]] = []
+        sent = copy(source, target, entry_of(source, name), lambda *counts: seen.append(counts))  # noqa: B023
+        assert seen[-1] == (sent, sent)
+        assert detect.check(target, entry_of(target, name)).complete
+        assert verify(target, entry_of(target, name)).sound
+        sent_again = copy(source, target, entry_of(source, name))
+        assert sent_again == 0
+    catalog.copy(target, open_storage(str(tmp_path / "back")), entry_of(target, names[0]))
+    assert newest_complete(str(tmp_path / "back")).resume is not None
+
+
+def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, target: Storage) -> None:
+    source = open_storage(str(tmp_path / "source"))
+    name = save_own(source, 5)
+    for most in range(4):
+        blocks = 0
+
+        def throttle(count: int, most: int = most) -> None:
+            nonlocal blocks
+            blocks += 1
+            if blocks > most:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            copy(source, target, entry_of(source, name), throttle=throttle)
+        assert newest_complete(target.address).resume is None
+        if most == 2:
+            break  # two files are there; what is left is one of them and the manifest
+    total = sum(file.stat().st_size for file in tmp_path.glob(f"source/{name}/**/*") if file.is_file())
+    assert 0 < copy(source, target, entry_of(source, name)) < total - 1000
+    assert verify(target, entry_of(target, name)).sound
+
+
+def test_a_damaged_one_is_not_copied(tmp_path: Path, target: Storage) -> None:
+    source = open_storage(str(tmp_path / "source"))
+    name = save_own(source, 5)
+    path = tmp_path / "source" / name / "__1_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CopyError, match=r"__1_0\.distcp has checksum"):
+        copy(source, target, entry_of(source, name))
+    assert newest_complete(target.address).resume is None
+    path.unlink()
+    with pytest.raises(CopyError, match="is missing"):
+        copy(source, target, entry_of(source, name))
+
+
+def test_what_was_damaged_in_the_target_is_sent_again(tmp_path: Path, target: Storage) -> None:
+    source = open_storage(str(tmp_path / "source"))
+    name = save_own(source, 5)
+    copy(source, target, entry_of(source, name))
+    data = bytearray(target.read(f"{name}/__0_0.distcp"))
+    data[9] ^= 1
+    target.put(f"{name}/__0_0.distcp", bytes(data))
+    assert copy(source, target, entry_of(source, name)) == len(data)
+    assert verify(target, entry_of(target, name)).sound
+
+
+def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path, target: Storage) -> None:
+    source = open_storage(str(tmp_path / "source"))
+    name = save_own(source, 5)
+    save_own(target, 5, run_id="another")
+    with pytest.raises(UsageError, match="another checkpoint of the same name"):
+        copy(source, target, entry_of(source, name))
+
+
+# Commands.
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main.main(["checkpoints", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    for step in (10, 20, 30):
+        save_own(tmp_path / "run", step, 2, epoch=step // 10)
+    (tmp_path / "run" / directory_name(40, 2)).mkdir()
+    return str(tmp_path / "run")
+
+
+def test_ls(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "pin", directory, directory_name(10, 2), "--reason", "for the paper")
+    run(capsys, "quarantine", directory, directory_name(30, 2))
+    code, out, _ = run(capsys, "ls", directory)
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert lines[1] == [directory_name(40, 2), "40", "-", "2", "-", OWN, "-", *f"no {MANIFEST}, the save did not finish".split()]
+    assert lines[2] == [directory_name(30, 2), "30", "3", "2", "3.0", "KiB", OWN, "quarantined", "complete"]
+    assert lines[3][:2] == ["*", directory_name(20, 2)]
+    assert lines[4][-2:] == ["pinned", "complete"]
+    assert "* would be resumed from: newest complete of 4" in out
+    _, out, _ = run(capsys, "ls", directory, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["resume"] for record in records] == [False, False, True, False]
+    assert records[2]["path"] == os.path.join(directory, directory_name(20, 2))
+
+
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "ls", str(tmp_path / "none"))
+    assert (code, out.splitlines()[-1]) == (0, "nothing to resume from")
+
+
+def test_verify_tells_damage_by_its_exit_code(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = directory_name(30, 2)
+    assert run(capsys, "verify", directory) == (0, f"{name}: sound, 3 files, 3.0 KiB read\n", "")
+    path = Path(directory, name, "__0_0.distcp")
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+    code, out, _ = run(capsys, "verify", directory, "--all")
+    assert (code, out.count("sound"), out.count("DAMAGED __0_0.distcp")) == (1, 2, 1)
+    code, out, _ = run(capsys, "verify", directory, name, "--json")
+    record = json.loads(out)
+    assert (code, record["sound"], record["faults"][0]["file"]) == (1, False, "__0_0.distcp")
+    assert run(capsys, "verify", directory, directory_name(40, 2))[0] == 1  # not complete
+
+
+def test_prune_removes_only_when_told(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(os.listdir(directory))
+    code, out, _ = run(capsys, "prune", directory, "--keep-last=1")
+    assert code == 0
+    assert "nothing was removed; --yes removes 2 of 4" in out
+    assert sorted(os.listdir(directory)) == before
+    run(capsys, "pin", directory, directory_name(10, 2))
+    assert run(capsys, "prune", directory, "--keep-last=1", "--yes")[0] == 0
+    assert [name for name in sorted(os.listdir(directory)) if name.startswith("step")] == [
+        directory_name(10, 2),
+        directory_name(30, 2),
+        directory_name(40, 2),
+    ]
+
+
+def test_marks_come_and_go(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = directory_name(30, 2)
+    for words in (("pin",), ("unpin",), ("quarantine", "--reason=bad"), ("quarantine", "--lift")):
+        assert run(capsys, words[0], directory, name, *words[1:])[0] == 0
+    assert run(capsys, "quarantine", directory, name, "--lift")[0] == 78
+    code, _, err = run(capsys, "pin", directory, "step_9")
+    assert code == 78
+    assert "no checkpoint step_9 in" in err
+
+
+def test_cp_to_an_object_store(directory: str, s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = directory_name(20, 2)
+    code, out = run(capsys, "cp", directory, name, "--to", f"{s3}/kept")[:2]
+    assert code == 0
+    assert re.fullmatch(re.escape(f"{s3}/kept/{name}: ") + r"\d\.\d KiB sent\n", out)
+    assert run(capsys, "verify", f"{s3}/kept")[0] == 0
+    code, _, err = run(capsys, "cp", directory, directory_name(40, 2), "--to", f"{s3}/kept")
+    assert code == 78
+    assert "is not complete" in err
+
+
+@pytest.mark.parametrize(
+    "words", [("ls",), ("ls", ""), ("ls", "nosuch://x"), ("prune", ".", "--keep-last=-1"), ("nothing", "."), ("verify", ".")]
+)
+def test_wrong_usage_is_78(tmp_path: Path, words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 78
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_bar_on_a_terminal_only(directory: str) -> None:
+    command = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", "verify", directory]
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
+    ours, theirs = os.openpty()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    os.close(theirs)
+    assert b"[####" in os.read(ours, 10_000)
+    os.close(ours)
+    assert b"sound" in done.stdout

@@ -1,0 +1,335 @@
+"""Jobs of two nodes with a disk of their own each, under our agents: what they resume from, exact to the bit; what reaches S3."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.checkpoints.directory.tiers import own_checkpoints
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.copying.test_replicate import Process
+from tests.checkpoints.writing.test_under_the_agent import said, unbroken_state
+from tests.jobs import AGENT, SCRIPTS, Job, environment, wait_gone
+from tests.ports import free_port
+
+SCRIPT = SCRIPTS / "checkpointed_job.py"
+NO_COPIES = "0.000001"  # megabytes a second: nothing is complete in the remote directory while the test lasts
+SHORT = ["--shutdown-timeout=2"]
+IMPATIENT = {"ELASTIC_EXT_PLATFORM_GRACE": "3", "ELASTIC_EXT_STOP_GRACE": "1"}
+
+
+class Nodes:
+    """Two agents, each with a local directory of its own; they meet in an etcd."""
+
+    def __init__(self, endpoint: str, remote: str, tmp_path: Path, stack: ExitStack) -> None:
+        self.remote, self.tmp_path = remote, tmp_path
+        self._endpoint, self._stack = endpoint, stack
+
+    def local(self, name: str) -> Path:
+        return self.tmp_path / f"disk-{name}"
+
+    def start(self, name: str, steps: int, *more: str, **env: str) -> Job:
+        conf = f"checkpoint_dir={self.remote},verify=full,backoff=0,lease_ttl=5"
+        where = [f"--rdzv-endpoint={self._endpoint}", "--rdzv-backend=ext_etcd", "--rdzv-id=job", f"--rdzv-conf={conf}"]
+        script = [SCRIPT, self.remote, "--out=tiers", f"--steps={steps}", "--save-every=2"]
+        command = [*AGENT, *where, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *more, *script]
+        env = {"ELASTIC_EXT_LOCAL_DIR": str(self.local(name)), "ELASTIC_EXT_NODE_NAME": name, **env}
+        return self._stack.enter_context(Job([str(part) for part in command], self.tmp_path, **env))
+
+    def by_rank(self, step: int) -> list[str]:
+        """The nodes, by the rank that saved this step there."""
+        found = {
+            name: rank for name in "ab" for rank in (0, 1) if any(self.local(name).glob(f"step_{step:08}.*/rank_0000{rank}.pt"))
+        }
+        return sorted(found, key=lambda name: found[name])
+
+    def complete(self) -> list[int]:
+        """Steps in the remote directory."""
+        storage = open_storage(self.remote)
+        found = [storage.stat(name) for name in own_checkpoints(storage)]
+        return [int(entry.name[5:13]) for entry in found if entry is not None and detect.check(storage, entry).complete]
+
+
+@pytest.fixture
+def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(server.endpoint, f"{s3}/job", tmp_path, stack)
+
+
+@pytest.mark.long
+def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
+    """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
+    slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
+    jobs = {name: nodes.start(name, 14, *SHORT, **slow) for name in "ab"}
+    jobs["a"].wait_for("is at step 6")
+    first, other = nodes.by_rank(4)
+    jobs[first].process.kill()
+    jobs[first].process.wait()
+    jobs[first] = nodes.start(first, 14, *SHORT, **slow)
+    for name, job in jobs.items():
+        job.wait_for("what is still to be copied to .* is waited for")
+        (path,) = resumptions(job)
+        assert path.startswith(str(nodes.local(name)))
+        assert "newest that the nodes have all parts of" in job.err
+        assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
+    assert nodes.by_rank(14) == [other, first]
+    assert nodes.complete() == []
+    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+
+
+class Ranks:
+    """Ranks of one process each, on nodes of their own, without any agent."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path, self.remote = tmp_path, tmp_path / "remote"
+
+    def disk(self, name: str) -> Path:
+        return self.tmp_path / f"disk-{name}"
+
+    def run(self, disks: str, out: str, *args: str, resume_from: str | None = None) -> list[str]:
+        """One node for each disk, in this order; return what each rank has said, and what it has logged."""
+        port, world = str(free_port()), len(disks)
+        processes = []
+        for rank, name in enumerate(disks):
+            where = {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+            told = {} if resume_from is None else {"ELASTIC_EXT_RESUME_FROM": str(self.disk(name) / resume_from)}
+            tier = {"ELASTIC_EXT_LOCAL_DIR": str(self.disk(name)), "ELASTIC_EXT_CHECKPOINT_DIR": str(self.remote)}
+            env = environment(**where, **tier, **told, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            command = [sys.executable, str(SCRIPT), str(self.remote), f"--out={self.tmp_path / out}", *args]
+            processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        try:
+            ends = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in processes] == [0] * world, ends
+        return [(self.tmp_path / f"{out}.{rank}").read_text() + ends[rank] for rank in range(world)]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Ranks:
+    """Two nodes have saved step 4, to their own disks only."""
+    ranks = Ranks(tmp_path)
+    ranks.run("ab", "saved", "--steps=4", "--save=4:0")
+    return ranks
+
+
+STEP_4 = "step_00000004.g0001"
+
+
+def state_of(text: str, what: str) -> str:
+    return re.findall(rf"^{what} (\w+)$", text, re.MULTILINE)[-1]
+
+
+@pytest.mark.long("nab")
+@pytest.mark.parametrize("disks", ["ba", "nab"])
+def test_parts_are_loaded_whoever_has_them(saved, disks):
+    """By the same nodes in another order, and with a new one as the first."""
+    wanted = state_of((saved.tmp_path / "saved.0").read_text(), "state")
+    for name, text in zip(disks, saved.run(disks, "again", "--steps=4"), strict=True):
+        assert state_of(text, "loaded") == wanted
+        assert f"loaded {saved.disk(name) / STEP_4}" in text
+        assert not (saved.disk(name) / ".elastic_ext" / "fetched").exists()
+
+
+@pytest.mark.long("damaged")
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_what_is_gone_from_a_disk_since_it_was_chosen_comes_from_the_remote_directory(saved, how):
+    copiers = [Process(saved.disk(name), saved.remote) for name in "ab"]
+    threads = [threading.Thread(target=each.finish) for each in copiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    path = saved.disk("b") / STEP_4
+    if how == "gone":
+        shutil.rmtree(path)
+    else:
+        (shard,) = path.glob("*.distcp")
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for text in saved.run("ab", "again", "--steps=4", resume_from=STEP_4):
+        assert "resumed 4 0" in text
+        assert f"loaded {saved.remote / STEP_4}" in text
+
+
+@pytest.mark.long
+def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
+    shutil.rmtree(saved.disk("b") / STEP_4)
+    with pytest.raises(AssertionError, match="files are on no node"):
+        saved.run("ab", "again", "--steps=4", resume_from=STEP_4)
+
+
+def kill_a_worker(job: Job) -> None:
+    (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6")[:1]}
+    os.kill(pid, signal.SIGKILL)
+
+
+def resumptions(job: Job) -> list[str]:
+    return re.findall(r"resuming from (\S+), step", job.err)
+
+
+def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
+    """With nothing in the remote directory: what is read is local, and from the other node what the other has written."""
+    jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, **IMPATIENT) for name in "ab"]
+    kill_a_worker(jobs[1])
+    for job in jobs:
+        job.wait_for("what is still to be copied to .* is waited for")
+    assert nodes.complete() == []
+    for name, job in zip("ab", jobs, strict=True):
+        (path,) = resumptions(job)
+        assert path.startswith(str(nodes.local(name)))
+        assert f"loaded {path}" in job.err
+        assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
+    first, second = said(tmp_path, "tiers", "resumed")[0]
+    assert (first, int(second.split()[0]) >= 4) == ("0 0", True)
+    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+
+
+@pytest.mark.long
+def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_path):
+    first, lost = nodes.start("a", 10**6), nodes.start("b", 10**6)
+    first.wait_for(r"complete in s3://\S+: step_")
+    lost.process.kill()
+    lost.process.wait()
+    replaced = nodes.start("c", 10**6)
+    for job in (first, replaced):
+        job.wait_for("resuming from")
+    (path,) = resumptions(first)
+    assert resumptions(replaced) == [path]
+    assert path.startswith(nodes.remote)
+    step = int(path.rpartition("step_")[2][:8])
+    for job in (first, replaced):
+        job.wait_for(f"loaded {re.escape(path)}")
+        job.wait_for(f"is at step {step + 6}")  # both ranks have said by then what they have loaded
+    for job in (first, replaced):
+        job.kill()
+    loaded = [state[1] for state in said(tmp_path, "tiers", "loaded")]
+    assert loaded[0] == loaded[1]
+    assert [each[1] for each in said(tmp_path, "tiers", "resumed")] == [f"{step} 0"] * 2
+    assert loaded == [state[0] for state in unbroken_state(tmp_path, step)]
+
+
+@pytest.mark.long
+def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path):
+    """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
+    jobs = [nodes.start(name, 14) for name in "ab"]
+    kill_a_worker(jobs[0])
+    killed = 0
+    while killed < 3 and (pids := copiers(jobs[0].process.pid)):
+        os.kill(pids[0], signal.SIGKILL)
+        assert wait_gone(pids[:1]) == []
+        killed += 1
+        jobs[0].wait_for("the process that copies checkpoints ended with -9", killed)
+        if jobs[0].process.poll() is None:
+            jobs[0].wait_for("another one is started", killed)
+    for job in jobs:
+        assert job.finish().returncode == 0, job.err
+    assert killed
+    assert nodes.complete()[0] == 14
+    assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 14)
+    for name in "ab":
+        assert [path.name[5:13] for path in nodes.local(name).glob("step_*")] == ["00000014"]  # the newest stays
+
+
+def copiers(agent: int) -> list[int]:
+    """Pids of the copiers of an agent."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == agent and b"elastic_ext.checkpoints.copying.replicate" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+@pytest.mark.long
+def test_workers_that_die_right_after_a_save_and_the_agent_that_is_killed(nodes):
+    """Nobody is left who could tell of the save: the copier goes with its agent, and the next agent's one looks."""
+    script = nodes.tmp_path / "save_and_die.py"
+    script.write_text(
+        "import os, signal, torch\n"
+        "from torch import nn\n"
+        "import torch.distributed as dist\n"
+        "from elastic_ext import Checkpointer\n"
+        "dist.init_process_group('gloo')\n"
+        f"checkpointer = Checkpointer({nodes.remote!r}, model=nn.Linear(3, 3))\n"
+        "position = checkpointer.load()\n"
+        "if position.step == 0:\n"
+        "    checkpointer.save(5, wait=True)\n"
+        "    os.kill(os.getppid() if os.environ['GROUP_RANK'] == '0' else os.getpid(), signal.SIGKILL)\n"
+        "    signal.pause()\n"
+        "print('resumed', position.step, position.path, flush=True)\n"
+    )
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", f"--rdzv-conf=checkpoint_dir={nodes.remote},backoff=0", script]
+    env = {"ELASTIC_EXT_LOCAL_DIR": str(nodes.local("a"))}
+    with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
+        assert job.finish().returncode == -signal.SIGKILL
+    with Job([str(part) for part in command], nodes.tmp_path, **env) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    assert done.out.count("resumed 5") == 2
+    assert nodes.complete() == [5]
+
+
+def test_a_worker_that_dies_of_its_last_save(nodes, tmp_path):
+    """The agent does not restart: the copy arrives before it leaves."""
+    script = tmp_path / "bug.py"
+    script.write_text(
+        "from torch import nn\n"
+        "from elastic_ext import Checkpointer\n"
+        f"checkpointer = Checkpointer({nodes.remote!r}, model=nn.Linear(3, 3))\n"
+        "checkpointer.load()\n"
+        "checkpointer.save(5, wait=True)\n"
+        "raise NameError('a bug')\n"
+    )
+    command = [*AGENT, "--nproc-per-node=1", f"--rdzv-conf=checkpoint_dir={nodes.remote}", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(nodes.local("a"))) as job:
+        done = job.finish()
+    assert done.returncode == 65, done.err
+    assert nodes.complete() == [5]
+
+
+@pytest.mark.long
+def test_a_full_local_disk(nodes, tmp_path):
+    """Saves go to the remote directory, training goes on, one warning."""
+    disk = nodes.local("b")
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        jobs = [nodes.start(name, 6) for name in "ab"]
+        done = [job.finish() for job in jobs]
+        assert [each.returncode for each in done] == [0, 0], done[1].err
+        assert done[0].err.count("not saved to local_dir, rank") == 1
+        assert nodes.complete() == [6, 4, 2]
+        assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 6)
+        for name in "ab":
+            assert list(nodes.local(name).glob("step_*")) == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_local_dir_needs_checkpoint_dir(tmp_path):
+    script = tmp_path / "never.py"
+    script.write_text("raise SystemExit('started')")
+    with Job([*AGENT, str(script)], tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
+        done = job.finish()
+    assert done.returncode == 78
+    assert "local_dir is set and checkpoint_dir is not" in done.err

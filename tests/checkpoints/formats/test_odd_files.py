@@ -1,0 +1,142 @@
+"""Links, pipes, sockets and devices in a directory of checkpoints: nobody hangs, walks away, or takes them for damage."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Replicator
+from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.formats.verify import Mode, files_of, verify
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.cli import main
+from tests.checkpoints.copying.test_replicate import complete, save
+from tests.checkpoints.formats.test_formats import save_own, save_trainer
+
+NAMES = ("loop", "root", "nowhere", "pipe.pt", "pipe.distcp", "socket.json", "zero.bin", "kernel.pt")
+
+
+def spoil(path: Path) -> None:
+    """Put one of each odd thing into a directory."""
+    (path / "loop").symlink_to(".")
+    (path / "again").symlink_to(".")  # two of them: 2 ** 40 ways until the kernel has had enough
+    (path / "root").symlink_to("/")
+    (path / "nowhere").symlink_to("nowhere.at.all")
+    (path / "kernel.pt").symlink_to("/proc/kmsg" if os.access("/proc/kmsg", os.R_OK) else "/proc/self/pagemap")
+    os.mkfifo(path / "pipe.pt")
+    os.mkfifo(path / "pipe.distcp")
+    here = os.getcwd()
+    os.chdir(path)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("socket.json")
+    finally:
+        os.chdir(here)
+    try:
+        os.mknod(path / "zero.bin", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    except PermissionError:  # for root only
+        (path / "zero.bin").symlink_to("/dev/zero")
+
+
+def own(root: Path) -> str:
+    return save_own(root, 5)
+
+
+def shards(root: Path) -> str:
+    dcp.save({"w": torch.arange(100)}, checkpoint_id=root / "step_5", no_dist=True)
+    return "step_5"
+
+
+def trainers(root: Path) -> str:
+    return save_trainer(root / "checkpoint-5", 5).name
+
+
+@pytest.fixture(params=[own, shards, trainers], ids=lambda make: make.__name__)
+def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    make: Callable[[Path], str] = request.param
+    name = make(root)
+    spoil(root / name)
+    spoil(root)
+    (root / "latest").symlink_to(name)
+    return root, name
+
+
+def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tmp_path: Path) -> None:
+    root, name = spoiled
+    storage = open_storage(str(root))
+    resume = newest_complete(str(root)).resume
+    assert resume is not None
+    assert resume.path == str(root / name)
+    entry = next(entry for entry in storage.entries() if entry.name == name)
+    assert verify(storage, entry, Mode.FULL).faults == ()
+    assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*NAMES, "again"}
+    target = open_storage(str(tmp_path / "copy"))
+    catalog.copy(storage, target, entry)
+    assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
+    assert [row.name for row in listing.rows(storage) if row.complete] == [name]
+
+
+def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, name = spoiled
+    for command in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name], ["cp", name]):
+        action, *names = command
+        to = [f"--to={tmp_path / 'copy'}"] if action == "cp" else []
+        assert main.main(["checkpoints", action, str(root), *names, *to]) == 0, capsys.readouterr()
+    assert (root / name).is_dir()
+    assert os.path.exists("/proc")
+
+
+def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
+    name = own(tmp_path)
+    moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
+    (tmp_path / name / "__0_0.distcp").symlink_to(moved)
+    storage = open_storage(str(tmp_path))
+    entry = next(entry for entry in storage.entries() if entry.name == name)
+    assert newest_complete(str(tmp_path)).resume is not None
+    assert verify(storage, entry, Mode.FULL).sound
+    catalog.copy(storage, open_storage(str(tmp_path / "copy")), entry)
+    assert not (tmp_path / "copy" / name / "__0_0.distcp").is_symlink()
+
+
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_no_hang(tmp_path: Path) -> None:
+    for step, file in ((5, "manifest.json"), (7, "__0_0.distcp")):
+        name = save_own(tmp_path, step)
+        (tmp_path / name / file).unlink()
+        os.mkfifo(tmp_path / name / file)
+    assert newest_complete(str(tmp_path)).resume is None
+    good = save_own(tmp_path, 3)
+    (tmp_path / ".elastic_ext" / "quarantine").mkdir(parents=True)
+    assert newest_complete(str(tmp_path)).resume is not None
+    os.mkfifo(tmp_path / ".elastic_ext" / "quarantine" / f"{good}.json")
+    with pytest.raises(OSError, match="neither a file nor a directory"):
+        newest_complete(str(tmp_path))
+
+
+def test_the_copier_among_odd_files(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    name = save([local], 2)
+    spoil(local / name)
+    spoil(local)
+    os.mkfifo(local / "step_00000009.g0001")
+    (remote / ".elastic_ext").mkdir(parents=True)
+    os.mkfifo(remote / TARGET)
+    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), Bucket(0.0))
+    assert "neither a file nor a directory" in copier.turn().reason
+    (remote / TARGET).unlink()
+    assert copier.turn().complete == name
+    assert complete(remote, name)
+    newer = save([local], 4)
+    assert copier.turn().complete == newer
+    assert not (local / name).exists()  # pruned, and what its links led to was not
+    assert os.path.exists("/proc")

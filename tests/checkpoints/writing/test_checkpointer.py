@@ -1,0 +1,414 @@
+"""`elastic_ext.Checkpointer` with real ranks over gloo, on local disk and on an S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
+from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.crew import ROOT, Crew
+
+pytest.importorskip("torchdata")
+
+JOB = ROOT / "tests" / "scripts" / "checkpointed_job.py"
+KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "20"))  # 200: make chaos
+SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
+pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    with Crew(tmp_path / "stderr") as started:
+        yield started
+
+
+def complete(directory: str) -> list[str]:
+    """Names of checkpoints with a manifest, newest first."""
+    storage = open_storage(directory)
+    names = [entry.name for entry in storage.entries() if order_of(entry.name)]
+    return sorted(
+        (name for name in names if storage.stat(f"{name}/{MANIFEST}")), key=lambda name: order_of(name) or (), reverse=True
+    )
+
+
+# What is importable.
+
+
+def test_import_without_torch() -> None:
+    code = "import sys, elastic_ext; print('torch' in sys.modules); elastic_ext.Checkpointer; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.split() == ["False", "True"]
+
+
+# Exact resumes.
+
+
+def job(processes: int, *args: str) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    subprocess.run(
+        [*run, f"--nproc-per-node={processes}", str(JOB), *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=200,
+        capture_output=True,
+    )
+
+
+@pytest.mark.long("wrap0-4:1", "wrap1-0:2", "wrap3-3:0")
+@pytest.mark.parametrize(
+    ("wrap", "at"),
+    [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--no-sync"), "4:2"), (("ddp", "--workers", "1"), "3:0")],
+)
+def test_resume_is_exact_to_the_bit(tmp_path: Path, wrap: tuple[str, ...], at: str) -> None:
+    """In mid-epoch, in mid-accumulation and over the ends of later epochs."""
+    common = (str(tmp_path / "checkpoints"), "--wrap", *wrap, "--steps", "8")
+    job(2, *common, "--out", str(tmp_path / "whole"), "--save", at)
+    job(2, *common, "--out", str(tmp_path / "resumed"))
+    for rank in range(2):
+        whole = (tmp_path / f"whole.{rank}").read_text().splitlines()
+        [resumed, _loaded, *rest] = (tmp_path / f"resumed.{rank}").read_text().splitlines()
+        assert resumed == f"resumed {at.replace(':', ' ')}"
+        assert len(rest) > 10
+        assert rest == whole[-len(rest) :]
+
+
+@pytest.mark.long
+def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path) -> None:
+    """Trained by 2 under FSDP2, loaded by 3 under FSDP2, by 2 under DDP and by one process."""
+    common = (str(tmp_path / "checkpoints"), "--steps", "4")
+    job(2, *common, "--out", str(tmp_path / "first"), "--save", "4:0")
+    trained = (tmp_path / "first.0").read_text().split()[-1]
+    for world, wrap in ((3, "fsdp"), (2, "ddp"), (1, "plain")):
+        out = tmp_path / f"{wrap}{world}"
+        job(world, *common, "--out", str(out), "--wrap", wrap)
+        assert f"loaded {trained}" in Path(f"{out}.0").read_text().splitlines()
+
+
+@pytest.mark.long("s3")
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_4_then_2_then_3_ranks(tmp_path: Path, crew: Crew, where: str, request: pytest.FixtureRequest) -> None:
+    """Every parameter and moment is equal after each load. What is each rank's own is not taken for another's; that is told."""
+    directory, env = place(where, tmp_path, request)
+    step = 0
+    for world in (4, 2, 3):
+        results = crew.run("train", world, {"directory": directory, "steps": 2}, env=env)
+        assert [(result["step"], result["wrong"], result["error"], result["dataloader"]) for result in results] == [
+            (step, [], None, False)
+        ] * world
+        step += 2
+    assert "random generators are seeded anew" in crew.stderr.read_text()
+    assert "the data loader begins anew" in crew.stderr.read_text()
+
+
+def test_gradients_that_cannot_be_saved_are_refused(tmp_path: Path, crew: Crew) -> None:
+    """On all ranks, and the next save is done."""
+    for result in crew.run("unsharded_gradients", 2, {"directory": str(tmp_path / "checkpoints")}):
+        assert "save between optimizer steps" in result["raised"]
+        assert "save between optimizer steps" in result["told"]
+        assert result["saved"] == 1
+
+
+def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, crew: Crew) -> None:
+    """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
+    directory = str(tmp_path / "checkpoints")
+    crew.run("train", 2, {"directory": directory, "steps": 2})
+    env = {"ELASTIC_EXT_RESUME_FROM": f"{directory}/step_00000001.g0001"}
+    for result in crew.run("go_back", 2, {"directory": directory}, env=env):
+        assert result == {"first": 1, "back": 3, "wrong": [], "error": None}
+    assert [order_of(name) for name in complete(directory)] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
+
+
+def place(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    if where == "local":
+        return str(tmp_path / "checkpoints"), {}
+    bucket = request.getfixturevalue("s3")
+    return f"{bucket}/checkpoints", dict(request.getfixturevalue("s3_server").environ)
+
+
+# Writers are killed.
+
+
+@pytest.mark.long("s3")
+@pytest.mark.parametrize("where", ["local", "s3"])
+@pytest.mark.timeout(3600)
+def test_killed_writers_lose_nothing_that_was_committed(
+    tmp_path: Path, crew: Crew, where: str, request: pytest.FixtureRequest
+) -> None:
+    """After each kill the newest complete one is loaded, it is exactly the state of its step, and no told commit is lost."""
+    directory, env = place(where, tmp_path, request)
+    draw = random.Random(f"{SEED} {where}")
+    told = tmp_path / "told"
+    losses: list[str] = []
+    killed = torn = 0
+    for turn in range(KILLS):
+        args: dict[str, Any] = {"directory": directory, "steps": 400, "told": str(told), "options": {"keep_last": 2}}
+        victims = draw.choice([[0], [1], [0, 1]])
+        if turn % 2:  # at a write that was drawn, if it comes to it
+            args |= {"signal": signal.SIGKILL, "signal_at": draw.randrange(1, 2000), "signal_ranks": victims}
+            kill = {"kill_s": 5.0, "kill": [0, 1], "kill_from": "load"}
+        else:
+            kill = {"kill_s": draw.uniform(0.0, 0.7), "kill": victims, "kill_from": "load" if draw.random() < 0.9 else "start"}
+        results = crew.run("train", 2, args, env=env, **kill)
+        killed += None in results
+        files = [Path(f"{told}.{rank}") for rank in range(2)]
+        last_told = max((int(line) for file in files if file.exists() for line in file.read_text().split()), default=0)
+        torn += len([entry for entry in open_storage(directory).entries() if order_of(entry.name)]) - len(complete(directory))
+        found = crew.run("train", 2, {"directory": directory, "steps": 0}, env=env)
+        newest = complete(directory)
+        wanted = (order_of(newest[0]) or (0, 0))[1] if newest else 0
+        for result in found:
+            assert result is not None, crew.stderr.read_text()[-3000:]
+            assert result["wrong"] == []
+            assert result["step"] == wanted
+            if result["step"] < last_told:
+                losses.append(f"turn {turn}: step {last_told} was told, {result['step']} loaded")
+    print(f"{where}: {killed} of {KILLS} groups killed, {torn} torn checkpoints seen, losses: {len(losses)}")
+    assert losses == []
+    assert killed > KILLS // 2
+    assert torn > 0
+
+
+# A group that was replaced.
+
+
+def test_stale_group_may_not_commit(tmp_path: Path, crew: Crew) -> None:
+    """Stopped in the middle of writing, continued when another group has opened the directory and saved."""
+    directory = str(tmp_path / "checkpoints")
+    stop = {"signal": signal.SIGSTOP, "signal_at": 1000, "signal_ranks": [0]}
+    crew.start("train", 2, {"directory": directory, "steps": 50, "wait": True, **stop})
+    first_stopped = crew.answer()
+    [other_pid] = first_stopped["others"]
+    os.kill(other_pid, signal.SIGSTOP)
+    stopped = [first_stopped["pid"], crew.answer()["pid"]]
+    before = complete(directory)
+    with Crew(tmp_path / "successor") as other:
+        first = other.run("train", 2, {"directory": directory, "steps": 2})
+        assert all(result["error"] is None and result["wrong"] == [] for result in first)
+        after = complete(directory)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        results = crew.results()
+        for result in results:
+            assert result["raised"].startswith("StaleGroup")
+            assert "generation 2 has opened" in result["raised"]
+        assert complete(directory) == after  # nothing committed, nothing pruned
+        assert set(before) & set(after)
+        again = other.run("train", 2, {"directory": directory, "steps": 2})
+        assert all(result["step"] == first[0]["saved"] and result["wrong"] == [] for result in again)
+
+
+def test_stale_group_may_not_prune(tmp_path: Path, crew: Crew) -> None:
+    directory = str(tmp_path / "checkpoints")
+    crew.start("stale_prune", 1, {"directory": directory})
+    pid = crew.answer()["pid"]
+    with Crew(tmp_path / "successor") as other:
+        other.run("train", 1, {"directory": directory, "steps": 2})
+    found = complete(directory)
+    os.kill(pid, signal.SIGCONT)
+    assert "generation 2 has opened" in crew.results()[0]["raised"]
+    assert complete(directory) == found
+
+
+def test_older_restart_of_a_launch_may_not_open(tmp_path: Path, crew: Crew) -> None:
+    """But the same job, launched anew, counts its restarts from 0 again and may."""
+    args = {"directory": str(tmp_path / "checkpoints"), "steps": 1}
+    env = {"TORCHELASTIC_RUN_ID": "job", "ELASTIC_EXT_LAUNCH": "a", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert crew.run("train", 1, args, env=env)[0]["saved"] == 1
+    assert crew.run("train", 1, args, env={**env, "TORCHELASTIC_RESTART_COUNT": "2"}) == [None]
+    assert "these workers belong to a round that is over" in crew.stderr.read_text()
+    assert crew.run("train", 1, args, env={**env, "ELASTIC_EXT_LAUNCH": "b", "TORCHELASTIC_RESTART_COUNT": "0"})[0]["saved"] == 2
+
+
+# Storage that fails. Every rank is told, none hangs, training goes on.
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_disk_full_then_not(tmp_path: Path, crew: Crew) -> None:
+    """Saves fail and free what they wrote; once there is room the next save succeeds, without a restart."""
+    with small_disk(tmp_path / "disk", 16) as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(14 << 20))
+        args = {"directory": str(disk / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000, "after": "free_space"}
+        results = crew.run("train", 2, {**args, "ballast": str(ballast)})
+        for result in results:
+            assert [kind for kind, _, _ in result["events"] if kind != "pruned"] == ["failed", "failed", "saved"]
+            assert "full: " in result["events"][0][2]
+            assert "No space left" in result["events"][0][2]
+            assert (result["error"], result["saved"], result["raised"]) == (None, 3, "")
+        assert complete(args["directory"]) == ["step_00000003.g0001"]
+        assert [entry.name for entry in open_storage(args["directory"]).entries() if order_of(entry.name)] == complete(
+            args["directory"]
+        )
+
+
+def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, crew: Crew) -> None:
+    args = {"directory": str(tmp_path / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000}
+    results = crew.run("train", 2, args, file_limit=1 << 20)
+    for result in results:
+        assert [kind for kind, _, _ in result["events"]] == ["failed", "failed", "failed", "alarm"]
+        assert "full: " in result["error"]
+        assert (result["saved"], result["raised"]) == (None, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes the user")
+def test_no_permission_is_told(crew: Crew) -> None:
+    with tempfile.TemporaryDirectory() as reachable:  # unlike tmp_path, for another user
+        os.chmod(reachable, 0o755)
+        directory = f"{reachable}/checkpoints"
+        assert crew.run("train", 2, {"directory": directory, "steps": 1})[0]["saved"] == 1
+        for result in crew.run("train", 2, {"directory": directory, "steps": 2}, user=65534):
+            assert result["step"] == 1  # it is loaded all the same
+            assert "permission: " in result["error"]
+            assert (result["wrong"], result["saved"], result["raised"]) == ([], None, "")
+
+
+class Throttle(BaseHTTPRequestHandler):
+    """Between a client and an S3 server. While `left` is above 0, writes of data get 503 SlowDown."""
+
+    protocol_version = "HTTP/1.1"
+    target = ""
+    left = 0
+    refused = 0
+    lock = threading.Lock()
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        kind = type(self)
+        with kind.lock:
+            refuse = self.command in ("PUT", "POST") and ".distcp" in self.path and kind.left > 0
+            kind.left -= refuse
+            kind.refused += refuse
+        if refuse:
+            text = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+            self._answer(503, {"Content-Type": "application/xml"}, text)
+            return
+        connection = HTTPConnection(urlsplit(kind.target).netloc)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in ("transfer-encoding", "connection")}
+        self._answer(answer.status, headers, answer.read())
+        connection.close()
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() != "content-length" or self.command == "HEAD":
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if self.command != "HEAD" else b"")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_throttled_storage_is_tried_again(tmp_path: Path, crew: Crew, s3: str, s3_server: Any) -> None:
+    """503 SlowDown for longer than the five times that s3fs tries by itself: the save comes back later, in the background."""
+    Throttle.target, Throttle.left, Throttle.refused = s3_server.environ["AWS_ENDPOINT_URL"], 12, 0
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Throttle)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        env = {**s3_server.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}", "AWS_MAX_ATTEMPTS": "1"}
+        results = crew.run("train", 2, {"directory": f"{s3}/checkpoints", "steps": 1, "pause_s": 0.1}, env=env)
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+    assert Throttle.refused > 0
+    for result in results:
+        assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
+    assert complete(f"{s3}/checkpoints") == ["step_00000001.g0001"]
+    assert "again in" in crew.stderr.read_text()
+
+
+# Damage.
+
+
+def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, crew: Crew) -> None:
+    directory = tmp_path / "checkpoints"
+    crew.run("train", 2, {"directory": str(directory), "steps": 2, "wait": True, "options": {"keep_last": 2}})
+    newest = directory / complete(str(directory))[0]
+    files = [newest / MANIFEST, *(newest / file.name for file in decode((newest / MANIFEST).read_bytes()).files)]
+    assert len(files) == 7  # of which 2 hold tensors, one is torch's, 2 are the ranks' own
+    draw = random.Random(SEED)
+    for file in files:
+        good = file.read_bytes()
+        bad = bytearray(good)
+        bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        file.write_bytes(bad)
+        for result in crew.run("train", 2, {"directory": str(directory), "steps": 0}):
+            assert (result["step"], result["wrong"]) == (1, []), file.name  # the one before it
+        assert (
+            crew.run("train", 2, {"directory": str(directory), "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)})
+            == [None] * 2
+        )
+        file.write_bytes(good)
+    assert crew.run("train", 2, {"directory": str(directory), "steps": 0})[0]["step"] == 2
+
+
+def test_each_bit_of_a_manifest_counts(tmp_path: Path, crew: Crew) -> None:
+    directory = tmp_path / "checkpoints"
+    crew.run("train", 1, {"directory": str(directory), "steps": 1})
+    good = (directory / complete(str(directory))[0] / MANIFEST).read_bytes()
+    whole = decode(good)
+    for place in range(len(good)):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[place] ^= 1 << bit
+            try:
+                read = decode(bytes(bad))
+            except ManifestError:
+                continue
+            assert read == whole
+
+
+def test_agents_choice_is_what_is_loaded(tmp_path: Path, crew: Crew) -> None:
+    """An older one if it says so, none if it says none."""
+    directory = tmp_path / "checkpoints"
+    crew.run("train", 2, {"directory": str(directory), "steps": 3})
+    older = str(directory / complete(str(directory))[1])
+    args = {"directory": str(directory), "steps": 0}
+    assert [result["path"] for result in crew.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": older})] == [older] * 2
+    assert [result["path"] for result in crew.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": ""})] == [None] * 2
+
+
+# Retention.
+
+
+def test_newest_few_stay(tmp_path: Path, crew: Crew) -> None:
+    directory = tmp_path / "checkpoints"
+    (directory / ".elastic_ext" / "pin").mkdir(parents=True)
+    (directory / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
+    crew.run("train", 2, {"directory": str(directory), "steps": 8, "options": {"keep_last": 2, "keep_every": 4}})
+    assert [order_of(name) for name in complete(str(directory))] == [(1, 8), (1, 7), (1, 4), (1, 2)]

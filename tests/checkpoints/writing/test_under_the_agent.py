@@ -1,0 +1,68 @@
+"""A job with the Checkpointer under our agent: killed, told to leave, started again; what it comes to is exact to the bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import AGENT, SCRIPTS, Job, run
+
+SCRIPT = SCRIPTS / "checkpointed_job.py"
+
+
+def command(directory: Path | str, out: str, steps: int) -> list[str]:
+    """directory: of the checkpoints. out: where the ranks write what they have to say."""
+    conf = f"checkpoint_dir={directory},verify=full,backoff=0"
+    script = [SCRIPT, directory, f"--out={out}", f"--steps={steps}", "--save-every=2"]
+    return [str(part) for part in (*AGENT, "--nproc-per-node=2", "--max-restarts=2", f"--rdzv-conf={conf}", *script)]
+
+
+def said(tmp_path: Path, out: str, what: str) -> list[list[str]]:
+    """What each of the two ranks said."""
+    return [re.findall(rf"^{what} (.*)$", (tmp_path / f"{out}.{rank}").read_text(), re.MULTILINE) for rank in range(2)]
+
+
+def unbroken_state(tmp_path: Path, steps: int) -> list[list[str]]:
+    assert run(command(tmp_path / "unbroken", "unbroken", steps), tmp_path).returncode == 0
+    return said(tmp_path, "unbroken", "state")
+
+
+def newest(directory: Path) -> int:
+    return max(int(path.parent.name[5:13]) for path in directory.glob("step_*/manifest.json"))
+
+
+@pytest.mark.long
+def test_told_to_leave_no_step_is_lost(tmp_path):
+    """SIGTERM: one more checkpoint, at the step where they are; started again the job goes on from there."""
+    with Job(command(tmp_path / "broken", "broken", 10**6), tmp_path) as job:
+        job.wait_for("is at step 6", 2)
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    assert "the checkpoint before leaving: kept" in done.err
+    step = newest(tmp_path / "broken")
+    trained = max(int(line.split()[0]) for line in said(tmp_path, "broken", "loss")[0])
+    assert trained - 2 <= step <= trained + 1  # at most what was under way while the workers were stopped
+    again = run(command(tmp_path / "broken", "again", step + 3), tmp_path)
+    assert again.returncode == 0, again.err
+    assert said(tmp_path, "again", "resumed") == [[f"{step} 0"]] * 2
+    assert said(tmp_path, "again", "state") == unbroken_state(tmp_path, step + 3)
+
+
+@pytest.mark.long("s3")
+@pytest.mark.parametrize("directory", ["local", "s3"])
+def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directory):
+    where = request.getfixturevalue("s3") if directory == "s3" else tmp_path / "broken"
+    with Job(command(where, "broken", 14), tmp_path) as job:
+        (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6", 1)[:1]}
+        os.kill(pid, signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    first, second = said(tmp_path, "broken", "resumed")[0]
+    assert first == "0 0"
+    assert int(second.split()[0]) >= 4, second  # of step 6 the commit may have been under way
+    assert said(tmp_path, "broken", "state") == unbroken_state(tmp_path, 14)

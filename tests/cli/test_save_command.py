@@ -1,0 +1,173 @@
+"""`elastic-ext checkpoints save`: a real job on a real etcd is asked for a save from outside of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import Batch, EtcdClient
+from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
+from elastic_ext.rendezvous.rounds import Header, Node, State, decode
+from tests.etcd_server import EtcdServer
+from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
+from tests.ports import free_port
+
+JOB = SCRIPTS / "saving_job.py"
+CLI = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", "save", "--rdzv-id=job"]
+
+
+def command(endpoint: str, *options: str) -> list[str]:
+    return [*CLI, f"--rdzv-endpoint={endpoint}", *options]
+
+
+def node_of(server: EtcdServer, folder: Path, nodes: int, *how: str) -> Job:
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nodes}"]
+    return Job(
+        [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--nproc-per-node=2", JOB, folder, *how],
+        folder,
+        STOP=str(folder / "stop"),
+    )
+
+
+def saved(folder: Path, ranks: int) -> list[list[str]]:
+    return [(folder / f"saved.0.{rank}").read_text().split() for rank in range(ranks)]
+
+
+def node(after: int, done: int, step: int = 0) -> Node:
+    return Node(after, 2, "default", "localhost", 1, saved=done, saved_step=step)
+
+
+ASKED = Header(3, State.RUNNING, 2, 4, save=2)
+
+
+@pytest.mark.parametrize(
+    ("header", "nodes", "step", "said"),
+    [
+        (ASKED, [node(2, 0), node(2, 0)], None, None),
+        (ASKED, [node(2, 1, 100)], None, None),  # an earlier save
+        (ASKED, [node(2, 0), node(2, 2, 120)], 120, "step 120 is saved"),
+        (ASKED, [node(2, 3, 130)], 130, "step 130 is saved"),  # somebody has asked for another one since
+        (ASKED, [node(3, 2, 120)], None, None),  # it waits for round 4: what it says is not of this round
+        (Header(3, State.BROKEN, reason="lost node b"), [node(2, 2, 120)], 120, "step 120"),
+        (Header(3, State.BROKEN, reason="lost node b"), [node(2, 0)], None, "round 3 ended before the save: lost node b"),
+        (Header(3, State.DONE, reason="all workers have finished"), [], None, "all workers have finished"),
+        (Header(4, State.RUNNING), [node(3, 0)], None, "the job is in round 4"),
+        (None, [], None, "the job is gone"),
+    ],
+)
+def test_what_became_of_a_request(header, nodes, step, said):
+    found = outcome(ASKED, header, nodes)
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.step == step
+        assert said in found.reason
+
+
+def test_all_ranks_save_at_the_step_that_is_printed(server, tmp_path):
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(node_of(server, tmp_path, 2)) for _ in range(2)]
+        for job in jobs:
+            job.wait_for("steps", 2)
+        printed = []
+        for _ in range(2):
+            done = run(command(server.endpoint), tmp_path)
+            assert done.returncode == 0, done.err
+            printed += done.out.split()
+        assert len(printed) == 2
+        assert saved(tmp_path, 4) == [printed] * 4
+        (tmp_path / "stop").touch()
+        assert [job.finish().returncode for job in jobs] == [0, 0]
+
+
+@pytest.mark.long
+def test_requests_that_overlap_are_all_answered(server, tmp_path):
+    """A preemption of all nodes is as many requests. Each rank sees them at other moments; it must not save alone."""
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(node_of(server, tmp_path, 2)) for _ in range(2)]
+        for job in jobs:
+            job.wait_for("steps", 2)
+        client = stack.enter_context(EtcdClient(server.endpoint))
+
+        def ask(_: int) -> list[Outcome]:
+            return [save(client, "job", "a test", 60) for _ in range(10)]
+
+        with ThreadPoolExecutor(8) as pool:
+            done = [one for each in pool.map(ask, range(8)) for one in each]
+        assert all(one.step is not None for one in done), done
+        steps = saved(tmp_path, 4)
+        assert all(each == steps[0] for each in steps)
+        assert {str(one.step) for one in done} <= set(steps[0])
+        (tmp_path / "stop").touch()
+        assert [job.finish().returncode for job in jobs] == [0, 0]
+
+
+def await_request(client: EtcdClient) -> None:
+    """Until the header of the job carries a request."""
+    deadline = time.monotonic() + TIMEOUT_S
+    with client.watch_with_snapshot("/elastic_ext/job/round") as news:
+        while (item := news.get(max(0.0, deadline - time.monotonic()))) is not None:
+            kvs = [event.kv for event in item.events] if isinstance(item, Batch) else item.kvs
+            if any(decode(Header, kv.value, "round").save for kv in kvs):
+                return
+    pytest.fail("nobody has asked for a save")
+
+
+@pytest.mark.long
+def test_a_round_that_ends_ends_the_wait(server, tmp_path):
+    with node_of(server, tmp_path, 1, "deaf") as job, EtcdClient(server.endpoint) as client:
+        job.wait_for("steps", 2)
+        with Job(command(server.endpoint), tmp_path) as asking:
+            await_request(client)
+            (tmp_path / "stop").touch()
+            done = asking.finish()
+        assert job.finish().returncode == 0
+    refused(done, 75, "round 1 ended before the save: all workers have finished")
+
+
+@pytest.mark.long
+def test_the_time_is_over(server, tmp_path):
+    with node_of(server, tmp_path, 1, "deaf") as job:
+        job.wait_for("steps", 2)
+        refused(run(command(server.endpoint, "--timeout=1"), tmp_path), 75, "not complete in time")
+        (tmp_path / "stop").touch()
+        assert job.finish().returncode == 0
+    # The job is over, and its header is still there.
+    refused(run(command(server.endpoint), tmp_path), 75, "the job does not run, it is done")
+
+
+def test_etcd_dies_while_we_wait(server, tmp_path):
+    with node_of(server, tmp_path, 1, "deaf") as job, EtcdClient(server.endpoint) as client:
+        job.wait_for("steps", 2)
+        with Job(command(server.endpoint, "--timeout=3"), tmp_path) as asking:
+            await_request(client)
+            server.kill()
+            refused(asking.finish(), 75, "no save: ")
+        (tmp_path / "stop").touch()
+        server.start()
+        assert job.finish().returncode == 0
+
+
+def test_no_job_and_no_etcd(server, tmp_path):
+    refused(run(command(server.endpoint), tmp_path), 75, "there is no round of it")
+    refused(run(command(f"127.0.0.1:{free_port()}"), tmp_path), 78, "etcd")
+    refused(run(command(server.endpoint, "--timeout=0"), tmp_path), 78, "--timeout")
+
+
+def refused(done: Finished, code: int, said: str) -> None:
+    assert done.returncode == code, done.all
+    assert done.out == ""
+    assert sum(line.startswith("elastic-ext") for line in done.err.splitlines()) == 1, done.err
+    assert said in done.err
+
+
+def test_the_command_needs_no_torch():
+    program = "import sys; sys.modules['torch'] = None; from elastic_ext.rendezvous.etcd import connect, save_request"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment())

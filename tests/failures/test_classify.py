@@ -1,0 +1,509 @@
+"""Evidence, the table and the root cause: pure, and the reader of error files on whatever a worker can leave."""
+
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ext.base.kinds import KINDS, Response
+from elastic_ext.cli.main import explained
+from elastic_ext.failures import classify as classify_module
+from elastic_ext.failures import fingerprint, ledger, matching, policy, rules, tracebacks, user_rules
+from elastic_ext.failures.classify import classify, root_cause
+from elastic_ext.failures.evidence import (
+    MAX_ERROR_FILE_BYTES,
+    Evidence,
+    Past,
+    Platform,
+    RaisedException,
+    exit_status,
+    read_error_file,
+)
+from elastic_ext.failures.rules import RULES
+from tests.jobs import ROOT
+
+if sys.version_info >= (3, 11):
+    from re import _constants as sre
+    from re import _parser as sre_parser
+else:
+    import sre_constants as sre
+    import sre_parse as sre_parser
+
+
+def raised(type_, message="", **more):
+    return Evidence(rank=0, exit_code=1, exception=RaisedException(type_, message, ("train.py:88 in step",)), **more)
+
+
+def wrote(text, **more):
+    return Evidence(rank=0, **{"signal": "SIGABRT", "stderr_tail": text, **more})
+
+
+def ended(code, **more):
+    return Evidence(rank=0, exit_code=code, **more)
+
+
+def killed(signal, **more):
+    return Evidence(rank=0, signal=signal, **more)
+
+
+# The rows of failure_rules.md, as they stand there: (rule, kind, decision, evidence...). A rule without a row here fails a test.
+ALWAYS = (
+    "SyntaxError IndentationError TabError NameError UnboundLocalError ImportError ModuleNotFoundError AttributeError "
+    "NotImplementedError"
+)
+ARGUMENTS = "TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError"
+FILES = (
+    "FileNotFoundError PermissionError IsADirectoryError UnicodeDecodeError json.decoder.JSONDecodeError "
+    "yaml.scanner.ScannerError"
+)
+SHAPES = ["size mismatch, m1", "shape mismatch: value tensor", "Expected all tensors to be on the same device, but found two"]
+STATE_DICT = [
+    'Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "a"',
+    "Unexpected key(s) in state_dict: b",
+]
+ROWS = [
+    ("agent-interrupted", "user_stop", "stop", killed("SIGTERM", agent_signal="SIGINT"), raised("KeyError",
+     agent_signal="SIGINT")),
+    ("agent-terminated", "preemption", "requeue", killed("SIGTERM", agent_signal="SIGTERM")),
+    ("disruption-target", "preemption", "requeue", ended(143, platform=Platform("kubernetes", "", True)),
+     raised("NameError", platform=Platform("kubernetes", "OOMKilled", True))),
+    ("platform-preempted", "preemption", "requeue",
+     *(ended(143, platform=Platform("slurm", reason)) for reason in ("PREEMPTED", "NODE_FAIL", "DUE TO TIME LIMIT", "TIMEOUT",
+                                                                      "CANCELLED AT 2026-01-01 DUE TO TIME LIMIT"))),
+    ("cancelled", "user_stop", "stop", ended(143, platform=Platform("slurm", "CANCELLED by 1000"))),
+    ("stopped-by-agent", "cascade", "follow", killed("SIGTERM", stopped_by_agent=True),
+     raised("AttributeError", "in a SIGTERM handler", stopped_by_agent=True)),
+    ("xid-replace", "hardware", "replace_node", *(killed("SIGABRT", xids=(xid,)) for xid in (
+        46, 48, 54, 62, 64, 74, 78, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, 144, 145, 146, 147, 148, 149, 150, 151, 154,
+     155,
+        156, 158, 159)), killed("SIGKILL", xids=(45, 94, 79), oom_kills=1)),
+    ("xid-illegal-access", "code", "confirm",
+     *(raised("RuntimeError", "CUDA error: an illegal memory access was encountered", xids=(xid,)) for xid in (13, 31))),
+    ("gpu-recovery", "hardware", "replace_node", *(ended(1, gpu_recovery=(action,), xids=(94,)) for action in (
+        "gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"))),
+    ("xid-restart", "hardware", "restart", ended(1, xids=(94,), gpu_recovery=("drain_p2p", "action 9")),
+     *(ended(1, xids=(xid,)) for xid in (
+        8, 11, 25, 32, 39, 40, 41, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89, 94, 96, 97, 98, 99, 100,
+     101,
+        102, 103, 104, 105, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135, 139))),
+    ("oom-killed", "host_memory", "confirm", killed("SIGKILL", oom_kills=1), ended(137, platform=Platform("kubernetes",
+     "OOMKilled"))),
+    ("gpu-dead", "hardware", "replace_node", wrote("NVRM: GPU has fallen off the bus."),
+     wrote("NVLink: fatal error detected on link 1"),
+     raised("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered"), wrote("x CUDA_ERROR_ECC_UNCORRECTABLE"),
+     wrote("aclrt: error code is 507035")),
+    ("hardware-exit", "hardware", "replace_node", ended(14), ended(201), ended(202)),
+    ("node-check", "hardware", "replace_node", ended(1, node_health_failed=True)),
+    ("hang", "hang", "restart", killed("SIGKILL", hang=True)),
+    ("keyboard-interrupt", "user_stop", "stop", raised("KeyboardInterrupt")),
+    ("shared-object", "storage", "restart", raised("ImportError", "libcudnn.so.9: cannot open shared object file: No such file")),
+    ("import-file-system", "storage", "restart", raised("ImportError", "[Errno 116] Stale file handle: 'a.py'")),
+    ("code-always", "code", "stop", *(raised(name, "m", first_step_done=done) for name in ALWAYS.split() for done in (True,
+     False)),
+     raised("SyntaxError", "unexpected EOF while parsing"), raised("ImportError", "a.so: undefined symbol: x")),
+    ("argparse", "code", "stop", ended(2, stderr_tail="usage: train.py [-h]\ntrain.py: error: bad argument")),
+    ("disk-full", "storage", "confirm", raised("OSError", "[Errno 28] No space left on device: '/ckpt'"),
+     raised("OSError", "[Errno 122] Disk quota exceeded")),
+    ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
+        "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected"))),
+    ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
+        "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError"))),
+    ("storage-busy", "storage", "restart", raised("requests.exceptions.HTTPError", "429 Client Error: Too Many Requests"),
+     *(raised("HTTPError", f"HTTP {code}") for code in (429, 500, 502, 503, 504)), raised("E", "Please reduce (SlowDown)"),
+     wrote("HTTP 404\nHTTP 503")),
+    ("storage-reset", "storage", "restart", Evidence(0, 1, exception=RaisedException(
+        "ConnectionResetError", "[Errno 104] Connection reset by peer",
+     ("/x/site-packages/botocore/httpsession.py:3 in send",)))),
+    ("checkpoint-broken", "storage", "restart", raised("RuntimeError", "PytorchStreamReader failed reading zip archive"),
+     raised("RuntimeError", "unexpected EOF, expected 4 more bytes"), raised("zipfile.BadZipFile", "File is not a zip file"),
+     raised("RuntimeError", "failed finding central directory")),
+    ("checkpoint-checksum", "storage", "restart", raised("RuntimeError", "checksum of a.bin: mismatch", checkpoint_load=True)),
+    ("device-memory-held", "device_memory", "restart", raised("torch.OutOfMemoryError",
+     "CUDA out of memory. Process 12 has 20.50 GiB "
+                                                                "memory in use.", first_step_done=True)),
+    ("device-memory", "device_memory", "confirm", raised("torch.OutOfMemoryError"), raised("torch.cuda.OutOfMemoryError"),
+     raised("RuntimeError", "CUDA out of memory"), raised("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+     wrote("CUDA out of memory"), raised("OutOfMemoryError", "Process 12 has 512.00 MiB memory in use")),
+    ("loader-shm", "host_memory", "confirm", raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Bus error."),
+     raised("RuntimeError", "DataLoader worker (pid(s) 7) exited unexpectedly")),
+    ("host-memory", "host_memory", "confirm", raised("MemoryError"), raised("RuntimeError",
+     "DataLoader worker (pid 7) is killed by "
+     "signal: Killed."), raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")),
+    ("numeric", "numeric", "confirm", raised("FloatingPointError"), raised("ValueError", "Loss is NaN"), raised("E",
+     "loss is nan"),
+     raised("RuntimeError", "Function 'MulBackward0' returned nan values in its 0th output."),
+     raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped")),
+    ("gpu-launch", "hardware", "restart", raised("torch.AcceleratorError", "CUDA error: unspecified launch failure"),
+     raised("RuntimeError", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+     raised("torch.distributed.DistBackendError", "NCCL error in: x.cpp:1, unhandled cuda error")),
+    ("gpu-access", "code", "confirm", raised("RuntimeError", "CUDA error: an illegal memory access was encountered"),
+     raised("RuntimeError", "CUDA error: device-side assert triggered"), raised("torch.AcceleratorError", "m")),
+    ("peer-gone", "cascade", "follow", raised("torch.distributed.DistBackendError", "NCCL error"),
+     wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited")),
+    ("peer-connection", "cascade", "follow", raised("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+     raised("RuntimeError", "Connection reset by peer"), wrote("NCCL WARN Broken pipe"),
+     wrote("gloo: Connection reset by peer [1]")),
+    ("not-enough-nodes", "network", "requeue", raised("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError")),
+    ("network", "network", "restart", *(raised(name, "m") for name in (
+        "torch.distributed.DistNetworkError", "torch.distributed.DistStoreError", "ConnectionError", "ConnectionResetError",
+        "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError", "TimeoutError", "socket.gaierror",
+     "socket.timeout")),
+     raised("OSError", "[Errno -2] Name or service not known")),
+    ("state-dict-at-start", "code", "stop", *(raised("RuntimeError", text, first_step_done=False) for text in STATE_DICT)),
+    ("state-dict", "code", "confirm", *(raised("RuntimeError", text, first_step_done=True) for text in STATE_DICT)),
+    ("arguments-at-start", "code", "stop", *(raised(name, first_step_done=False) for name in ARGUMENTS.split()),
+     *(raised("RuntimeError", text, first_step_done=False) for text in SHAPES)),
+    ("arguments", "code", "confirm", *(raised(name, first_step_done=done) for name in ARGUMENTS.split() for done in (True, None)),
+     *(raised("RuntimeError", text, first_step_done=True) for text in SHAPES)),
+    ("files-at-start", "code", "stop", *(raised(name, first_step_done=False) for name in FILES.split())),
+    ("files", "code", "confirm", *(raised(name, first_step_done=done) for name in FILES.split() for done in (True, None))),
+    ("interrupted", "user_stop", "stop", ended(130), killed("SIGINT")),
+    ("killed", "unknown", "restart", killed("SIGKILL", oom_kills=0), killed("SIGKILL"), ended(137), ended(-9)),
+    ("crash", "crash", "confirm", killed("SIGSEGV"), killed("SIGILL"), killed("SIGFPE"), ended(139)),
+    ("bus-error", "hardware", "restart", killed("SIGBUS"), ended(135)),
+    ("abort", "crash", "restart", killed("SIGABRT"), ended(134)),
+    ("terminated", "unknown", "restart", killed("SIGTERM"), ended(143)),
+    ("no-handler", "code", "stop", killed("SIGUSR1"), killed("SIGUSR2"), ended(138)),
+    ("usage-exit", "code", "stop", ended(2), ended(126), ended(127)),
+    ("sysexits", "code", "stop", *(ended(code) for code in (*range(64, 75), 76, 77, 78))),
+    ("try-again", "preemption", "restart_free", ended(75)),
+    ("no-progress", "code", "stop", ended(93)),
+    ("no-evidence", "unknown", "restart", ended(1), ended(255), ended(None), raised("RuntimeError", "flaky"), killed("signal 40"),
+     *(ended(1, xids=(xid,)) for xid in (13, 31, 14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 108, 121, 137, 141, 152,
+     153,
+                                         157, 160, 161))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "decision", "evidence"),
+    [pytest.param(*row[:3], one, id=f"{row[0]}-{number}") for row in ROWS for number, one in enumerate(row[3:])],
+)
+def test_the_table_row_by_row(rule, kind, decision, evidence):
+    diagnosis = classify(evidence)
+    assert (diagnosis.rule, diagnosis.kind, diagnosis.decision.value) == (rule, kind, decision)
+    assert f"rank {evidence.rank}" in diagnosis.reason
+    assert diagnosis.fingerprint
+
+
+def test_every_rule_has_a_row_and_the_last_matches_everything():
+    assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
+    assert {rule.name for rule in RULES} == {row[0] for row in ROWS}
+    assert [rule.tier for rule in RULES] == sorted(rule.tier for rule in RULES)
+    assert all(rule.kind in KINDS and rule.because for rule in RULES)
+    assert all(text == text.lower() for rule in RULES for one in rule.texts for text in ([one] if isinstance(one, str) else one))
+
+
+def test_a_xid_that_decides_nothing_is_told():
+    assert "Xid 13, 45" not in classify(ended(1, xids=(45,))).reason
+    assert "also reported Xid 45" in classify(ended(1, xids=(45,))).reason
+
+
+CASES = [json.loads(line) for line in (ROOT / "tests" / "data" / "failure_cases.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("value", CASES, ids=lambda value: value["id"])
+def test_the_cases_of_the_design(value):
+    told = explained(value)
+    assert {"kind": told["kind"], "decision": told["decision"]} == value["expect"]
+
+
+TRACEBACK = (
+    "Traceback (most recent call last):\n"
+    '  File "/job/train.py", line 12, in <module>\n    main()\n'
+    '  File "/job/train.py", line 9, in main\n    x = undefined_name\n        ^^^^\n'
+    "NameError: name 'undefined_name' is not defined\n"
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "[default0]:", "[default0]:[rank0]: "])
+@pytest.mark.parametrize("more", [{"signal": "SIGABRT"}, {"exit_code": 1}, {"exit_code": 134}])
+def test_a_traceback_on_stderr_is_the_exception(prefix, more):
+    lines = "".join(f"{prefix}{line}\n[default1]:noise\n" for line in TRACEBACK.splitlines())
+    tail = f"Traceback (most recent call last):\nKeyError: 'old'\n{lines if prefix else TRACEBACK}terminate called\n"
+    diagnosis = classify(Evidence(0, stderr_tail=tail, **more))
+    assert diagnosis.rule == "code-always"
+    assert diagnosis.evidence.exception == RaisedException(
+        "NameError", "name 'undefined_name' is not defined", ("/job/train.py:12 in <module>", "/job/train.py:9 in main")
+    )
+
+
+def test_a_traceback_that_was_survived_is_not_the_exception():
+    assert classify(killed("SIGKILL", stderr_tail=TRACEBACK)).rule == "killed"
+    assert classify(killed("SIGSEGV", stderr_tail=TRACEBACK)).rule == "crash"
+
+
+def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():
+    assert classify(raised("KeyError", stderr_tail=TRACEBACK)).rule == "arguments"
+    assert classify(raised("KeyError", stderr_tail="gloo: Connection reset by peer")).rule == "arguments"
+    assert classify(raised("RuntimeError", "failed", stderr_tail="CUDA out of memory")).rule == "device-memory"
+
+
+@pytest.mark.parametrize(
+    "tail", ["Traceback (most recent call last):", TRACEBACK[:120], "Traceback (most recent call last):\n???"]
+)
+def test_a_cut_traceback_tells_no_exception(tail):
+    assert classify(ended(1, stderr_tail=tail)).rule == "no-evidence"
+
+
+def test_a_text_is_found_anywhere_in_64_kib():
+    noise = "step 1 loss 2.5\n" * 2000
+    for text, rule in (
+        ("CUDA out of memory", "device-memory"),
+        ("HTTP 503", "storage-busy"),
+        ("x" * 9000 + " loss is nan", "numeric"),
+    ):
+        for tail in (f"{text}\n{noise}", f"{noise}{text}\n", f"{noise}\r{text}\r{noise}"):
+            assert classify(ended(1, stderr_tail=tail)).rule == rule
+
+
+def _repeats(parsed):
+    """The repeats of a parsed pattern, each as (least, most, what). AssertionError: one holds another."""
+    for operator, argument in parsed:
+        if operator in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            inner = list(_repeats(argument[2]))
+            if argument[1] == 1:  # "?" alone repeats nothing
+                yield from inner
+                continue
+            assert not inner, f"a repeat in a repeat: {inner}"
+            yield argument
+        elif operator is sre.SUBPATTERN:
+            yield from _repeats(argument[-1])
+        elif operator is sre.BRANCH:
+            for branch in argument[1]:
+                yield from _repeats(branch)
+
+
+PATTERNS = [
+    (module.__name__, value)
+    for module in (rules, classify_module, fingerprint, matching, tracebacks, user_rules)
+    for value in vars(module).values()
+    if isinstance(value, re.Pattern)
+]
+
+
+@pytest.mark.parametrize(("module", "pattern"), PATTERNS, ids=lambda value: getattr(value, "pattern", value))
+def test_no_pattern_can_backtrack_for_long(module, pattern):
+    assert all(most < 5000 for _, most, _ in _repeats(sre_parser.parse(pattern.pattern))), module
+
+
+def test_the_guard_against_patterns_can_fail():
+    assert len(PATTERNS) >= 5
+    with pytest.raises(AssertionError):
+        list(_repeats(sre_parser.parse(r"(?:a+)+")))
+    assert [most for _, most, _ in _repeats(sre_parser.parse(r"a*"))] == [sre.MAXREPEAT]
+
+
+texts = st.text(max_size=200) | st.sampled_from([TRACEBACK, TRACEBACK[:99], "[rank0]: Traceback (most recent call last):\n: x"])
+maybe = st.none() | st.booleans()
+
+
+@given(
+    st.builds(
+        Evidence,
+        rank=st.integers(),
+        exit_code=st.none() | st.integers(),
+        signal=st.none() | st.sampled_from(["SIGKILL", "SIGABRT", "signal 35"]) | st.text(max_size=9),
+        exception=st.none() | st.builds(RaisedException, texts, texts, st.lists(texts, max_size=3).map(tuple)),
+        step=st.none() | st.integers(),
+        first_step_done=maybe,
+        stopped_by_agent=st.booleans(),
+        stderr_tail=texts,
+        agent_signal=st.none() | st.text(max_size=9),
+        oom_kills=st.none() | st.integers(),
+        xids=st.lists(st.integers(), max_size=3).map(tuple),
+        platform=st.builds(Platform, texts, texts, maybe),
+        hang=maybe,
+        checkpoint_load=maybe,
+        node_health_failed=maybe,
+        node=st.none() | texts,
+        history=st.lists(st.builds(Past, st.booleans(), maybe, st.none() | texts, maybe), max_size=4).map(tuple),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_any_evidence_gets_a_diagnosis_and_a_decision(evidence):
+    diagnosis = classify(evidence)
+    assert diagnosis == classify(evidence)
+    decision = policy.decide(root_cause([diagnosis]))
+    assert decision.reason
+    assert (decision.exit_code is None) == (decision.action is policy.Action.RESTART)
+
+
+def test_what_is_shown_of_a_failure_cannot_steer_a_terminal_or_forge_a_line():
+    hostile = "\x1b[2J\x9b1mx\ry\u202ez\udce9"
+    told = classify(Evidence(0, exit_code=1, exception=RaisedException("E" + hostile, hostile + "\nline", (hostile,))))
+    assert told.reason.isprintable()
+    assert "\\x1b[2J" in told.reason
+    assert "\\udce9" in told.reason
+    assert classify(raised("E", "größer als 3 µm - 温度 🔥")).reason.count("größer als 3 µm - 温度 🔥") == 1
+    rule = user_rules.UserRule("n\x1b[1m", "code", Response.STOP, "entry\npoint", exit_code=1)
+    assert classify(ended(1), [rule]).reason.isprintable()
+
+
+def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
+    """Records of the job hold it: etcd refuses a request of more than 1.5 MB."""
+    path = tmp_path / "error.json"
+    extra = {"timestamp": "1", "py_callstack": ""}
+    frames = ["d" * 3000 + "/a.py:1 in f"] * 150
+    for more in ({}, {"elastic_ext": {"type": "T" * 200_000, "message": "m" * 200_000, "frames": frames}}):
+        path.write_text(json.dumps({"message": {"message": "N" * 200_000, "extraInfo": extra}, **more}))
+        exception = read_error_file(str(path)).exception
+        told = classify(Evidence(0, exit_code=1, exception=exception))
+        assert len(ledger.encode_report(ledger.Report("h", told))) < 100_000
+
+
+def test_the_fingerprint_holds_what_stays_and_not_what_varies():
+    def of(message, *frames):
+        return fingerprint.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
+
+    assert of("at 0x7f3a: 3 of 17 in /tmp/a_1") == of("at 0x11ff: 4 of 18 in /tmp/b_2")
+    assert of("this") != of("that")
+    library = ("/job/train.py:88 in step", "/v/lib/python3.11/site-packages/torch/nn/module.py:3 in _call_impl")
+    assert of("m", *library) == of("m", "train.py:88 in step", "module.py:1750 in _call_impl") == of("m")
+    assert of("m", "train.py:89 in step") != of("m")
+    assert classify(killed("SIGSEGV")).fingerprint != classify(killed("SIGBUS")).fingerprint
+
+
+def test_the_cause_is_not_the_first_one_seen():
+    """A rank that raised is seen after its peers: they die of the closed connection while it is still ending."""
+    bug = classify(Evidence(1, exit_code=1, exception=RaisedException("NameError", "x"), ended_ns=200))
+    peer = classify(
+        Evidence(0, exit_code=1, exception=RaisedException("RuntimeError", "Connection closed by peer"), ended_ns=100)
+    )
+    stopped = classify(Evidence(2, signal="SIGTERM", stopped_by_agent=True, ended_ns=50))
+    killed_first = classify(Evidence(3, signal="SIGKILL", ended_ns=60))
+    assert root_cause([stopped, peer, bug]) == bug
+    assert root_cause([stopped, peer, bug, killed_first]) == bug
+    assert root_cause([stopped, peer, killed_first]) == killed_first
+
+
+def test_somebodys_wish_to_stop_is_the_cause():
+    asked = classify(Evidence(0, signal="SIGTERM", agent_signal="SIGTERM", ended_ns=9))
+    assert root_cause([classify(raised("NameError")), asked]) == asked
+
+
+def test_the_earliest_of_equals_is_the_cause():
+    late = classify(Evidence(0, signal="SIGSEGV", ended_ns=20))
+    early = classify(Evidence(1, signal="SIGKILL", ended_ns=10))
+    assert root_cause([late, early]) == early
+
+
+def test_across_nodes_the_order_counts_and_not_the_clocks():
+    first = replace(classify(Evidence(0, signal="SIGSEGV", node="n1", ended_ns=2000)), order=7)
+    second = replace(classify(Evidence(1, signal="SIGKILL", node="n2", ended_ns=10)), order=8)
+    cascade = replace(classify(Evidence(2, signal="SIGTERM", stopped_by_agent=True)), order=1)
+    assert root_cause([second, first, cascade]) == first
+
+
+def test_a_cascade_alone_is_the_network():
+    peer = classify(Evidence(0, exit_code=1, exception=RaisedException("RuntimeError", "Connection reset by peer")))
+    assert (root_cause([peer]).kind, root_cause([peer]).decision) == ("network", Response.RESTART)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "split"),
+    [(0, (0, None)), (1, (1, None)), (-9, (None, "SIGKILL")), (-35, (None, "signal 35")), (None, (None, None))],
+)
+def test_exit_status(exitcode, split):
+    assert exit_status(exitcode) == split
+
+
+GOOD = {"message": {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"}}}
+
+
+def test_an_error_file_of_torchs_record(tmp_path):
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps(GOOD))
+    read = read_error_file(str(file))
+    assert (read.data, read.path, read.problem) == (GOOD, str(file), "")
+    assert read.exception == RaisedException("KeyError", "'x'")
+
+
+def test_an_error_file_of_the_bootstrap(tmp_path):
+    file = tmp_path / "error.json"
+    ours = {"type": "pkg.Err", "message": "m", "frames": ["a.py:1 in f"], "monotonic_ns": 5}
+    file.write_text(json.dumps({**GOOD, "elastic_ext": ours}))
+    read = read_error_file(str(file))
+    assert read.exception == RaisedException("pkg.Err", "m", ("a.py:1 in f",))
+    assert read.raised_ns == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b'{"message": 1}',
+        b'{"message": null}',
+        b'{"message": {}}',
+        b'{"message": {"extraInfo": 1}}',
+        b'{"message": {"extraInfo": {"timestamp": "soon"}}}',
+        b'{"message": {"extraInfo": {"timestamp": 1e300}}}',
+        b'{"message": {"extraInfo": {"timestamp": 500000000000}}}',
+        b'{"message": {"extraInfo": {"timestamp": -500000000000}}}',
+        b'{"message": {"message": "m", "extraInfo": {"timestamp": "1", "py_callstack": 5}}}',
+        b'{"message": "m", "timestamp": "x"}',
+        json.dumps(GOOD).encode()[:-5],
+        b'{"message": "' + b"x" * MAX_ERROR_FILE_BYTES + b'"}',
+    ],
+)
+def test_a_broken_error_file_is_told_and_not_used(tmp_path, content):
+    file = tmp_path / "error.json"
+    file.write_bytes(content)
+    read = read_error_file(str(file))
+    assert read.data is None
+    assert read.path == ""
+    assert str(file) in read.problem
+
+
+def test_no_error_file_is_no_problem(tmp_path):
+    assert read_error_file(str(tmp_path / "none")).problem == ""
+    assert read_error_file("").problem == ""
+    assert read_error_file(str(tmp_path)).problem == ""
+
+
+def test_odd_values_of_ours_do_not_hurt(tmp_path):
+    file = tmp_path / "error.json"
+    for ours in ({"type": 1}, {"type": "E", "frames": 3, "monotonic_ns": "x"}, [], "x", None):
+        file.write_text(json.dumps({**GOOD, "elastic_ext": ours}))
+        assert read_error_file(str(file)).data is not None
+
+
+def test_random_bytes(tmp_path):
+    """10,000 files: parts of a good one with bytes changed, cut and doubled."""
+    rng = random.Random(7)
+    good = json.dumps({**GOOD, "elastic_ext": {"type": "E", "message": "m", "frames": [], "monotonic_ns": 1}}).encode()
+    file = tmp_path / "error.json"
+    for _ in range(10_000):
+        mutated = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(len(mutated))
+            mutated[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        file.write_bytes(mutated[: rng.randrange(len(mutated) + 1)])
+        read = read_error_file(str(file))
+        assert (read.data is None) == bool(read.problem)
+
+
+def test_the_texts_of_the_table_are_found_with_and_without_re2(monkeypatch):
+    with_re2 = rules.TEXTS
+    monkeypatch.setitem(sys.modules, "re2", None)
+    without = matching.Texts(with_re2.all)
+    random_ = random.Random(5)
+    seen = set()
+    for _ in range(300):
+        pieces = [random_.choice([text, text[:-1], text[1:], text.upper()]) for text in random_.choices(with_re2.all, k=6)]
+        data = random_.choice(["", " ", "\n", "\x00"]).join(pieces).encode()
+        assert with_re2.found_in(data) == without.found_in(data) == {text for text in with_re2.all if text.encode() in data}
+        seen |= without.found_in(data)
+    assert seen == set(with_re2.all)
+    assert with_re2.found_in(b"\xff\x00" * 40_000) == frozenset()

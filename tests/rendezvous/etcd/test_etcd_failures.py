@@ -1,0 +1,212 @@
+"""Real jobs of several nodes on etcd: one verdict for all, whoever failed, and the exit codes that schedulers read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.failures import ledger as job_records
+from tests.etcd_server import EtcdServer
+from tests.jobs import TORCHRUN, Job, wait_gone
+from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
+
+CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnodes: str, *script: str, **env: str) -> Job:
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", f"--rdzv-conf={CONF}"]
+    env = {"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}"), "NODE": name, **env}
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", *script]
+    return stack.enter_context(Job(command, tmp_path, **env))
+
+
+@pytest.mark.long("key:1")
+@pytest.mark.parametrize("fault", ["key:1", "runtime:1"])
+def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(server, tmp_path, fault):
+    """The KeyError stops the job at once on all nodes; a RuntimeError proves nothing: one restart, and it works."""
+    with ExitStack() as stack:
+        jobs = [start(stack, server, tmp_path, name, "3", GLOO, fault) for name in "abc"]
+        done = [job.finish() for job in jobs]
+        found = reports(*jobs)
+    attempts = {line["attempt"] for line in found}
+    if fault == "runtime:1":
+        assert [each.returncode for each in done] == [0, 0, 0], [each.err for each in done]
+        assert attempts == {0, 1}
+        return
+    assert [each.returncode for each in done] == [65, 65, 65], [each.err for each in done]
+    assert attempts == {0}
+    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in "abc"]
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert (verdicts[0]["rank"], verdicts[0]["decision"]["kind"], verdicts[0]["decision"]["exit_code"]) == (1, "code", 65)
+    for each in done:
+        assert "KeyError" in each.err
+
+
+@pytest.mark.long("2-faults1")
+@pytest.mark.parametrize(("workers", "faults"), [(1, ["late:0"]), (2, ["late:0", "ignore:1", "receive:2"])])
+def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, workers, faults):
+    """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
+    last: a worker beside it may use up the grace, which is longer than the verdict settles. The bug is the cause all the same.
+    """
+    with ExitStack() as stack:
+        bug = start(stack, server, tmp_path, "a", "2", f"--nproc-per-node={workers}", GLOO, *faults)
+        wait_for_nodes(server, 1)
+        other = start(stack, server, tmp_path, "b", "2", GLOO, *faults)
+        done = [job.finish() for job in (bug, other)]
+    assert [each.returncode for each in done] == [65, 65], [each.err for each in done]
+    assert "KeyError" in done[0].err
+    verdicts = [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in "ab"]
+    assert verdicts[0] == verdicts[1]
+    assert (verdicts[0]["rank"], verdicts[0]["round"], verdicts[0]["decision"]["kind"]) == (0, 1, "code")
+    if workers == 2:  # where the one that ignores SIGTERM was
+        assert "rank 1 did not end on SIGTERM" in verdicts[0]["stacks"]
+        assert "in ignore_term" in verdicts[0]["stacks"]
+
+
+def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(server, nodes, tmp_path):
+    """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        good = [start(stack, server, tmp_path, name, "2:3", ELASTIC, **gate) for name in "ab"]
+        for job in good:
+            job.wait_for('"attempt"')
+        bad = start(stack, server, tmp_path, "c", "2:3", ELASTIC, "segv:1", "segv:2", **gate)
+        assert bad.finish().returncode == 69, bad.err
+        for job in good:
+            job.wait_for(seen(2, 3))
+        refused = start(stack, server, tmp_path, "c", "2:3", ELASTIC, **gate)
+        assert refused.finish().returncode == 69, refused.err
+        assert "may not come back yet" in refused.err
+        nodes.open_gate()
+        assert [job.finish().returncode for job in good] == [0, 0]
+
+
+def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
+    """Two restarts of three are spent; then the agent is killed and started again: one is left."""
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        first = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit3:0", "exit4:1", **gate)
+        first.wait_for(seen(1, 2))
+        first.process.kill()
+        first.process.wait()
+        second = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit5:3", "exit6:4", **gate)
+        assert second.finish().returncode == 1
+        assert "all 3 restarts of the budget" in second.err
+        assert {line["attempt"] for line in reports(second)} == {3, 4}
+        told = subprocess.run(
+            [sys.executable, "-m", "elastic_ext.cli", "explain", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        assert told.startswith("job job: closed, round 5\n")
+        assert len(re.findall(r"^2\d{3}-.*, round \d: (restart|confirm|stop)", told, re.MULTILINE)) == 4
+        assert "rank 0 on a: rank 0 ended with exit code 3" in told
+        assert "stop, exit code 1\n" in told
+        with EtcdClient(server.endpoint) as client:
+            kv = client.get("/elastic_ext/job/ledger").kv
+            assert kv is not None
+            assert kv.lease_id != 0  # it expires
+            assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
+        # Somebody has looked at it and starts the job anew: with a new budget.
+        third = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit8:0", **gate)
+        third.wait_for(seen(1, 1))
+        nodes.open_gate()
+        assert third.finish().returncode == 0
+
+
+@pytest.mark.long("torchrun-15-75", "agent-2-130")
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("launcher", ["torchrun", "agent"])
+def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server, nodes, tmp_path, launcher, sig, code):
+    with ExitStack() as stack:
+        gate = {"GATE": str(nodes.gate.path)}
+        stays = start(stack, server, tmp_path, "a", "1:2", ELASTIC, **gate)
+        stays.wait_for(seen(1, 0))
+        where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2", f"--rdzv-conf={CONF}"]
+        module = TORCHRUN if launcher == "torchrun" else [sys.executable, "-m", "elastic_ext.agent"]
+        command = [*module, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", ELASTIC]
+        goes = stack.enter_context(Job(command, tmp_path, NODE="b", ELASTIC_EXT_VERDICT_FILE=str(tmp_path / "verdict"), **gate))
+        goes.wait_for(seen(2, 1))
+        goes.process.send_signal(sig)
+        assert goes.finish().returncode == code, goes.err
+        decision = json.loads((tmp_path / "verdict").read_text())["decision"]
+        assert decision["exit_code"] == code
+        assert decision["reason"].startswith(f"the agent got {sig.name}: ")
+        stays.wait_for(seen(1, 2))
+        with EtcdClient(server.endpoint) as client:
+            assert client.get("/elastic_ext/job/ledger").kv is None
+        nodes.open_gate()
+        assert stays.finish().returncode == 0
+
+
+@pytest.mark.long("for etcd-15-75", "for etcd-2-130")
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("waits", ["for etcd", "before a restart"])
+def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, nodes, tmp_path, waits, sig, code):
+    """The signal is why it ends, and not the failure, and the waits of a minute and more are not waited out."""
+    faults = ["exit3:0", "exit4:1"] if waits == "before a restart" else []
+    with ExitStack() as stack:
+        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BACKOFF": "1000", "ELASTIC_EXT_BACKOFF_MAX": "1000"}
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, *faults, **env)
+        if waits == "for etcd":
+            job.wait_for(seen(1, 0))
+            server.kill()
+            pid = reports(job)[0]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            assert wait_gone([pid]) == []
+        else:
+            job.wait_for(r"restart 2 of 3.*; in \d{3}")
+        job.process.send_signal(sig)
+        assert job.finish(60).returncode == code, job.err
+        decision = json.loads((tmp_path / "verdict-a").read_text())["decision"]
+        assert (decision["exit_code"], sig.name in decision["reason"]) == (code, True)
+
+
+def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(server, nodes, tmp_path):
+    """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
+    with ExitStack() as stack:
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, GATE=str(nodes.gate.path))
+        job.wait_for(seen(1, 0))
+        with EtcdClient(server.endpoint) as client:
+            others = Put("/elastic_ext/job/job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+            client.txn([], [Delete("/elastic_ext/job/round"), others])
+        job.wait_for("another job, with other settings")
+        nodes.open_gate()
+        assert job.finish(60).returncode == 78
+
+
+def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path):
+    """Three restarts with a budget of two: etcd has taken the first two away before the third."""
+    with ExitStack() as stack:
+        env = {"GATE": str(nodes.gate.path), "ELASTIC_EXT_BUDGET_WINDOW": "2", "ELASTIC_EXT_MAX_RESTARTS": "2"}
+        job = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit3:0", "exit4:1", **env)
+        job.wait_for(seen(1, 2))
+        with EtcdClient(server.endpoint) as client:
+            with client.watch_with_snapshot("/elastic_ext/job/charges/") as watch:
+                while client.get_prefix("/elastic_ext/job/charges/").kvs:
+                    assert watch.get(60) is not None
+            job.process.kill()
+            job.process.wait()
+            again = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit5:3", **env)
+            again.wait_for(seen(1, 4))
+            assert len(client.get_prefix("/elastic_ext/job/charges/").kvs) <= 1
+        nodes.open_gate()
+        assert again.finish().returncode == 0

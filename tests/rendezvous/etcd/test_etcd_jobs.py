@@ -1,0 +1,226 @@
+"""`ext_etcd` for real: stock torchrun, several agents, an etcd server, and what happens to them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.rounds import Node, decode
+from tests.etcd.proxy import Proxy
+from tests.etcd_server import EtcdServer
+from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
+
+GLOO = str(SCRIPTS / "gloo_job.py")
+ELASTIC = str(SCRIPTS / "elastic_job.py")
+CONF = "lease_ttl=5,last_call=0.5,stop_grace=2"
+
+
+class Nodes:
+    """Agents of one job; their workers go on when the gate is opened."""
+
+    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+        self.tmp_path = tmp_path
+        self.stack = stack
+        self.gate = Gate(tmp_path / "gate")
+
+    def start(self, name: str, endpoint: str, nnodes: str, *more: str, script: str = ELASTIC, conf: str = CONF) -> Job:
+        where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
+        command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
+        return self.stack.enter_context(Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path)))
+
+    def open_gate(self) -> None:
+        self.gate.open()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+def reports(*jobs: Job) -> list[dict]:
+    return [json.loads(line) for job in jobs for line in re.findall(r"\{\"rank\".*\}", job.out)]
+
+
+def seen(world: int, attempt: int) -> str:
+    return rf'"world": {world}, "attempt": {attempt}\b'
+
+
+def wait_for_nodes(server: EtcdServer, count: int) -> None:
+    """Until so many nodes are registered, waiting ones too."""
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
+        while len(client.get_prefix("/elastic_ext/job/nodes/").kvs) < count:
+            assert watch.get(60) is not None, f"fewer than {count} nodes after 60 s without news"
+
+
+def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(server, tmp_path):
+    """Mixed local world sizes and roles; every node takes part in the second round, none fails on its own account."""
+    options = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
+    base = [*TORCHRUN, "--rdzv-backend=ext_etcd", *options]
+    with (
+        Job([*base, "--nproc-per-node=1", "--role=reader", GLOO, "kill:2"], tmp_path) as first,
+        Job([*base, "--nproc-per-node=2", "--role=trainer", GLOO, "kill:2"], tmp_path) as second,
+    ):
+        assert first.finish().returncode == 0, first.err
+        assert second.finish().returncode == 0, second.err
+        found = reports(first, second)
+        assert {line["world"] for line in found} == {3}
+        assert sorted({line["attempt"] for line in found}) in ([0, 1], [0, 1, 2])
+        last = [line["rank"] for line in found if line["attempt"] == max(line["attempt"] for line in found)]
+        assert sorted(last) == [0, 1, 2]
+
+
+def test_nodes_join_and_leave_and_ranks_stay(server, nodes):
+    first = nodes.start("a", server.endpoint, "1:3")
+    first.wait_for(seen(1, 0))
+    second = nodes.start("b", server.endpoint, "1:3")
+    first.wait_for(seen(2, 1))
+    second.wait_for(seen(2, 1))
+    third = nodes.start("c", server.endpoint, "1:3")
+    for job in (first, second, third):
+        job.wait_for(seen(3, 2))
+    spare = nodes.start("d", server.endpoint, "1:3")
+    wait_for_nodes(server, 4)
+    # A node that is told to stop leaves at once: the others go on without it, and the spare steps in.
+    second.process.send_signal(signal.SIGTERM)
+    assert second.finish().returncode != 0
+    for job in (first, third, spare):
+        job.wait_for(seen(3, 3))
+    ranks = {(line["attempt"], line["node"]): line["rank"] for line in reports(first, second, third, spare)}
+    assert [ranks[3, name] for name in "acd"] == [0, 1, 2]
+    nodes.open_gate()
+    assert [job.finish().returncode for job in (first, third, spare)] == [0, 0, 0]
+
+
+def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(server, nodes):
+    first = nodes.start("a", server.endpoint, "1:2")
+    first.wait_for(seen(1, 0))
+    second = nodes.start("b", server.endpoint, "1:2")
+    second.wait_for(seen(2, 1))
+    first.wait_for(seen(2, 1))
+    (pid,) = [line["pid"] for line in reports(first) if line["attempt"] == 1]
+    first.process.kill()
+    assert wait_gone([pid]) == []
+    second.wait_for(seen(1, 2))
+    second.wait_for("lost node")
+    nodes.open_gate()
+    assert second.finish().returncode == 0
+
+
+@pytest.mark.long
+def test_etcd_down_for_longer_than_the_lease_restarts_nothing(server, nodes):
+    jobs = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=10") for name in "ab"]
+    for job in jobs:
+        job.wait_for(seen(2, 0))
+    server.kill()
+    assert wait_gone([line["pid"] for line in reports(*jobs)], timeout_s=14) == [line["pid"] for line in reports(*jobs)]
+    server.restart()
+    nodes.open_gate()
+    assert [job.finish().returncode for job in jobs] == [0, 0]
+    assert {line["attempt"] for line in reports(*jobs)} == {0}, [job.err for job in jobs]
+
+
+def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server, nodes):
+    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        first = nodes.start("a", server.endpoint, "1:2")
+        first.wait_for(seen(1, 0))
+        second = nodes.start("b", proxy.endpoint, "1:2")
+        second.wait_for(seen(2, 1))
+        first.wait_for(seen(2, 1))
+        (pid,) = [line["pid"] for line in reports(second)]
+        proxy.deaf()
+        assert wait_gone([pid]) == []
+        second.wait_for("cut off from etcd")
+        first.wait_for(seen(1, 2))
+        # The link is back: it joins again.
+        proxy.stop()
+        proxy.start()
+        second.wait_for(seen(2, 3))
+        first.wait_for(seen(2, 3))
+        with EtcdClient(server.endpoint) as client:
+            found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix("/elastic_ext/job/nodes/").kvs]
+        assert sorted(node.cut for node in found) == [0, 2]
+        nodes.open_gate()
+        assert [job.finish().returncode for job in (first, second)] == [0, 0]
+
+
+def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
+    """The grace would be 20 s, the lease is over in 5: the others go on then, and must be alone."""
+    conf = "lease_ttl=5,last_call=0.5,stop_grace=20"
+    with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy:
+        first = nodes.start("a", server.endpoint, "1:2", conf=conf)
+        first.wait_for(seen(1, 0))
+        second = nodes.start("b", proxy.endpoint, "1:2", "deaf:1", conf=conf)
+        second.wait_for(seen(2, 1))
+        first.wait_for(seen(2, 1))
+        (pid,) = [line["pid"] for line in reports(second)]
+        proxy.deaf()
+        first.wait_for(seen(1, 2))
+        assert wait_gone([pid], timeout_s=0) == []
+        nodes.open_gate()
+        assert first.finish().returncode == 0
+
+
+def test_a_bug_on_one_node_ends_the_job_on_all(server, nodes):
+    first = nodes.start("a", server.endpoint, "2")
+    second = nodes.start("b", server.endpoint, "2", "bug:0")
+    assert second.finish().returncode == 65
+    assert first.finish().returncode == 65
+    assert "Traceback" not in first.err.partition("ChildFailedError")[0].partition("elastic_ext: stop")[0]
+    assert "a bug on one node" in second.err
+    assert {line["attempt"] for line in reports(first, second)} == {0}
+
+
+def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
+    nodes.open_gate()
+    for _ in range(2):
+        job = nodes.start("a", server.endpoint, "1", conf="lease_ttl=2")
+        assert job.finish().returncode == 0, job.err
+        assert [line["attempt"] for line in reports(job)] == [0]
+    # With another number of nodes too: nobody is in the old job any more.
+    both = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=2") for name in "ab"]
+    assert [job.finish().returncode for job in both] == [0, 0]
+    with EtcdClient(server.endpoint) as client:
+        leases = {kv.lease_id for kv in client.get_prefix("/elastic_ext/").kvs}
+        assert 0 not in leases  # whatever is left expires
+
+
+def test_another_job_under_the_same_id_is_refused(server, nodes):
+    first = nodes.start("a", server.endpoint, "1")
+    first.wait_for(seen(1, 0))
+    other = nodes.start("x", server.endpoint, "2:4")
+    assert other.finish().returncode != 0
+    assert "--nnodes=1:1 there, --nnodes=2:4 here" in other.err
+    nodes.open_gate()
+    assert first.finish().returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rdzv-endpoint=ENDPOINT"], "needs --rdzv-id"),
+        (["--rdzv-id=j"], "needs --rdzv-endpoint"),
+        (["--rdzv-id=j", "--rdzv-endpoint=127.0.0.1:1"], "127.0.0.1:1"),
+        (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=lease_ttl=1"], "2 or more"),
+        (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=lease_ttl=60,join_timeout=30"], "lease_ttl=60"),
+        (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=etcd_user=u"], "password"),
+        (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=etcd_ca=/no/such/ca"], "/no/such/ca"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_78(server, tmp_path, options, said):
+    script = tmp_path / "ok.py"
+    script.write_text("print('started')")
+    options = [option.replace("ENDPOINT", server.endpoint) for option in options]
+    job = run([*TORCHRUN, "--rdzv-backend=ext_etcd", *options, str(script)], tmp_path)
+    assert job.returncode == 78, job.all
+    (line,) = [line for line in job.err.splitlines() if line.startswith("elastic_ext: ")]
+    assert said in line
+    assert "Traceback" not in job.err
+    assert "started" not in job.out

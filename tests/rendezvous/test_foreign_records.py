@@ -1,0 +1,308 @@
+"""What others write beside a job's records is passed over, the job goes on, and nobody leaves with 0 that has not finished."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from elastic_ext.base import records
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.records import RecordError
+from elastic_ext.base.settings import Settings
+from elastic_ext.cli import main
+from elastic_ext.etcd import EtcdClient, KeyValue
+from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import Ledger, judge
+from elastic_ext.failures.policy import STOP_CODES, Action
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.c10d import store_job
+from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from tests.failures.test_ledger import RULES, changed, report
+from tests.jobs import EXT, TORCHRUN, Gate, Job, run
+from tests.rendezvous.c10d.test_store_job import LONG_S, make
+from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen
+
+PREFIX = "/elastic_ext/job/"
+DEEP = b"[" * 100_000
+LEDGER, VERDICT = judge({"a": report("ha", "NameError", "x")}, Ledger(), RULES, 3)
+GOOD: dict[str, bytes] = {
+    "job": b'{"schema": 1, "min_nodes": 1, "max_nodes": 2}',
+    "round": rounds.encode(Header(3, State.CLOSED, 1, 1, "h", 9, "why", "seal", job.encode_verdict(VERDICT))),
+    "nodes/a": rounds.encode(Node(3, 1, "r", "h", 9, report=job.encode_report(report("ha", signal="SIGKILL")))),
+    "assign/a": rounds.encode(Assignment(3, 0, 0, 0, 1, "seal")),
+    "ledger": job.encode_ledger(LEDGER).encode(),
+    "refused/h": b"it failed",
+}
+ODD = [
+    b"",
+    b"\xff\xfe",
+    DEEP,
+    b'{"schema":' + DEEP,
+    b'{"schema": 2}',
+    b'{"schema": 1}',
+    b"[1]",
+    b"7" * 5000,
+    b"NaN",
+    b"\x1b[2J\n" * 9,
+]
+
+
+def forged(random_: random.Random, good: bytes) -> bytes:
+    """A record with one to three parts replaced by what they may not be, also in the records that it carries as text."""
+    if random_.random() < 0.2 or not good.startswith(b"{"):
+        return random_.choice(ODD)
+    value = json.loads(good)
+    inner = next((name for name in ("verdict", "report") if value.get(name)), None)
+    if inner is not None and random_.random() < 0.5:
+        value[inner] = forged(random_, value[inner].encode()).decode(errors="surrogateescape")
+    for _ in range(random_.randint(1, 3)):
+        value = changed(random_, value)
+    return json.dumps(value).encode()
+
+
+def test_a_verdict_to_stop_has_a_code_that_an_agent_may_leave_with():
+    for code in (0, None, 3, 256, -1):
+        told = json.loads(job.encode_verdict(VERDICT))
+        told["decision"]["exit_code"] = code
+        with pytest.raises(RecordError):
+            job.decode_verdict(json.dumps(told))
+    told = json.loads(job.encode_verdict(VERDICT))
+    told["decision"]["action"] = "restart"
+    with pytest.raises(RecordError):
+        job.decode_verdict(json.dumps(told))
+    assert 0 not in STOP_CODES
+
+
+def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
+    """10,000 of them; whatever is read can be written again, and is read as the same."""
+    random_, read = random.Random(7), 0
+    refused: list[str] = []
+    decoders: list[tuple[str, Callable[[bytes], Any], Callable[[Any], Any]]] = [
+        ("round", lambda value: rounds.decode(Header, value, "k"), rounds.encode),
+        ("nodes/a", lambda value: rounds.decode(Node, value, "k"), rounds.encode),
+        ("assign/a", lambda value: rounds.decode(Assignment, value, "k"), rounds.encode),
+        ("ledger", job.decode_ledger, job.encode_ledger),
+    ]
+    for number in range(10_000):
+        name, decode, encode = decoders[number % 4]
+        try:
+            found = decode(forged(random_, GOOD[name]))
+        except RecordError as error:
+            refused.append(str(error))
+            continue
+        assert decode(encode(found)) == found
+        read += 1
+        if isinstance(found, Ledger):
+            codes = [each.decision.exit_code for each in found.verdicts if each.decision.action is Action.STOP]
+            assert set(codes) <= STOP_CODES
+    assert [text for text in refused if "\n" in text or len(text) > 500] == []
+    assert min(read, len(refused)) > 100
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workers": 0}, "out of range"),
+        ({"port": 70_000}, "out of range"),
+        ({"after": -1}, "out of range"),
+        ({"after": 10**400}, "64 bits"),
+        ({"after": True}, "a whole number"),
+        ({"address": "a/b"}, "no such text"),
+        ({"address": "x" * 201}, "no such text"),
+        ({"saved_step": 1.5}, "a whole number"),
+    ],
+)
+def test_a_field_out_of_its_range_is_named(change, said):
+    value = json.dumps({**json.loads(GOOD["nodes/a"]), **change}).encode()
+    with pytest.raises(RecordError, match=next(iter(change))) as error:
+        rounds.decode(Node, value, "k")
+    assert said in str(error.value)
+
+
+def test_a_record_that_is_too_large_is_not_parsed():
+    with pytest.raises(RecordError, match="bytes, expected"):
+        rounds.decode(Node, b" " * records.MOST_BYTES + GOOD["nodes/a"], "k")
+
+
+def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:
+    return KeyValue(key, value, 1, 1, 1, lease_id)
+
+
+def test_each_key_and_content_is_told_once_and_fits_a_terminal():
+    told: list[str] = []
+    reader = RecordReader(told.append)
+    for _ in range(3):
+        assert reader.node(kv(b"/x/\xff\x1b[2J", b"\x1b")) is None
+        assert reader.node(kv(b"/x/a", GOOD["nodes/a"], lease_id=0)) is None
+        assert reader.id_of("/x/", b"/x/nodes/a") is None
+    assert len(told) == 3
+    assert all(line.isprintable() for line in told)
+    assert reader.node(kv(b"/x/\xff\x1b[2J", b"other")) is None
+    assert len(told) == 4
+    assert reader.node(kv(b"/x/a", GOOD["nodes/a"])) is not None
+
+
+def test_a_header_with_a_verdict_that_cannot_be_carried_out_is_none():
+    reader, header = RecordReader([].append), json.loads(GOOD["round"])
+    assert reader.header(kv(b"k", GOOD["round"])) is not None
+    for verdict in ("[" * 100_000, header["verdict"].replace('"exit_code":65', '"exit_code":0')):
+        assert reader.header(kv(b"k", json.dumps({**header, "verdict": verdict}).encode())) is None
+    assert reader.header(kv(b"k", json.dumps({**header, "round": 4}).encode())) is None  # it is on round 3
+
+
+def test_commands_read_what_they_can(server, capsys):
+    """`explain` and `checkpoints save` over 60 jobs of forged records: no traceback, and 0 for what is whole alone."""
+    random_ = random.Random(11)
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
+    with EtcdClient(server.endpoint) as client:
+        lease_id = client.lease_grant(600).lease_id
+        for number in range(60):
+            client.delete_prefix(PREFIX)
+            names = [] if number == 0 else random_.sample(list(GOOD), random_.randint(1, 4))
+            for name, good in GOOD.items():
+                value = forged(random_, good) if name in names else good
+                client.put(PREFIX + name, value, lease_id=lease_id)
+            if number % 5 == 1:
+                client.put(PREFIX.encode() + b"nodes/\xff\x1b", GOOD["nodes/a"], lease_id=lease_id)
+            code = main.main(["explain", *where])
+            said = capsys.readouterr()
+            assert code == (78 if said.err else 0), said
+            assert number or code == 0
+            assert all(line.isprintable() for line in (said.out + said.err).splitlines())
+            assert all(line.startswith("elastic-ext: ") for line in said.err.splitlines())
+            if number % 5 == 1:
+                assert code == 78
+            assert main.main(["checkpoints", "save", *where, "--timeout=0.2"]) in (75, 78)
+            assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def strangers(client: EtcdClient) -> None:
+    """What others may have left among the nodes before ours come: another job's keys, no text, no end, no lease."""
+    lease_id = client.lease_grant(600).lease_id
+    for key in (b"nodes/nodes/x-1-ab", b"nodes/\xff\xfe", b"nodes/a b\n", b"assign/\xff", b"nodes/" + b"x" * 300):
+        client.put(PREFIX.encode() + key, GOOD["nodes/a"], lease_id=lease_id)
+    for key, value in (("nodes/round", GOOD["round"]), ("nodes/deep", DEEP), ("nodes/odd", b"\xff"), ("assign/deep", DEEP)):
+        client.put(PREFIX + key, value, lease_id=lease_id)
+    client.put(PREFIX + "nodes/forever", GOOD["nodes/a"])  # it would be waited for
+    for key in ("last", "ledger", "round", "job"):
+        client.put(PREFIX + key, b"\xff\xfe")
+
+
+@pytest.fixture
+def agents(server, tmp_path) -> Iterator[Callable[..., Job]]:
+    with ExitStack() as stack:
+        gate = Gate(tmp_path / "gate")
+
+        def start(name: str, *more: str) -> Job:
+            where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
+            command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf={CONF}", ELASTIC, *more]
+            return stack.enter_context(Job(command, tmp_path, NODE=name, GATE=str(gate.path)))
+
+        start.gate = gate  # type: ignore[attr-defined]
+        yield start
+
+
+def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
+    with EtcdClient(server.endpoint) as client:
+        strangers(client)
+        jobs = [agents("a"), agents("b", "segv:0")]
+        jobs[1].wait_for(seen(2, 0))  # it may end before the worker of "a" has come up
+        for each in jobs:
+            each.wait_for(seen(2, 1))
+        agents.gate.open()
+        for each in jobs:
+            done = each.finish()
+            assert done.returncode == 0, done.err
+            assert "Traceback" not in done.err
+        assert "it is passed over" in jobs[0].err
+        assert rounds.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
+
+
+def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, agents):
+    """Header, node records, assignments, the job's record and the ledger, twice; then a verdict that would end all with 0."""
+    jobs = [agents(name) for name in "ab"]
+    for each in jobs:
+        each.wait_for(seen(2, 0))
+    with EtcdClient(server.endpoint) as client:
+        nodes = [each.key for each in client.get_prefix(PREFIX + "nodes/").kvs]
+        ours = {key: client.get(key).kv.lease_id for key in [*nodes, (PREFIX + "round").encode()]}
+        end = json.loads(GOOD["round"])
+        good = end["verdict"].replace('"round":3', '"round":1')
+        end |= {"round": 1, "verdict": good.replace('"exit_code":65', '"exit_code":0')}
+        for bad in (b"\xff", DEEP, json.dumps(end).encode()):
+            with client.watch(PREFIX, prefix=True, start_revision=client.revision(PREFIX + "round") + 1) as watch:
+                for key in (*ours, PREFIX + "job", PREFIX + "ledger"):
+                    client.put(key, bad)
+                waiting = dict(ours)
+                while waiting:  # each comes back, under its lease
+                    batch = watch.get(60)
+                    assert batch is not None, waiting
+                    for event in batch.events:
+                        if event.kv.lease_id == waiting.get(event.kv.key, 0) != 0:
+                            kind = Header if event.kv.key.endswith(b"round") else Node
+                            rounds.decode(kind, event.kv.value, "a record that came back")
+                            del waiting[event.kv.key]
+    agents.gate.open()
+    assert [each.finish().returncode for each in jobs] == [0, 0], [each.err for each in jobs]
+    assert {line["attempt"] for line in reports(*jobs)} == {0}
+    assert not any("Traceback" in each.err for each in jobs)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", DEEP, b"{}", b'[1, 2, "x"]'])
+def test_what_others_put_into_the_store_costs_nobody_the_verdict(monkeypatch, text):
+    monkeypatch.setattr(store_job, "JUDGING_S", 0.1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    a, b = make(store, "ab")
+    a.job.calls.put("x", "")
+    keys = ("1/report/1", "1/judge", "1/verdict/0", "1/verdict/1", "ledger", "ledger.before", "stopped", "refused/h", "host")
+    for key in keys:
+        store.set(f"elastic_ext/job/{key}", text)  # type: ignore[arg-type]
+    a.judged = b.judged = []
+    for each in (a, b):
+        each.judge = lambda told, ledger, host: judge(told, ledger, RULES, 1)  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(each.conclude, report(name, "NameError", "x"), 0.1, 0.1) for each, name in ((a, "ha"), (b, "hb"))]
+        (_, first), (_, second) = [answer.result(LONG_S) for answer in answers]
+    assert first == second
+    assert first.decision.exit_code == 65
+    assert a.job.stopped() == first
+    assert a.job.refused("h").isprintable()
+
+
+@pytest.mark.parametrize("run_id", ["job1/nodes", "x" * 300, "a\tb", "\udcff"])
+def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path, run_id, capsys):
+    (tmp_path / "ok.py").write_text("print('started')")
+    for kind, endpoint in ((EtcdRendezvous, server.endpoint), (EmbeddedRendezvous, "localhost:0")):
+        with pytest.raises(UsageError, match="--rdzv-id") as error:
+            kind(RendezvousParameters("b", endpoint, run_id, 1, 1), Settings())
+        assert str(error.value).isprintable()
+    if "/" in run_id:
+        done = run([*EXT, f"--rdzv-id={run_id}", "ok.py"], tmp_path)
+        assert done.returncode == 78, done.all
+        (line,) = [line for line in done.err.splitlines() if line.startswith("elastic_ext: ")]
+        assert "--rdzv-id" in line
+        assert "Traceback" not in done.err
+        assert "started" not in done.out
+    for command in (["explain"], ["checkpoints", "save"]):
+        assert main.main([*command, f"--rdzv-endpoint={server.endpoint}", f"--rdzv-id={run_id}"]) == 78
+        said = capsys.readouterr().err
+        assert len(re.findall("--rdzv-id", said)) == 1
+        assert len(said.splitlines()) == 1
+
+
+def test_the_same_run_id_may_have_a_colon_a_blank_or_letters_of_any_language(tmp_path: Path):
+    for name in ("a:b", "night run", "학습-1", "x" * 200):
+        assert records.is_name(name)

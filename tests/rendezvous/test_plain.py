@@ -1,0 +1,160 @@
+"""The rendezvous alone, under agents that are not ours: torch's own LocalElasticAgent, and a loop."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+
+from elastic_ext.base.settings import Settings
+from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from tests.etcd_server import EtcdServer
+from tests.jobs import SCRIPTS, Gate, Job, wait_gone
+from tests.ports import free_port
+
+PLAIN = [sys.executable, str(SCRIPTS / "plain_agent.py")]
+GLOO = str(SCRIPTS / "gloo_job.py")
+ELASTIC = str(SCRIPTS / "elastic_job.py")
+WARNING = "another agent than elastic_ext's uses this rendezvous"
+CONF = {
+    "ext_etcd": "lease_ttl=2,last_call=0.5",
+    # With few attempts a busy machine makes torch drop a node that lives.
+    "ext_c10d": "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60",
+}
+BACKENDS = pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+
+
+def endpoint_of(backend: str, server: EtcdServer) -> str:
+    return server.endpoint if backend == "ext_etcd" else f"localhost:{free_port()}"
+
+
+def start(tmp_path: Path, backend: str, endpoint: str, nnodes: str, *command: str, **variables: str) -> Job:
+    return Job([*PLAIN, backend, endpoint, nnodes, *command], tmp_path, CONF=CONF[backend], **variables)
+
+
+def worlds(job: Job) -> list[int]:
+    return [json.loads(line)["world"] for line in re.findall(r"\{\"rank\".*\}", job.out)]
+
+
+@pytest.mark.long
+@BACKENDS
+def test_a_worker_fails_and_torchs_agent_restarts_it(backend, server, tmp_path):
+    with start(tmp_path, backend, endpoint_of(backend, server), "1", GLOO, "kill:1", NPROC="2") as job:
+        done = job.finish()
+        assert done.returncode == 0, done.err
+        assert done.out.count("finished") == 2
+        assert worlds(job) == [2, 2, 2, 2]
+        assert done.err.count(WARNING) == 1
+
+
+@pytest.mark.long("ext_c10d")
+@BACKENDS
+def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, server, tmp_path):
+    endpoint = endpoint_of(backend, server)
+    with (
+        start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="1") as first,
+        start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="2") as second,
+    ):
+        for job in (first, second):
+            assert job.finish().returncode == 0, job.err
+            assert job.err.count(WARNING) == 1
+        assert set(worlds(first) + worlds(second)) == {3}
+        assert (first.out + second.out).count("finished") == 3
+
+
+@pytest.mark.long("ext_c10d")
+@BACKENDS
+def test_nodes_join_and_etcd_notices_one_that_is_lost(backend, server, tmp_path):
+    endpoint, gate = endpoint_of(backend, server), Gate(tmp_path / "gate")
+    with ExitStack() as stack:
+
+        def agent(name: str) -> Job:
+            return stack.enter_context(start(tmp_path, backend, endpoint, "1:2", ELASTIC, NODE=name, GATE=str(gate.path)))
+
+        first = agent("a")
+        first.wait_for('"world": 1')
+        second = agent("b")
+        second.wait_for('"world": 2')
+        first.wait_for('"world": 2')
+        if backend == "ext_etcd":
+            second.process.kill()
+            first.wait_for('"world": 1', count=2)
+        gate.open()
+        assert first.finish().returncode == 0, first.err
+        left = [json.loads(line)["pid"] for line in re.findall(r"\{\"rank\".*\}", second.out)]
+        assert wait_gone(left) == []
+
+
+@contextmanager
+def two(backend: str, server: EtcdServer) -> Iterator[list[Any]]:
+    kind = EtcdRendezvous if backend == "ext_etcd" else EmbeddedRendezvous
+    endpoint = endpoint_of(backend, server)
+    conf = {"keep_alive_interval": "1", "keep_alive_max_attempt": "30"} if backend == "ext_c10d" else {}
+    handlers = [kind(RendezvousParameters(backend, endpoint, "job", 2, 2, **conf), Settings(last_call=0.1)) for _ in range(2)]
+    try:
+        yield handlers
+    finally:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda handler: handler.shutdown(), handlers)) == [True, True]
+        for handler in handlers:
+            handler.shutdown()  # once more does no harm
+
+
+def await_news(handler: Any, look: Any) -> None:
+    """Until `look()` is true. The rendezvous of torch that ext_c10d stands on has no events, and is asked now and then."""
+    news = threading.Event()
+    handler.on_event = news.set
+    for _ in range(600):
+        if look():
+            return
+        news.wait(handler.poll_interval_s or 60.0)
+        news.clear()
+    pytest.fail("no news")
+
+
+@BACKENDS
+def test_a_loop_that_calls_next_rendezvous(backend, server, caplog):
+    with two(backend, server) as (a, b), ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda handler: handler.next_rendezvous(), (a, b)))
+        assert sorted(info.rank for info in found) == [0, 1]
+        assert {info.world_size for info in found} == {2}
+        assert found[0].bootstrap_store_info == found[1].bootstrap_store_info
+        found[0].store.set("key", "first round")
+        assert found[1].store.get("key") == b"first round"
+        assert [handler.num_nodes_waiting() for handler in (a, b)] == [0, 0]
+
+        again = pool.submit(a.next_rendezvous)  # its workers have failed, say
+        await_news(b, lambda: b.num_nodes_waiting() > 0)
+        found = [b.next_rendezvous(), again.result(60)]
+        assert sorted(info.rank for info in found) == [0, 1]
+        assert not found[0].store.check(["key"])  # each round has a store of its own
+        assert [handler.num_nodes_waiting() for handler in (a, b)] == [0, 0]
+
+        a.set_closed()
+        await_news(b, b.is_closed)
+        with pytest.raises(RendezvousClosedError):
+            b.next_rendezvous()
+        assert sum(WARNING in text for text in caplog.messages) == 2  # one for each
+
+
+def test_a_loop_on_one_node_without_any_service(caplog):
+    handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
+    first, second = handler.next_rendezvous(), handler.next_rendezvous()
+    assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
+    assert (second.rank, second.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
+    assert sum(WARNING in text for text in caplog.messages) == 1
+    assert not handler.is_closed()
+    assert handler.shutdown()
+    assert handler.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        handler.next_rendezvous()

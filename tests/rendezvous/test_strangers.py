@@ -1,0 +1,632 @@
+"""Who can get in: another user of the host writes to the stores of a job; where a job listens; how its nodes agree instead."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for_all
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
+from elastic_ext.base.exchange import Alone
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.resolution import Place
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.address import loopback, own_address
+from elastic_ext.rendezvous.c10d.backend import check
+from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.round_server import serve
+from elastic_ext.rendezvous.rounds import Node, decode
+from tests.checkpoints.choice.test_resolution import exchange_of, save
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job
+from tests.ports import free_port
+from tests.store_server import StoreServer
+
+NOBODY = 65534
+LONG_S = 60.0
+GLOO = str(SCRIPTS / "gloo_job.py")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+
+# Reads lines of JSON: a port and what to write to the store there; says so when it is there, and writes it again and again.
+STRANGER = """
+import json, os, sys, threading
+from torch.distributed import TCPStore
+def go_on(store, values):  # as fast as the store answers: what the job writes there itself is not there for long
+    try:
+        while True:
+            for key, value in values.items():
+                store.set(key, value)
+                store.get(key)
+    except RuntimeError:
+        pass  # the store is gone
+os.setgroups([])
+os.setgid(65534)  # after the imports: another user may not reach this Python
+os.setuid(65534)
+print("ready", flush=True)
+for line in sys.stdin:
+    port, values = json.loads(line)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for key, value in values.items():
+        store.set(key, value)
+        store.get(key)
+    print("planted", flush=True)
+    threading.Thread(target=go_on, args=(store, values), daemon=True).start()
+"""
+
+
+class Stranger:
+    """A process of another user, with a directory of its own that everybody may read."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="stranger-", dir="/tmp"))
+        self.folder.chmod(0o777)
+        self.marker = self.folder / "owned"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", STRANGER],
+            cwd="/",
+            env={"PATH": os.environ["PATH"]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._says() == "ready"
+        assert f"\nUid:\t{NOBODY}\t{NOBODY}\t" in Path(f"/proc/{self._process.pid}/status").read_text()
+
+    def _says(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    @property
+    def pickled(self) -> bytes:
+        """Whoever loads it makes the marker."""
+        return pickle.dumps(Owns(str(self.marker)))
+
+    def checkpoint(self) -> Path:
+        path = self.folder / "step_99.pt"
+        torch.save({"step": 99, "weights": torch.arange(1000), "owns": Owns(str(self.marker))}, path)
+        path.chmod(0o644)
+        return path
+
+    def plant(self, port: int, **values: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([port, values]) + "\n")
+        self._process.stdin.flush()
+        assert self._says() == "planted"
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        shutil.rmtree(self.folder)
+
+
+class Owns:
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (self._marker, "w")
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    with contextlib.closing(Stranger()) as started:
+        yield started
+
+
+LOADS = """
+import os, torch
+path = os.environ["ELASTIC_EXT_RESUME_FROM"]
+print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=True)
+"""
+
+
+@pytest.mark.long("ext_c10d")
+@as_root
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_path, stranger, backend):
+    """He writes where an earlier version looked, before the second node comes: two agents, one job."""
+    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
+    script.write_text(LOADS)
+    directory.mkdir()
+    path = save(directory, 7)
+    planted = {"path": str(stranger.checkpoint()), "step": 99, "reason": "newest", "local": False}
+    server: EtcdServer | None = request.getfixturevalue("server") if backend == "ext_etcd" else None
+    port = free_port()
+    endpoint = server.endpoint if server is not None else f"localhost:{port}"
+    conf = f"checkpoint_dir={directory}" + ("" if server is not None else ",last_call_timeout=1,join_timeout=60")
+    where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--rdzv-conf={conf}"]
+    command = [*AGENT, *where, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", script]
+    with ExitStack() as stack:
+        first = stack.enter_context(Job(command, tmp_path))
+        if server is not None:
+            port = port_of_the_only_node(server)
+        else:
+            first.wait_for("the rendezvous store is at")
+        for prefix in ("elastic_ext", "torch.rendezvous.job.0"):
+            stranger.plant(port, **{f"{prefix}/elastic_ext.resume": json.dumps(planted)})
+        second = stack.enter_context(Job(command, tmp_path))
+        for job in (first, second):
+            done = job.finish()
+            assert done.returncode == 0, done.err
+            assert f"step 7 of {path}" in done.out
+    assert not stranger.marker.exists()
+
+
+def port_of_the_only_node(server: EtcdServer) -> int:
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
+        while not (found := client.get_prefix("/elastic_ext/job/nodes/").kvs):
+            assert watch.get(LONG_S) is not None
+    return decode(Node, found[0].value, "node").port
+
+
+@as_root
+def test_what_a_stranger_plants_in_torchs_rendezvous_is_not_unpickled(tmp_path, stranger):
+    """Torch unpickles its state, once a second while a round runs. It is looked at before; training goes on without it."""
+    script, port, gate = tmp_path / "job.py", free_port(), Gate(tmp_path / "gate")
+    script.write_text(
+        "import fcntl\nprint('up', flush=True)\nfcntl.flock(open('gate'), fcntl.LOCK_SH)\nprint('done', flush=True)\n"
+    )
+    where = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--rdzv-conf=last_call_timeout=1"]
+    with Job([*AGENT, *where, "--nnodes=1:2", script], tmp_path) as job:
+        job.wait_for("(?m)^up$")
+        stranger.plant(port, **{"torch.rendezvous.job": base64.b64encode(stranger.pickled).decode()})
+        job.wait_for("not what torch writes there.*it names io.open")
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    assert "done" in done.out
+    assert not stranger.marker.exists()
+
+
+def test_only_torchs_own_records_are_unpickled(tmp_path):
+    state = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    mine = state._RendezvousState()
+    node = state._NodeDesc("host", 1, 2)
+    now = state.datetime.now(state.timezone.utc)
+    mine.participants, mine.wait_list, mine.last_heartbeats, mine.deadline = {node: 0}, {node}, {node: now}, now
+    check(pickle.dumps(mine))
+    for bad in (
+        pickle.dumps(Owns(str(tmp_path / "owned"))),
+        pickle.dumps(os.system),
+        b"",
+        b"\x80",
+        b"cos\nsystem\n.",
+        b"(" * 10**6,
+    ):
+        with pytest.raises(RendezvousConnectionError, match="not what torch writes"):
+            check(bad)
+    assert not (tmp_path / "owned").exists()
+
+
+# Who listens where.
+
+
+def listening(pids: list[int]) -> dict[int, list[str]]:
+    """Local addresses of the listening TCP sockets of each process."""
+    by_inode = {}
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                number = bytes.fromhex(words[1].partition(":")[0])
+                packed = b"".join(number[at : at + 4][::-1] for at in range(0, len(number), 4))
+                by_inode[words[9]] = socket.inet_ntop(family, packed)
+    found: dict[int, list[str]] = {}
+    for pid in pids:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if (address := by_inode.get(link.removeprefix("socket:[").rstrip("]"))) is not None:
+                    found.setdefault(pid, []).append(address)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """And the process itself."""
+    parents = {}
+    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parents[each] = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found
+
+
+COMES_UP = """
+import fcntl, os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("up", os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
+fcntl.flock(open("gate"), fcntl.LOCK_SH)
+dist.barrier()
+dist.destroy_process_group()
+"""
+FUNCTION = """
+import sys
+from pathlib import Path
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def work():
+    exec(Path("worker.py").read_text())
+if __name__ == "__main__":
+    elastic_launch(LaunchConfig(1, 1, 2, run_id="r", rdzv_backend="ext_c10d", rdzv_endpoint="localhost:0"), work)()
+"""
+
+
+@pytest.mark.long("torchrun", "ext_etcd", "function", "two agents")
+@pytest.mark.parametrize("how", ["agent", "torchrun", "ext_etcd", "function", "two agents"])
+def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, how):
+    """The round's store, the rendezvous, metrics, standbys; and gloo's own, where it is told to (GLOO_SOCKET_IFNAME)."""
+    (tmp_path / "worker.py").write_text(COMES_UP)
+    (tmp_path / "function.py").write_text(FUNCTION)
+    gate, port = Gate(tmp_path / "gate"), free_port()
+    two = ["--nproc-per-node=2", "worker.py"]
+    among = [f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--nnodes=2", "--rdzv-conf=last_call_timeout=1"]
+    command = {
+        "agent": lambda: [*AGENT, *two],
+        "torchrun": lambda: [*TORCHRUN, "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0", *two],
+        "ext_etcd": lambda: [
+            *(*TORCHRUN, "--rdzv-backend=ext_etcd", "--rdzv-id=job"),
+            *(f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}", *two),
+        ],
+        "function": lambda: [sys.executable, "function.py"],
+        "two agents": lambda: [*AGENT, *among, "--nproc-per-node=1", "worker.py"],
+    }[how]()
+    with ExitStack() as stack:
+        env = {"GLOO_SOCKET_IFNAME": "lo", "ELASTIC_EXT_STANDBY": "on"}
+        jobs = [stack.enter_context(Job(command, tmp_path, **env)) for _ in range(2 if how == "two agents" else 1)]
+        for job in jobs:
+            job.wait_for(r"up 127\.0\.0\.1 True", 2 // len(jobs))
+        found = [address for job in jobs for each in listening(descendants(job.process.pid)).values() for address in each]
+        assert len(found) >= 2 + 2 * len(jobs) - len(jobs), found  # the store, two workers, metrics of each agent
+        assert {ipaddress.ip_address(address).is_loopback for address in found} == {True}, found
+        gate.open()
+        for job in jobs:
+            assert job.finish().returncode == 0, job.err
+
+
+def test_the_address_of_a_node():
+    assert own_address(None, "etcd0", 1) == loopback() == "127.0.0.1"
+    assert own_address(None, "localhost", 4) == own_address("localhost", "etcd0", 4) == "127.0.0.1"
+    assert own_address("10.1.2.3", "localhost", 1) == "10.1.2.3"
+    assert own_address(None, "127.0.0.2", 4) == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("address", "listens"),
+    [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("127.1", None)],
+)
+def test_a_store_listens_where_it_is_reached(address, listens):
+    if address == "::1" and not ipv6():
+        pytest.skip("no IPv6 loopback on this machine")
+    before = listening([os.getpid()]).get(os.getpid(), [])
+    store = serve(address)
+    store.set("key", "value")
+    (found,) = list_minus(listening([os.getpid()])[os.getpid()], before)
+    assert found == listens if listens else ipaddress.ip_address(found).is_unspecified
+    port = store.port
+    del store
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0  # torch has closed what it was given
+
+
+def list_minus(all_: list[str], some: list[str]) -> list[str]:
+    rest = list(all_)
+    for each in some:
+        rest.remove(each)
+    return rest
+
+
+def ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+            return True
+        except OSError:
+            return False
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(OSError, match="in use"):
+            serve("127.0.0.1", other.getsockname()[1])
+
+
+# What the nodes tell each other.
+
+
+@pytest.fixture
+def store():
+    """That of a rendezvous, in this process."""
+    return serve("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{" * 50_000,
+        '{"name": 3}',
+        *(
+            json.dumps({"name": name, "step": 1, "reason": "", "local": local, "asked_for": False, "schema": 1})
+            for name, local in [
+                ("../evil.pt", False),
+                ("/tmp/evil.pt", False),
+                ("..", False),
+                ("a\0b", False),
+                ("x" * 5000, False),
+                ("evil.pt", True),
+                ("step_00000007.g0001", True),  # this node has no local_dir
+                ("", True),
+                ("s3://bucket/evil.pt", False),
+            ]
+        ),
+        json.dumps({"name": "a.pt", "step": 1, "local": False, "asked_for": True, "schema": 1}),
+        json.dumps({"path": "/tmp/evil.pt", "step": 1, "reason": "", "local": False}),
+        json.dumps({"name": "a.pt", "step": "1", "schema": 1}),
+        json.dumps({"name": "a.pt", "step": 1, "schema": 2}),
+        " " * 100_000,
+    ],
+)
+def test_a_choice_that_is_none(tmp_path, store, text):
+    """Forged, or of another version: one line, nothing is loaded."""
+    shared = exchange_of(store, 1, 2)
+    shared._asked(lambda job: job.calls.put("1/choice", text or " "))
+    with pytest.raises(UsageError):
+        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
+
+
+def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
+    told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
+    shared = exchange_of(store, 1, 2)
+    shared._asked(lambda job: job.calls.put("1/choice", told))
+    with pytest.raises(BadCheckpoints) as raised:
+        resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 3000
+
+
+def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
+    """All nodes are told the same, so that its name is enough; a node that is not told refuses."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    path = save(there, 5)
+    settings = Settings(checkpoint_dir=str(here), resume_from=str(path))
+    said = resolution.agree(settings, "run", exchange_of(store, 0, 2), Place(0, 2))
+    assert (said.path, said.step) == (str(path), 5)
+    assert resolution.agree(settings, "run", exchange_of(store, 1, 2), Place(1, 2)) == said
+    with pytest.raises(UsageError, match="the same resume_from"):
+        resolution.agree(Settings(checkpoint_dir=str(here)), "run", exchange_of(store, 1, 2), Place(1, 2))
+
+
+def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
+    over: list[str] = []
+    exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
+    answer = started(lambda: exchange.choice(LONG_S))
+    over.append("node 0 is gone")
+    with pytest.raises(RoundOver, match="node 0 is gone"):
+        answer.result(LONG_S)
+    with pytest.raises(RoundOver, match="another node has left"):  # node 0 was only late: the others are away
+        exchange_of(store, 0, 2).publish("7")
+
+
+def started(work: Callable[[], object]) -> Future:
+    """Runs it on a thread of its own."""
+    answer: Future = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (raised where the answer is asked for)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
+class Agents:
+    """Rendezvous handlers of one job, without the rest of their agents."""
+
+    def __init__(self, endpoint: str, nnodes: tuple[int, int]) -> None:
+        self._endpoint, self._nnodes = endpoint, nnodes
+        self.all: list[EtcdRendezvous] = []
+
+    def enter(self, name: str, **settings: object) -> EtcdRendezvous:
+        """The order of the names is that of the ranks, whoever came first."""
+        params = RendezvousParameters("ext_etcd", self._endpoint, "job", *self._nnodes)
+        told = Settings(node_name=name, topology=name, lease_ttl=10, last_call=60.0, **settings)
+        agent = EtcdRendezvous(params, told)
+        agent.attached = True
+        agent.prepare(WorkerSpec("default", 1, "true", (), agent), 3)
+        self.all.append(agent)
+        return agent
+
+
+@pytest.fixture
+def agents(server) -> Iterator[Agents]:
+    made = Agents(server.endpoint, (1, 2))
+    yield made
+    for each in made.all:
+        each.leave()
+
+
+def meet(*agents: EtcdRendezvous) -> None:
+    """All come to the same round."""
+    answers = [started(agent.next_rendezvous) for agent in agents]
+    wait_for_all(answers, LONG_S)
+    assert {answer.result(0).world_size for answer in answers} == {len(agents)}
+    assert [answer.result(0).rank for answer in answers] == list(range(len(agents)))
+
+
+def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendezvous]:
+    """Rank 0 and 1; the one of rank 1 leads."""
+    one = agents.enter("b", **settings)
+    first = started(one.next_rendezvous)
+    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
+        while not client.get_prefix("/elastic_ext/job/nodes/").kvs:
+            assert watch.get(LONG_S) is not None
+    zero = agents.enter("a", **settings)
+    second = started(zero.next_rendezvous)
+    assert (second.result(LONG_S).rank, first.result(LONG_S).rank) == (0, 1)
+    return zero, one
+
+
+def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agents):
+    zero, one = pair(agents)
+    waits = started(lambda: one.exchange.choice(LONG_S))
+    old = zero.exchange
+    old.publish("7")
+    assert waits.result(LONG_S) == "7"
+    assert one.exchange.choice(LONG_S) == "7"
+    one.break_round("once more")
+    meet(zero, one)
+    assert zero._participant.header.resume == one._participant.header.resume == ""
+    with pytest.raises(RoundOver):
+        old.publish("stale")
+    waits = started(lambda: one.exchange.choice(LONG_S))
+    zero.exchange.publish("8")
+    assert waits.result(LONG_S) == "8"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, lost):
+    """The one of rank 0, that was to choose; and the leader."""
+    both = pair(agents)
+    other = both[1 - lost]
+    waits = started(lambda: other.exchange.choice(LONG_S) if lost == 0 else other.exchange.offers(LONG_S))
+    both[lost].leave()
+    if lost == 0:
+        with pytest.raises(RoundOver, match="lost node"):
+            waits.result(LONG_S)
+    meet(other)
+    assert isinstance(other.exchange, Alone)
+
+
+def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplog):
+    zero, one = pair(agents)
+    tried = threading.Event()
+
+    class Tried(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tried.set()
+
+    seen = logging.getLogger("elastic_ext.rendezvous.etcd.participant")
+    handler = Tried(logging.DEBUG)
+    with caplog.at_level(logging.DEBUG, seen.name):
+        server.kill()
+        seen.addHandler(handler)
+        waits, told = started(lambda: one.exchange.choice(LONG_S)), started(lambda: zero.exchange.publish("7"))
+        assert tried.wait(LONG_S)  # it could not be written
+        seen.removeHandler(handler)
+        server.start()
+    assert waits.result(LONG_S) == "7"
+    assert told.result(LONG_S) is None
+
+
+def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path):
+    """Only where all nodes have such a disk; what was told in the round before is gone."""
+    zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
+    waits = started(lambda: zero.exchange.offers(LONG_S))
+    one.exchange.offer("of 1")
+    zero.exchange.offer("of 0")
+    assert waits.result(LONG_S) == ["of 0", "of 1"]
+    zero.break_round("once more")
+    meet(zero, one)
+    waits = started(lambda: zero.exchange.offers(LONG_S))
+    zero.exchange.offer("again 0")
+    one.exchange.offer("again 1")
+    assert waits.result(LONG_S) == ["again 0", "again 1"]
+    with EtcdClient(agents._endpoint) as client:
+        assert len(client.get_prefix("/elastic_ext/job/offers/").kvs) == 2
+    one.exchange.offer("late")
+    one.leave()
+    meet(zero)
+
+
+def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
+    zero, one = pair(agents)
+    assert zero.exchange.offers(LONG_S) is None
+    one.exchange.offer("nothing")
+    with EtcdClient(agents._endpoint) as client:
+        zero.exchange.publish("7")
+        assert client.get_prefix("/elastic_ext/job/offers/").kvs == ()
+
+
+HOLDS = """
+import fcntl, os
+from elastic_ext.checkpoints.formats import Verdict
+looks = 0
+class Held:
+    def claims(self, entry):
+        return entry.name == "held"
+    def check(self, storage, entry):
+        global looks
+        looks += 1
+        if looks > 1:  # every agent looks once at its start
+            print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
+            with open(os.environ["GATE"]) as gate:
+                fcntl.flock(gate, fcntl.LOCK_SH)
+        return Verdict(False, "held", "held up")
+"""
+GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+
+
+@pytest.mark.long("ext_c10d")
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_the_agent_that_looks_for_the_checkpoint_is_killed(request, tmp_path, backend):
+    """Between the seal of a round and the choice: the other one does not wait for it, and chooses in the next round."""
+    plugin, directory, gate = tmp_path / "plugin", tmp_path / "checkpoints", Gate(tmp_path / "gate")
+    (plugin / "held-0.dist-info").mkdir(parents=True)
+    (plugin / "held-0.dist-info" / "METADATA").write_text("Name: held\nVersion: 0\n")
+    (plugin / "held-0.dist-info" / "entry_points.txt").write_text("[elastic_ext.formats]\nheld = held_format:Held\n")
+    (plugin / "held_format.py").write_text(HOLDS)
+    (tmp_path / "job.py").write_text(GOES_ON)
+    directory.mkdir()
+    save(directory, 7, age_s=20)
+    (directory / "held").write_text("newer")
+    with ExitStack() as stack:
+        if backend == "ext_etcd":
+            endpoint, conf = request.getfixturevalue("server").endpoint, "lease_ttl=5,last_call=60"
+        else:
+            endpoint = stack.enter_context(StoreServer()).endpoint
+            conf = "is_host=0,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5"
+        where = [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"]
+        command = [*AGENT, *where, f"--rdzv-conf={conf},checkpoint_dir={directory}", "--nnodes=1:2", "job.py"]
+        paths = os.pathsep.join(filter(None, [str(plugin), os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": paths, "GATE": str(gate.path)}
+        jobs = {name: stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"}
+        told = {started(lambda job=job: job.wait_for("looks: ")): name for name, job in jobs.items()}
+        looks = told[wait_for_all(told, LONG_S, FIRST_COMPLETED).done.pop()]
+        other = "ab".replace(looks, "")
+        jobs[looks].process.kill()
+        gate.open()
+        done = jobs[other].finish()
+    assert done.returncode == 0, done.err
+    assert re.findall("resumes (.*)", done.out) == ["7 of 1"]

@@ -1,0 +1,403 @@
+"""What the kernel says of workers that make no progress, and what the watch makes of it: real processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.workers import bootstrap
+from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
+from elastic_ext.workers.hangs.process_stats import Process, ProcessStats, Rates
+from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.progress import ProgressTable
+
+BEGIN = """
+import os, select, selectors, signal, socket, subprocess, sys, threading, time
+def ready(): print('ready', flush=True)
+"""
+
+
+@contextmanager
+def process(code: str, *arguments: str) -> Iterator[subprocess.Popen]:
+    """A process of its own group that has run `code` up to its `ready()`."""
+    command = [sys.executable, "-c", BEGIN + code, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as started:
+        try:
+            assert started.stdout is not None
+            assert started.stdout.readline() == b"ready\n"
+            yield started
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def sure_of(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    """Wait for what the kernel tells in no other way than when it is asked."""
+    deadline, pause = time.monotonic() + timeout_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+
+
+def of(pid: int) -> ProcessStats:
+    return process_stats.read([pid])[pid]
+
+
+# A worker and what it has started.
+
+
+def test_vitals_of_a_group():
+    """The child works, and writes; its parent sleeps."""
+    code = """
+if os.fork() == 0:
+    while time.process_time() < 0.3: pass
+    with open('/dev/null', 'w') as null: null.write('x' * 3_000_000)
+    ready()
+time.sleep(100)
+"""
+    with process(code) as one:
+        found = of(one.pid)
+    assert found.state in "SR"
+    assert 0.25 <= found.cpu_s < 5
+    assert found.io_bytes is not None
+    assert found.io_bytes >= 3_000_000
+    assert found.sockets == {}
+    assert not found.debugged
+    assert not found.asleep_in_kernel
+    assert process_stats.read([one.pid]) == {}
+
+
+HELPER = "import time\nwhile time.process_time() < 0.3: pass\n"
+
+
+def test_the_work_of_helpers_that_come_and_go_is_not_lost():
+    with process(f"[subprocess.run([sys.executable, '-c', {HELPER!r}]) for _ in range(3)]\nready()\ntime.sleep(100)") as one:
+        assert of(one.pid).cpu_s >= 0.9
+
+
+def test_a_family_is_found_by_parent_group_and_session():
+    processes = {
+        1: Process(0, 1, 1),
+        10: Process(1, 10, 10),  # the agent
+        20: Process(10, 20, 20),
+        21: Process(20, 20, 20),
+        22: Process(21, 22, 22),  # in a session of its own
+        23: Process(22, 23, 22),
+        24: Process(1, 20, 20),  # its parent has ended
+        25: Process(1, 25, 20),
+        26: Process(1, 26, 26),  # a daemon
+        30: Process(10, 30, 30),
+        31: Process(30, 31, 31),
+        40: Process(41, 40, 40),  # numbers that were used again
+        41: Process(40, 41, 41),
+    }
+    assert process_stats.members(processes, {20, 30}) == {20: [20, 21, 22, 23, 24, 25], 30: [30, 31]}
+    assert process_stats.members({}, {20}) == {20: []}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "rates"),
+    [
+        (ProcessStats("S"), ProcessStats("S"), Rates(0.0, 0.0, 0.0)),
+        (ProcessStats("S", 1.0, 2.0, 100), ProcessStats("S", 3.0, 3.0, 500), Rates(0.5, 0.25, 100.0)),
+        (ProcessStats("S", sockets={1: 100, 2: 7}), ProcessStats("S", sockets={1: 500, 3: 400}), Rates(0.0, 0.0, 200.0)),
+        (ProcessStats("S", io_bytes=None), ProcessStats("S"), Rates(0.0, 0.0, None)),
+        (ProcessStats("S"), ProcessStats("S", io_bytes=None), Rates(0.0, 0.0, None)),
+        (ProcessStats("S"), ProcessStats("S", sockets=None), Rates(0.0, 0.0, None)),
+        (ProcessStats("S", cpu_s=9.0), ProcessStats("S", cpu_s=8.0), Rates(None, 0.0, 0.0)),  # somebody has ended unseen
+        (ProcessStats("S", io_bytes=9), ProcessStats("S", io_bytes=8), Rates(0.0, 0.0, None)),
+    ],
+)
+def test_rates(before, now, rates):
+    assert process_stats.rates(before, now, 4.0) == rates
+
+
+# What is not known is not nothing.
+
+SHUT = """
+import ctypes
+ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: its counts are root's to read
+ready()
+time.sleep(100)
+"""
+STRANGER = """
+import os, sys
+from elastic_ext.workers.hangs import process_stats
+if os.geteuid() == 0: os.setuid(65534)
+found = process_stats.read([int(sys.argv[1])])[int(sys.argv[1])]
+print(found.state, found.io_bytes, found.sockets)
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_counts_that_may_not_be_read_are_not_known():
+    with process(SHUT) as one:
+        assert python(STRANGER, str(one.pid)).split()[1:] == ["None", "None"]
+
+
+# A filter as container runtimes have it: socket(AF_NETLINK, ...) is refused (linux/filter.h, linux/seccomp.h).
+REFUSED = """
+import ctypes, os, platform, struct
+code = {"x86_64": 41, "aarch64": 198}[platform.machine()]
+rules = [(0x20, 0, 0, 0)]
+rules += [(0x15, 0, 3, code), (0x20, 0, 0, 16), (0x15, 0, 1, 16), (0x06, 0, 0, 0x50000 | 97), (0x06, 0, 0, 0x7FFF0000)]
+text = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+program = struct.pack("@HP", len(rules), ctypes.addressof(text))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, program, 0, 0) == 0, os.strerror(ctypes.get_errno())
+"""
+UNCOUNTED = """
+import sys
+from pathlib import Path
+from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
+from tests.workers.hangs.test_process_stats import watched
+found = process_stats.read([os.getpid()])[os.getpid()]
+detector.IDLE_FLOOR_S = 1.0
+print(tcp_traffic.by_inode(), found.state, found.sockets, watched(Path(sys.argv[1]), [int(sys.argv[2])], 3).stalled)
+"""
+
+
+def test_where_the_kernel_does_not_tell_of_sockets_nobody_is_taken_for_idle(tmp_path):
+    with process("ready()\ntime.sleep(100)") as one:
+        assert python(REFUSED + UNCOUNTED, str(tmp_path), str(one.pid)) == "None R None False\n"
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server((address, 0), family=family))
+        client = stack.enter_context(socket.create_connection(server.getsockname()[:2]))
+        peer = stack.enter_context(server.accept()[0])
+        inodes = [os.fstat(each.fileno()).st_ino for each in (client, peer)]
+        assert set(inodes) <= tcp_traffic.inodes(os.getpid())
+        before = tcp_traffic.by_inode()
+        assert before is not None
+        sender = threading.Thread(target=client.sendall, args=(bytes(3_000_000),))
+        sender.start()
+        assert len(peer.recv(3_000_000, socket.MSG_WAITALL)) == 3_000_000
+        sender.join()
+
+        def counted() -> bool:
+            now = tcp_traffic.by_inode() or {}
+            return [now.get(inode, 0) - before.get(inode, 0) for inode in inodes] == [3_000_000] * 2
+
+        sure_of(counted)  # the last bytes have to be acknowledged
+
+
+# Debuggers.
+
+
+def test_who_is_stopped():
+    with process("ready()\ntime.sleep(100)") as one:
+        os.kill(one.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, one.pid, os.WSTOPPED)
+        assert of(one.pid).state == "T"
+
+
+PDB = "import pdb, sys\nsys.stdin = open(0)\npdb.set_trace()\n"
+# As prompt_toolkit does it for ipdb: an event loop in another thread watches the terminal and a pipe of its own.
+PROMPT = """
+import os, selectors, threading
+def prompt():
+    with selectors.EpollSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(os.pipe()[0], selectors.EVENT_READ)
+        print("(Pdb)", flush=True)
+        while not selector.select(0.5): pass
+one = threading.Thread(target=prompt)
+one.start()
+one.join()
+"""
+
+
+@pytest.mark.parametrize("code", [PDB, PROMPT])
+def test_who_waits_for_its_user_is_in_a_debugger(code):
+    controller, terminal = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as one:
+        try:
+            text = b""
+            while b"(Pdb)" not in text:
+                text += os.read(controller, 1000)
+            sure_of(lambda: of(one.pid).debugged)  # from the prompt to the wait for an answer
+        finally:
+            one.kill()
+            os.close(controller)
+            os.close(terminal)
+
+
+def test_an_event_loop_that_has_nothing_to_do_with_a_terminal_is_no_debugger():
+    controller, terminal = os.openpty()
+    code = PROMPT.replace("selector.register(0, selectors.EVENT_READ)", "").replace("(Pdb)", "ready")
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, start_new_session=True
+    ) as one:
+        try:
+            assert one.stdout is not None
+            one.stdout.readline()
+            sure_of(lambda: all(state == "S" for state in process_stats._thread_states(one.pid)))
+            assert not of(one.pid).debugged
+        finally:
+            one.kill()
+            os.close(controller)
+            os.close(terminal)
+
+
+# The watch, on workers whose progress words say that they have stopped after three steps.
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds in place of minutes."""
+    monkeypatch.setattr(detector, "IDLE_FLOOR_S", 2.0)
+    monkeypatch.setattr(detector, "START_FLOOR_S", 3.0)
+
+
+def watched(
+    tmp_path: Path, pids: list[int], for_s: float, fixed_s: float | None = None, up: int | None = None
+) -> detector.Assessment:
+    """Look at them until they are found to stall, or for so many seconds. up: how many of them have come up; None: all."""
+    board = ProgressTable(str(tmp_path / "progress"), len(pids))
+    with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
+        for slot, pid in list(enumerate(pids))[:up]:
+            for word, value in {bootstrap.PID: pid, bootstrap.STEPS: 3, bootstrap.SIGN_NS: time.monotonic_ns()}.items():
+                words[slot * bootstrap.SLOT_BYTES // 8 + word] = value
+    watch, pause = HangWatch(board, {slot: slot for slot in range(len(pids))}, fixed_s), threading.Event()
+    deadline = time.monotonic() + for_s
+    verdict = None
+    while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
+        pause.wait(watch.next_look_s())
+        verdict = watch.look(dict(enumerate(pids))) or verdict
+    assert verdict is not None
+    return verdict
+
+
+PAUSE = "ready()\nsignal.pause()"
+HEARTBEAT = """
+one, other = socket.create_connection(("127.0.0.1", int(sys.argv[1]))), None
+ready()
+while True:
+    one.sendall(bytes(1000))
+    time.sleep(0.1)
+"""
+UPLOAD = HEARTBEAT.replace('"127.0.0.1"', "sys.argv[2]").replace("1000", "1 << 20").replace("0.1)", "0.25)")
+NEW_SESSION = """
+ready()
+subprocess.run([sys.executable, "-c", "while True: pass"], start_new_session=True)
+"""
+# posix_spawn sleeps as vfork(2) does, in state D, until its child has opened what nobody writes into.
+IN_KERNEL = """
+def spawn():
+    ready()
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)])
+"""
+MAIN_THREAD, OTHER_THREAD = "spawn()", "threading.Thread(target=spawn).start()"
+
+
+@contextmanager
+def sink(family: socket.AddressFamily, address: str) -> Iterator[int]:
+    """A server that takes what comes; its port."""
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        selectors.DefaultSelector() as selector,
+        ExitStack() as stack,
+    ):
+        closing = os.pipe()
+
+        def take() -> None:
+            selector.register(closing[0], selectors.EVENT_READ)
+            selector.register(server, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj == closing[0]:
+                        return
+                    if key.fileobj is server:
+                        selector.register(stack.enter_context(server.accept()[0]), selectors.EVENT_READ)
+                    elif not key.fileobj.recv(1 << 20):  # type: ignore[union-attr]
+                        selector.unregister(key.fileobj)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            os.write(closing[1], b"\0")
+            thread.join()
+            for descriptor in closing:
+                os.close(descriptor)
+
+
+def test_workers_that_do_nothing_stall(tmp_path, quick):
+    with sink(socket.AF_INET, "127.0.0.1") as port, process(HEARTBEAT, str(port)) as one, process(PAUSE) as other:
+        verdict = watched(tmp_path, [one.pid, other.pid], 20)
+    assert verdict.stalled, verdict.reason
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_an_upload_from_memory_is_work(tmp_path, quick, family, address):
+    with sink(family, address) as port, process(UPLOAD, str(port), address) as one, process(PAUSE) as other:
+        verdict = watched(tmp_path, [one.pid, other.pid], 5)
+        found = of(one.pid)
+    assert not verdict.stalled, verdict.reason
+    assert found.cpu_s < 1
+    assert found.io_bytes is not None
+    assert found.io_bytes < 10_000_000  # what Python has read at its start
+
+
+def test_a_busy_helper_in_a_session_of_its_own_is_work(tmp_path, quick):
+    with process(NEW_SESSION) as one, process(PAUSE) as other:
+        helper = []
+
+        def started() -> bool:
+            helper[:] = [
+                pid for pid, each in process_stats._processes().items() if each.parent == one.pid and each.session == pid
+            ]
+            return bool(helper)
+
+        sure_of(started)
+        try:
+            verdict = watched(tmp_path, [one.pid, other.pid], 5)
+        finally:
+            os.kill(helper[0], signal.SIGKILL)
+    assert not verdict.stalled, verdict.reason
+
+
+@pytest.mark.parametrize("thread", [MAIN_THREAD, OTHER_THREAD])
+def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick, thread):
+    os.mkfifo(tmp_path / "server")
+    with process(IN_KERNEL + thread, str(tmp_path / "server")) as one, process(PAUSE) as other:
+        sure_of(lambda: of(one.pid).asleep_in_kernel)
+        verdict = watched(tmp_path, [one.pid, other.pid], 5)
+        assert not verdict.stalled, verdict.reason
+        (tmp_path / "progress").unlink()
+        assert watched(tmp_path, [one.pid, other.pid], 20, fixed_s=2.0).stalled  # who sets the limit has it
+
+
+def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
+    """It sleeps in the kernel before its bootstrap: its interpreter lies on a file server that is away, say."""
+    monkeypatch.setattr(detector, "WORKING_FLOOR_S", 3.0)
+    os.mkfifo(tmp_path / "server")
+    with process(IN_KERNEL + MAIN_THREAD, str(tmp_path / "server")) as one, process(PAUSE) as other:
+        begin = time.monotonic()
+        verdict = watched(tmp_path, [other.pid, one.pid], 20, up=1)
+        took_s = time.monotonic() - begin
+    assert (verdict.stalled, verdict.culprits) == (True, (1,)), verdict.reason
+    assert took_s >= 3

@@ -1,0 +1,681 @@
+"""Warm standbys in real jobs: what comes back warm, what is started cold and why, and that nothing is left."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.workers.standby import memory, rules
+from elastic_ext.workers.standby.client import StandbyServer
+from elastic_ext.workers.standby.rules import ColdReason, Learned
+from tests import jobs
+from tests.failures.test_sources import memory_group
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, run, wait_gone
+from tests.ports import free_port
+
+JOB = SCRIPTS / "standby_job.py"
+VERBOSE = {"LOGLEVEL": "INFO", "ELASTIC_EXT_BACKOFF": "0"}
+FREE = '[[rule]]\nname = "free"\nsignal = "SIGKILL"\nkind = "preemption"\ndecision = "restart_free"\n'
+RESTARTS = int(os.environ.get("ELASTIC_EXT_TEST_RESTARTS", "15"))  # 200 for the long form
+
+
+@pytest.fixture(autouse=True)
+def standbys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_STANDBY", "on")
+
+
+def reports(text: str) -> "list[dict]":
+    return [json.loads(line) for line in re.findall(r"^up (\{.*\})$", text, re.MULTILINE)]
+
+
+def of_attempt(text: str, attempt: int) -> "list[dict]":
+    return [each for each in reports(text) if each["attempt"] == attempt]
+
+
+def up(attempt: int) -> str:
+    return rf'(?m)^up \{{"attempt": {attempt},'
+
+
+def ready(workers: int, times: int = 1) -> "tuple[str, int]":
+    """What the agent logs each time that so many standbys wait."""
+    return f"{workers} warm standbys wait", times
+
+
+def children(pid: int) -> "list[int]":
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+# ---- warm
+
+
+@pytest.mark.long("ddp-2", "fsdp-2", "gloo-8")
+@pytest.mark.parametrize(("kind", "workers"), [("gloo", 2), ("ddp", 2), ("fsdp", 2), ("gloo", 8)])
+def test_a_killed_worker_comes_back_by_a_standby(tmp_path, kind, workers):
+    command = [*AGENT, f"--nproc-per-node={workers}", "--max-restarts=2", str(JOB), kind, "1"]
+    with Job(command, tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), workers)
+        # Twice: what the workers have imported is there too.
+        job.wait_for(rf"(?s)warm standbys are ready.*warm standbys are ready.*{workers} warm standbys wait")
+        victim = of_attempt(job.out, 0)[-1]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    second = of_attempt(done.out, 1)
+    assert len(second) == workers
+    assert all(each["warm"] and each["losses"] == 2 for each in second), done.all
+
+
+@pytest.fixture
+def numactl(tmp_path, monkeypatch):
+    """The real one; where it is not installed, a few lines that make the same system call."""
+    pytest.importorskip("torch.numa.binding", reason="torch binds to processors since 2.9")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor: nothing can be bound to another one")
+    if shutil.which("numactl") is None:
+        stand_in = tmp_path / "bin" / "numactl"
+        stand_in.parent.mkdir()
+        bound = "{int(each) for each in sys.argv[1].removeprefix('--physcpubind=').split(',')}"
+        run_it = f"import os, sys\nos.sched_setaffinity(0, {bound})\nos.execvp(sys.argv[2], sys.argv[2:])\n"
+        stand_in.write_text(f"#!{sys.executable} -I\n{run_it}")
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("PATH", str(stand_in.parent), prepend=os.pathsep)
+
+
+def test_a_standby_is_not_told_from_a_new_process(tmp_path):
+    assert_alike(tmp_path, AGENT)
+
+
+@pytest.mark.long
+def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
+    agent = [sys.executable, str(SCRIPTS / "agent_with_gpus.py"), "--numa-binding=exclusive"]
+    used = [each["state"]["priority"][2] for each in assert_alike(tmp_path, agent)]
+    assert len(used) == 2
+    assert used[0]
+    assert used[1]
+    assert not set(used[0]) & set(used[1])
+
+
+def assert_alike(tmp_path: Path, agent: "list[str]") -> "list[dict]":
+    """What two workers see that were started by standbys, which is what they see when they were not."""
+    found = {}
+    for setting in ("on", "off"):
+        gate = Gate(tmp_path / "gate")
+        command = [*agent, "--nproc-per-node=2", "--max-restarts=2", str(SCRIPTS / "standby_state.py"), "a", "--b"]
+        with Job(command, tmp_path, ELASTIC_EXT_STANDBY=setting, **VERBOSE) as job:
+            job.wait_for('(?m)^state .*"attempt": 0', 2)
+            if setting == "on":
+                job.wait_for(*ready(2))
+            gate.open()
+            done = job.finish()
+        assert done.returncode == 0, done.all
+        told = [json.loads(line) for line in re.findall(r"^state (\{.*\})$", done.out, re.MULTILINE)]
+        found[setting] = sorted((each for each in told if each["attempt"] == 1), key=lambda each: each["state"]["env"]["RANK"])
+    for warm, cold in zip(found["on"], found["off"], strict=True):
+        assert (warm["many"], cold["many"]) == (True, False)
+        warm["state"]["env"].pop("ELASTIC_EXT_STANDBY")
+        cold["state"]["env"].pop("ELASTIC_EXT_STANDBY")
+        for part in cold["state"]:
+            assert warm["state"][part] == cold["state"][part], part
+    for one, other in zip(found["on"][0]["chance"], found["on"][1]["chance"], strict=True):
+        assert one != other
+    return found["on"]
+
+
+# ---- cold, and why
+
+HIDES = "beside the script hides a module that is imported already"
+CASES = {
+    "off": ({"ELASTIC_EXT_STANDBY": "off"}, [], "no warm standbys: off", "off"),
+    "no bootstrap": ({"ELASTIC_EXT_BOOTSTRAP": "off"}, [], "no warm standbys: off", "off"),
+    "not python": ({}, ["--no-python"], "no warm standbys: not a Python program", "not a Python program"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_and_programs_without_standbys(tmp_path, case):
+    variables, options, said, _ = CASES[case]
+    program = ["true"] if options else [str(make(tmp_path, "pass"))]
+    done = run([*AGENT, "--nproc-per-node=2", *options, *program], tmp_path, **VERBOSE, **variables)
+    assert done.returncode == 0, done.all
+    assert done.err.count(said) == 1
+
+
+def make(folder: Path, body: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(body)
+    return script
+
+
+WAITS = """
+import sys
+warm = "ctypes" in sys.modules
+import fcntl, os
+{begin}
+print("warm", warm, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open("gate") as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+    os._exit(9)
+"""
+
+
+def gated(folder: Path, script: Path, first: str, until: str, **variables: str) -> Finished:
+    """A job of one worker, run to its good end; its gate opens once it has said `first`, and the agent `until`."""
+    gate = Gate(folder / "gate")
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], folder, **{**VERBOSE, **variables}) as job:
+        job.wait_for(first)
+        job.wait_for(until)
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    return done
+
+
+def restarted(tmp_path: Path, until: str, begin: str = "", script: "Path | None" = None, **variables: str) -> "tuple[str, str]":
+    """A job whose only worker fails once the agent has said `until`: "True" if its second start was warm, and what was logged.
+
+    Its standbys do not import torch, which takes its time, unless the variables say so.
+    """
+    variables = {"ELASTIC_EXT_PRELOAD_EXCLUDE": "torch", **variables}
+    done = gated(tmp_path, script or make(tmp_path, WAITS.format(begin=begin)), r"warm \w+ 0", until, **variables)
+    (warm,) = re.findall(r"warm (\w+) 1", done.out)
+    return warm, done.err
+
+
+def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "shelve.py").write_text("")  # nobody imports it
+    (folder / "ctypes.py").write_text("")
+    warm, said = restarted(tmp_path, "warm standbys are ready", script=make(folder, WAITS.format(begin="")))
+    assert warm == "False"
+    assert said.count(f"workers are started without a warm standby: ctypes.py {HIDES}") == 1
+
+
+def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
+    warm, said = restarted(
+        tmp_path,
+        "torch: the script sets TORCH_LOGS",
+        begin='os.environ["TORCH_LOGS"] = "+dynamo"',
+        ELASTIC_EXT_PRELOAD_EXCLUDE="wave",
+    )
+    assert warm == "False"
+    assert "torch: the script sets TORCH_LOGS, which is read when it is imported" in said
+
+
+@pytest.mark.long
+def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
+    """The text of the script does not tell; the worker does, at its end."""
+    (tmp_path / "sets.py").write_text('import os\nos.environ["OMP_PLACES"] = "cores"')
+    gate = Gate(tmp_path / "gate")
+    body = WAITS.format(begin="import sets").replace("os._exit(9)", "sys.exit(9)")
+    body += '\nwith open("second") as second: fcntl.flock(second, fcntl.LOCK_SH)'
+    second = Gate(tmp_path / "second")
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(tmp_path, body))]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        job.wait_for("without a warm standby: a library: the script sets OMP_PLACES, which is read when it is imported")
+        second.open()
+        assert job.finish().returncode == 0
+
+
+UNSAFE = {
+    "starts a thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "reads LOCAL_RANK": "import os\nrank = int(os.environ.get('LOCAL_RANK', 0))",
+    "which workers would share": "import socket\nlistening = socket.socket()",
+    "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])",
+    "changes the current directory": "import os\nos.chdir('/')",
+    "changes sys.path": "import sys\nsys.path.insert(0, '/nowhere')",
+    "unsafe reads all variables": "import os\nkept = dict(os.environ)",
+    "unsafe reads all variables when": "import os\nkept = {key.lower(): value for key, value in os.environb.items()}",
+    "seeds random": "import random\nrandom.seed(1)",
+    "makes a temporary file or directory": "import tempfile\nkept = tempfile.TemporaryDirectory()",
+    "a lock or memory that workers would share": "import multiprocessing\nlock = multiprocessing.Lock()",
+}
+
+
+@pytest.mark.parametrize("why", UNSAFE)
+def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_warm(tmp_path, why):
+    (tmp_path / "unsafe.py").write_text(UNSAFE[why])
+    (tmp_path / "safe.py").write_text("")
+    begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
+    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
+    assert warm == "True"
+    assert re.search(f"unsafe is not imported before workers start: .*{why}", said), said
+
+
+def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):
+    (tmp_path / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
+    begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
+    warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
+    assert warm == "True"
+    assert "is not imported before" not in said
+
+
+LEARNS = """
+import sys
+warm = "ctypes" in sys.modules
+import fcntl, os
+{begin}
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("warm", warm, attempt, flush=True)
+if attempt == "1":
+    with open("gate") as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
+if attempt != "2":
+    sys.exit(9)
+"""
+FREE_EXIT = FREE.replace('signal = "SIGKILL"', "exit_code = 9")
+
+
+def learned(tmp_path: Path, until: str, begin: str, **variables: str) -> "tuple[str, str, str]":
+    """A worker that fails twice: what the first has imported is learned, and `until` waited for before the third starts.
+
+    "True" if the third was warm, what all printed, and what was logged. What counts as installed is in tmp_path / "lib".
+    """
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "rules.toml").write_text(FREE_EXIT)
+    given = {"ELASTIC_EXT_RULES": "rules.toml", "PYTHONPATH": str(tmp_path / "lib"), **variables}
+    done = gated(folder, make(folder, LEARNS.format(begin=begin)), r"warm \w+ 1", until, **given)
+    (warm,) = re.findall(r"warm (\w+) 2", done.out)
+    return warm, done.out, done.err
+
+
+@pytest.fixture
+def lib(tmp_path):
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    return folder
+
+
+READY_TWICE = "(?s)standbys are ready.*standbys are ready.*1 warm standbys wait"
+
+
+def test_a_module_that_the_script_takes_from_elsewhere(tmp_path, lib):
+    """As where a package is installed, and the repository is put first on sys.path."""
+    (lib / "packed.py").write_text("version = 'installed'")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "packed.py").write_text("version = 'repository'")
+    begin = f"sys.path.insert(0, {str(tmp_path / 'source')!r})\nimport packed\nprint(packed.version)"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
+    assert warm == "True"
+    assert (out.count("repository"), out.count("installed")) == (3, 0)
+    assert "packed is not imported before workers start: workers import it from" in said
+
+
+def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_path, lib):
+    """As Lightning does. Each of its parts brings in all of it: to leave them out one by one would take as many servers."""
+    (lib / "wide").mkdir()
+    parts = [f"part{number}" for number in range(12)]
+    for part in parts:
+        (lib / "wide" / f"{part}.py").write_text("")
+    (lib / "wide" / "__init__.py").write_text(f"import os\nrank = os.environ['LOCAL_RANK']\nfrom . import {', '.join(parts)}\n")
+    (lib / "plain.py").write_text("")
+    begin = "print('plain' in sys.modules, 'wide' in sys.modules)\nimport plain, wide"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
+    assert warm == "True"
+    assert "True False" in out
+    assert "wide is not imported before workers start: it reads LOCAL_RANK" in said
+
+
+def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
+    (lib / "first.py").write_text("import sys\nif 'torch' in sys.modules: raise ImportError('import me before torch')")
+    until = "first, which the workers import, cannot be imported after torch: ImportError: import me before torch"
+    warm, _, said = learned(tmp_path, until, "if attempt != '1': import first\nimport torch".replace("attempt", CALLED))
+    assert warm == "False"
+    assert said.count(f"without a warm standby: {until}") == 1
+
+
+def test_what_a_module_raises_and_prints_is_no_metric_and_its_password_in_no_log(tmp_path, lib):
+    """The metrics are for everybody. Of what a module says, the log shows all but the values of secret variables."""
+    planted = "hunter2-planted"
+    says = "f\"no database at db://me:{os.environ['DB_PASSWORD']}@host {os.environ['DB_PASSWORD']}\""
+    (lib / "first.py").write_text(f"import os, sys\nif 'torch' in sys.modules: print({says}); raise ImportError({says})")
+    port = free_port()
+    scrape = f"print(urllib.request.urlopen('http://127.0.0.1:{port}/metrics').read().decode())"
+    begin = f"if {CALLED} != '1': import first\nimport torch, urllib.request\nif {CALLED} == '2': {scrape}"
+    until = "first, which the workers import, cannot be imported after torch: ImportError: no database at"
+    warm, out, said = learned(tmp_path, until, begin, DB_PASSWORD=planted, ELASTIC_EXT_METRICS_PORT=str(port))
+    assert warm == "False"
+    assert planted not in out + said
+    reasons = set(re.findall('elastic_ext_worker_starts_total.*reason="([^"]*)"', out))
+    assert "unsafe_import" in reasons
+    assert reasons <= {each.value for each in ColdReason}
+
+
+CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
+
+
+def test_what_fails_in_a_standby_only_is_tried_once_more_without(tmp_path):
+    """Whatever the reason: a wrong end of the job is worse than a slow start."""
+    (tmp_path / "rules.toml").write_text(FREE_EXIT)
+    script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
+    done = gated(tmp_path, script, r"warm \w+ 0", "1 warm standbys wait", ELASTIC_EXT_RULES="rules.toml")
+    assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("False", "2")]
+    assert "but its process was a warm standby: once more without" in done.err
+    assert done.err.count("without a warm standby: the last round failed before its first step") == 1
+
+
+def test_an_interpreter_that_reads_variables_before_anything_else(tmp_path, lib):
+    (lib / "sitecustomize.py").write_text(
+        "import os\nif 'LOCAL_RANK' in os.environ: os.environ['PINNED'] = os.environ['LOCAL_RANK']"
+    )
+    begin = "assert os.environ['PINNED'] == os.environ['LOCAL_RANK']"
+    warm, said = restarted(tmp_path, "sitecustomize.py reads variables in each process", begin, PYTHONPATH=str(lib))
+    assert warm == "False"
+    assert said.count("workers are started without a warm standby: a library: ") == 1
+
+
+def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=""))
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for(r"warm \w+ 0")
+        job.wait_for("1 warm standbys wait")
+        (standby,) = [pid for pid in children(job.process.pid) if waits(pid)]
+        os.kill(standby, signal.SIGSTOP)
+        gate.open()
+        done = job.finish()
+        assert wait_gone([standby]) == []
+    assert done.returncode == 0, done.all
+    assert "warm False 1" in done.out
+    assert f"a standby (pid {standby}) was lost" in done.err
+
+
+def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
+    enter = f'echo $$ > {large_group}/cgroup.procs && exec "$@"'
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=""))
+    command = ["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
+    with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
+        job.wait_for("1 warm standbys wait")
+        (limit,) = [path for name in ("memory.max", "memory.limit_in_bytes") if (path := large_group / name).exists()]
+        used = large_group / ("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
+        standbys = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid)]
+        limit.write_text(str(int(used.read_text()) + (300 << 20)))
+        job.wait_for(r"without a warm standby: \d+ MB of memory are left and standbys need 512")
+        assert standbys
+        assert wait_gone(standbys) == []
+        gate.open()
+        assert job.finish().returncode == 0
+
+
+@pytest.fixture
+def large_group():
+    yield from memory_group(4 << 30)
+
+
+def test_a_device_that_an_import_opens(tmp_path):
+    device = Path("/dev/nvidia_elastic_ext_test")
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except OSError as error:
+        pytest.skip(f"no device node can be made here: {error}")
+    try:
+        (tmp_path / "device.py").write_text(f"file = open({str(device)!r})")
+        warm, said = restarted(tmp_path, "1 warm standbys wait", ELASTIC_EXT_PRELOAD="device")
+    finally:
+        device.unlink()
+    assert warm == "True"
+    assert f"device is not imported before workers start: it opens {device} when it is imported" in said
+
+
+def test_what_is_excluded_is_not_imported(tmp_path):
+    begin = "print('json' in sys.modules, 'xml.dom.domreg' in sys.modules, 'wave' in sys.modules)"
+    variables = {"ELASTIC_EXT_PRELOAD": "xml.dom.minidom wave", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch xml.dom.domreg"}
+    gate = Gate(tmp_path / "gate")
+    script = make(tmp_path, WAITS.format(begin=begin))
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)], tmp_path, **{**VERBOSE, **variables}) as job:
+        job.wait_for("1 warm standbys wait")
+        gate.open()
+        done = job.finish()
+    assert "True False True" in done.out
+    assert "xml is not imported before workers start: it imports xml.dom.domreg, which is" in done.err
+
+
+@pytest.fixture
+def small_group():
+    yield from memory_group(900 << 20)
+
+
+def test_without_memory_there_are_none(tmp_path, small_group):
+    enter = f'echo $$ > {small_group}/cgroup.procs && exec "$@"'
+    script = make(tmp_path, "import sys; print('torch' in sys.modules)")
+    done = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", str(script)], tmp_path, **VERBOSE)
+    assert done.returncode == 0, done.all
+    assert re.search(r"without a warm standby: \d+ MB of memory are left and standbys need \d+", done.err), done.err
+
+
+# ---- nothing is left
+
+
+def test_nothing_survives_a_killed_agent(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", str(JOB), "gloo", "-1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), 2)
+        job.wait_for(*ready(2))
+        # Workers, the server, standbys, the reaper. While some come and go the kernel may leave out others: proc(5).
+        pids: set[int] = set()
+        deadline = time.monotonic() + 20
+        while len(pids) < 2 + 1 + 2 + 1 and time.monotonic() < deadline:
+            pids |= set(children(job.process.pid))
+        assert len(pids) >= 2 + 1 + 2 + 1
+        job.process.kill()
+        assert wait_gone(list(pids)) == []
+
+
+@pytest.mark.long
+def test_nothing_survives_the_end_of_a_job(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(*ready(2))
+        job.wait_for(up(0), 2)
+        pids = children(job.process.pid)
+        os.kill(of_attempt(job.out, 0)[0]["pid"], signal.SIGKILL)
+        assert job.finish().returncode == 0
+        assert wait_gone(pids) == []
+
+
+@pytest.mark.long
+def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", "1"], tmp_path, **VERBOSE) as job:
+        job.wait_for(up(0), 2)
+        job.wait_for(r"(?s)warm standbys are ready.*warm standbys are ready.*2 warm standbys wait")
+        (server,) = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid) and children(pid) == []
+                     and os.getsid(pid) == pid and not waits(pid)]  # fmt: skip
+        seen = len(re.findall("2 warm standbys wait", job.err))
+        os.kill(server, signal.SIGKILL)
+        job.wait_for("2 warm standbys wait", seen + 1)
+        standby = next(pid for pid in children(job.process.pid) if waits(pid))
+        os.kill(standby, signal.SIGKILL)
+        job.wait_for("2 warm standbys wait", seen + 2)
+        os.kill(of_attempt(job.out, 0)[0]["pid"], signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert [each["warm"] for each in of_attempt(done.out, 1)] == [True, True]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def waits(pid: int) -> bool:
+    """Whether it is a standby: its server holds the control socket, a standby only the one it waits at."""
+    return "standby/server" in command_of(pid) and not os.path.exists(f"/proc/{pid}/fd/{command_of(pid).split(chr(0))[-2]}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(max(180, 8 * RESTARTS))
+def test_many_warm_restarts_leave_nothing_behind(tmp_path):
+    """200 with ELASTIC_EXT_TEST_RESTARTS=200."""
+    (tmp_path / "rules.toml").write_text(FREE)
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "gloo", str(RESTARTS)]
+    counts = []
+    with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
+        job.wait_for("(?s)standbys are ready.*standbys are ready.*2 warm standbys wait")  # from then on once a restart
+        links = [os.readlink(link) for link in Path(f"/proc/{job.process.pid}/fd").iterdir()]
+        (run_dir,) = [Path(link).parent for link in links if link.endswith("/news")]
+        waited = len(re.findall("2 warm standbys wait", job.err))
+        for attempt in range(RESTARTS):
+            job.wait_for(up(attempt), 2)
+            job.wait_for("2 warm standbys wait", waited + attempt)
+            counts.append(used(job.process.pid, run_dir))
+            os.kill(of_attempt(job.out, attempt)[attempt % 2]["pid"], signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert all(each["warm"] for each in reports(done.out) if each["attempt"]), done.all
+    assert counts[1:] == [counts[1]] * (RESTARTS - 1)
+    assert not run_dir.exists()
+
+
+def used(agent: int, run_dir: Path) -> "dict[str, int]":
+    """Children, descriptors, threads, listening ports of the agent, and its files in shared memory."""
+    links = [os.readlink(f"/proc/{agent}/fd/{fd}") for fd in os.listdir(f"/proc/{agent}/fd")]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line for table in tables for line in table if line.split()[3] == "0A" and line.split()[9] in inodes]
+    return {
+        "children": len(children(agent)),
+        "descriptors": len(links),
+        "threads": len(os.listdir(f"/proc/{agent}/task")),
+        "ports": len(listening),
+        "files": sum(len(files) for _, _, files in os.walk(run_dir)),
+    }
+
+
+# ---- the parts
+
+
+def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
+    nothing = tmp_path / "modules"
+    nothing.write_text(
+        json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}})
+    )
+    server = StandbyServer([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server.preload(str(nothing))
+    assert server.hear() is not None
+    one, other = server.park(2)
+    server.end()
+    assert one.alive
+    one._waiting.shutdown(socket.SHUT_RDWR)
+    assert wait_gone([one.pid]) == []
+    one.end()
+    other.end()
+
+
+def test_a_server_that_cannot_run_says_why(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    server = StandbyServer([str(broken), "-u"], {}, str(tmp_path / "output"))
+    assert server.hear() is None
+    assert server.last_words() == "exit code 7: no luck"
+    server.end()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import os\nos.environ['A'] = '1'\nos.environ.setdefault('B', '2')\nos.putenv('C', '3')", {"A", "B", "2", "C", "3"}),
+        ("from os import environ\nenviron.update(A='1', **{'B': '2'})", {"A", "1", "B", "2"}),
+        ("import os\nfor k, v in {'A_B': 'x', 'small': '2'}.items():\n    os.environ[k] = v", {"A_B"}),
+        ("import os\nos.environ |= {'A': '1'}\nprint('C')", {"A", "1"}),
+        ("from os import putenv\nputenv('A', '1')", {"A", "1"}),
+        ("import os\nALL = {'A': 'b'}\nos.environ.update(ALL)", {"A"}),
+        ("import os\ndel os.environ['A']\nx = os.environ['B']\ny = os.environ.get('C')\nprint('D')", {"A"}),
+        ("this is no Python", set()),
+    ],
+)
+def test_variables_that_a_script_sets(source, expected):
+    assert rules.variables_set(source) == expected
+
+
+def test_who_has_read_a_variable_too_early():
+    read = {"torch": ["TORCH_LOGS", "HOME"], "hub": ["HF_HOME"]}
+    assert rules.read_too_early({"HF_HOME", "X"}, read, ()) == {"hub": "HF_HOME"}
+    assert rules.read_too_early({"TORCH_LOGS", "RANK"}, read, ["TORCH_LOGS"]) == {}
+    assert rules.read_too_early({"OMP_NUM_THREADS"}, read, ()) == {"": "OMP_NUM_THREADS"}
+
+
+def test_what_is_worth_preloading():
+    modules = (
+        ("__main__", "/job/train.py"),
+        ("sys", None),
+        ("json", "/usr/lib/python3/json/__init__.py"),
+        ("model", "/job/model.py"),
+        ("numpy", "/job/.venv/lib/site-packages/numpy/__init__.py"),
+        ("numpy.random", "/job/.venv/lib/site-packages/numpy/random/__init__.py"),
+        ("time", "built-in"),
+    )
+    assert rules.worth_preloading(Learned(modules), ["/job"], ()) == ["json", "numpy", "numpy.random"]
+    assert rules.worth_preloading(Learned(modules), ["/job"], {"numpy"}) == ["json"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ([("json.py", False)], "json.py"),
+        ([("torch", True)], "torch"),
+        ([("torch", False), ("datasets", False), ("my_json.py", False), ("json.txt", False)], None),
+        ([("json.cpython-311-x86_64-linux-gnu.so", False), ("json.so", False)], "json.so"),
+    ],
+)
+def test_what_hides_a_module(beside, expected):
+    assert rules.hidden(beside[-1:], {"json", "torch"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "-u", "x.py"], (["python", "-u", "x.py"], None)),
+        (["numactl", "--physcpubind=0-2,8", "python", "x.py"], (["python", "x.py"], frozenset({0, 1, 2, 8}))),
+        (["numactl", "--physcpubind=all", "python"], (["numactl", "--physcpubind=all", "python"], None)),
+        (["numactl", "--membind=0", "python"], (["numactl", "--membind=0", "python"], None)),
+    ],
+)
+def test_what_numactl_was_to_do(command, expected):
+    assert rules.unbound(command) == expected
+
+
+@pytest.mark.parametrize(
+    ("processors", "environ", "expected"),
+    [
+        (None, {}, None),
+        (frozenset({1}), {"OMP_NUM_THREADS": "2"}, None),
+        (frozenset({1}), {}, "OMP_NUM_THREADS is not set"),
+        (frozenset({1, 9}), {"OMP_NUM_THREADS": "2"}, "may not be used"),
+    ],
+)
+def test_when_a_standby_cannot_be_bound(processors, environ, expected):
+    found = rules.unbindable(processors, {0, 1}, environ)
+    assert found is None if expected is None else found is not None and expected in found
+
+
+def test_room():
+    enough = rules.RESERVE_BYTES + rules.SERVER_BYTES + 2 * rules.STANDBY_BYTES
+    assert rules.room(enough, 2, server_runs=False) is None
+    assert rules.room(enough - 1, 2, server_runs=False) is not None
+    assert rules.room(enough - 1, 2, server_runs=True) is None
+
+
+def test_shared_pages_are_counted_once(tmp_path):
+    code = "import os, sys; x = b'x' * (64 << 20); pid = os.fork(); pid and print(os.getpid(), pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert 64 << 20 < memory.proportional(pids) < 110 << 20
+        process.communicate(b"")
+    assert memory.proportional(pids) == 0
+    assert memory.available() > 0

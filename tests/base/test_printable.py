@@ -121,7 +121,7 @@ def test_each_record_is_shown_once_whoever_configures_logging(configured):
     assert_fit(done.stderr)
 
 
-@pytest.mark.parametrize("module", ["integrations.huggingface", "integrations.lightning", "checkpoints.checkpointer"])
+@pytest.mark.parametrize("module", ["training.huggingface", "training.lightning", "checkpoints.writing.checkpointer"])
 def test_records_of_what_scripts_import(module):
     code = f"import logging, elastic_ext.{module}\nlogging.getLogger('elastic_ext.a').warning('seen %s', {HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

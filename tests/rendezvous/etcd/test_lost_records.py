@@ -1,6 +1,6 @@
 """Nothing of the job is in etcd any more, or nobody can reach it: the round that trains goes on, or one free restart.
 
-Real etcd, agents and workers. What is out of reach and for how long is a grid (`make chaos` runs all of it).
+Real etcd, agents and workers. What is out of reach and for how long is a grid (`make test-long` runs all of it).
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], 
     come from one clock. Of what would be chosen `back` are passed over.
     """
     listed = list(candidates)
-    passed_over = {entry.name: PassedOver(entry.path, entry.barred) for entry in listed if entry.barred}
-    usable = [entry for entry in listed if not entry.barred]
+    passed_over = {entry.name: PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable}
+    usable = [entry for entry in listed if not entry.unusable]
     seen: dict[str, Inspection] = {}
 
     def look(entry: Entry) -> Inspection:

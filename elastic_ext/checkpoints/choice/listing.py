@@ -64,7 +64,7 @@ def rows(storage: Storage, pattern: str = "", progress: Callable[[int, int], Non
 
 
 def _check(storage: Storage, entry: Entry, plugins: tuple[detect.Format, ...]) -> Inspection:
-    return Inspection(False, UNKNOWN, entry.barred) if entry.barred else detect.check(storage, entry, plugins)
+    return Inspection(False, UNKNOWN, entry.unusable) if entry.unusable else detect.check(storage, entry, plugins)
 
 
 def _row(entry: Entry, family: str, verdict: Inspection, step: int | None, pinned: bool, quarantined: bool) -> Row:

@@ -95,8 +95,8 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
 
 
 def _check_directory(storage: Storage, entry: Entry) -> Inspection:
-    # A link to a directory is not followed here: see `verify.files_of`. What is barred is as if it were not there.
-    content = [item for item in storage.entries(entry.name) if not item.barred and not (item.linked and item.is_dir)]
+    # A link to a directory is not followed here, see `files_of`. Unusable names do not count.
+    content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
     for format in _DIRECTORIES:
         if format.is_one(entry.name, names):

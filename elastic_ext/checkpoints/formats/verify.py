@@ -192,7 +192,7 @@ def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
     while folders:
         folder = folders.pop()
         for entry in sorted(storage.entries(f"{name}/{folder}".rstrip("/")), key=lambda each: each.name):
-            if entry.barred or (entry.linked and (entry.is_dir or entry.size == 0)):
+            if entry.unusable or (entry.is_link and (entry.is_dir or entry.size == 0)):
                 continue
             if entry.is_dir:
                 folders.append(f"{folder}{entry.name}/")

@@ -21,16 +21,15 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice.discovery import Choice, candidates, choose, families, newest_complete
 from elastic_ext.checkpoints.formats import checks, detect
 from elastic_ext.checkpoints.formats.checks import DCP, TORCH_SAVE, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import pattern_of, step_of
-from elastic_ext.checkpoints.storage import Entry, open_storage
+from elastic_ext.checkpoints.storage import Entry, open_storage, remote
 
 
-def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, barred: str = "") -> Entry:
-    return Entry(name, f"/c/{name}", is_dir, 1, mtime, barred)
+def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
+    return Entry(name, f"/c/{name}", is_dir, 1, mtime, unusable)
 
 
 def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[str] | None = None) -> Choice:
@@ -142,9 +141,9 @@ def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -
     assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
 
 
-def test_barred_entries_are_passed_over_without_a_look() -> None:
+def test_unusable_entries_are_passed_over_without_a_look() -> None:
     looked: list[str] = []
-    choice = decide([entry("s_2.pt", barred="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
+    choice = decide([entry("s_2.pt", unusable="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
     assert looked == ["s_1.pt"]
     assert choice.passed_over[0].reason == "a link that leads nowhere"
 
@@ -525,8 +524,8 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
 
 def test_what_a_storage_says_of_time() -> None:
     stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
-    assert [storage._mtime(info) for info in stamps] == [1714521600.0] * 3
-    assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
+    assert [remote._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert remote._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from typing import Any
 import measure
 
 from elastic_ext.checkpoints.choice.discovery import newest_complete
+from elastic_ext.checkpoints.formats.files import BLOCK, stored_files
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import BLOCK, stored_files, verify
+from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import open_storage
 
 MOST_RATIO = 1.3  # of verifying to reading

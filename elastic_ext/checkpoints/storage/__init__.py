@@ -8,7 +8,7 @@ polling.py    wait for a change that a storage does not announce
 """
 
 from elastic_ext.checkpoints.storage.contract import Entry, Storage
-from elastic_ext.checkpoints.storage.opening import open_parent, open_storage
+from elastic_ext.checkpoints.storage.opening import open_parent, open_storage, split_path
 from elastic_ext.checkpoints.storage.polling import polled
 
-__all__ = ["Entry", "Storage", "open_parent", "open_storage", "polled"]
+__all__ = ["Entry", "Storage", "open_parent", "open_storage", "polled", "split_path"]

@@ -13,10 +13,10 @@ Every implementation keeps these promises:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import IO
 
 
@@ -45,42 +45,45 @@ class Entry:
     is_link: bool = False
 
 
-class Storage(ABC):
+class Storage:
     """One directory. `address` is the absolute local path or the URL of the directory.
 
-    Constructing a storage does not touch the directory. Every method raises OSError if the storage refuses or does not answer.
+    Constructing a storage does not touch the directory. Every method raises OSError if the storage refuses or does not answer. A
+    storage for loading only may leave out the methods that list and write.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
-    @abstractmethod
     def path(self, name: str) -> str:
         """Return the absolute local path or URL of a name, for a worker to open. "" is the directory itself."""
+        raise NotImplementedError
 
-    @abstractmethod
     def entries(self, child: str = "") -> Iterator[Entry]:
         """List the names directly below the directory, or below its subdirectory `child`.
 
         Raises FileNotFoundError if there is no such directory (object stores have no empty directories), NotADirectoryError.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def stat(self, name: str) -> Entry | None:
         """Return what the name stands for now, or None if it does not exist."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Return a context with the file, binary and seekable, for reading. Raises FileNotFoundError."""
+    def open(self, name: str) -> AbstractContextManager[BufferedReader]:
+        """Return a context with the file for reading; those of fsspec have the methods of a BufferedReader, too.
 
-    @abstractmethod
+        Raises FileNotFoundError.
+        """
+        raise NotImplementedError
+
     def write(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """Return a context with a binary file to write to.
 
         The file appears, or replaces what was there, when the context ends without an error; otherwise nothing changes.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet. One of all processes that create the same name succeeds.
 
@@ -90,12 +93,12 @@ class Storage(ABC):
             FileExistsError: the name exists.
             UsageError: the installed fsspec cannot create exclusively.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file. Raises FileNotFoundError."""
+        raise NotImplementedError
 
-    @abstractmethod
     def remove_tree(self, name: str, first: Sequence[str] = ()) -> None:
         """Remove a file, or a directory with everything in it. A link is removed, never its target.
 
@@ -105,6 +108,7 @@ class Storage(ABC):
 
         Raises FileNotFoundError if there is nothing of this name.
         """
+        raise NotImplementedError
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, or replace it: a reader sees the old content or the new one."""
@@ -114,4 +118,4 @@ class Storage(ABC):
     def read(self, name: str) -> bytes:
         """Return the content of a file. Raises FileNotFoundError."""
         with self.open(name) as file:
-            return bytes(file.read())
+            return file.read()

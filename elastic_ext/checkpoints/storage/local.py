@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from typing import IO
 
 from elastic_ext.checkpoints.storage.contract import Entry, Storage
@@ -46,7 +47,7 @@ class LocalStorage(Storage):
         return Entry(name, path, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
+    def open(self, name: str) -> Iterator[BufferedReader]:
         with open(self.path(name), "rb", opener=_open_file) as file:
             yield file
 

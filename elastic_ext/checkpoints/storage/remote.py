@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from io import BufferedReader
 from typing import IO, Any, Protocol
 
 from elastic_ext.base.errors import UsageError
@@ -83,7 +84,7 @@ class RemoteStorage(Storage):
         return _entry_of(info, name, self.path(name))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
+    def open(self, name: str) -> Iterator[BufferedReader]:
         with self._os_errors(), self._filesystem.open(self._remote_path(name), "rb", block_size=READ_BLOCK) as file:
             yield file
 

@@ -21,9 +21,10 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.discovery import Choice, candidates, choose, families, newest_complete
-from elastic_ext.checkpoints.formats import checks, detect
-from elastic_ext.checkpoints.formats.checks import DCP, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
+from elastic_ext.checkpoints.choice.selection import Choice, choose, families
+from elastic_ext.checkpoints.formats import detect, torch_save
+from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import pattern_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage, remote
 
@@ -185,7 +186,7 @@ def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert newest_complete(str(tmp_path)) == Choice(None)
 
 
-@pytest.mark.parametrize("suffix", checks.SUFFIXES)
+@pytest.mark.parametrize("suffix", TORCH_SAVE_SUFFIXES)
 def test_torch_save_files(tmp_path: Path, suffix: str) -> None:
     for step in (2, 10, 9):
         save_file(tmp_path / f"step_{step}{suffix}")
@@ -240,7 +241,7 @@ def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 8))):
             data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(checks.check_torch_save(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+        verdicts.add(torch_save.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
     assert verdicts == {True, False}
 
 
@@ -258,7 +259,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
             return data
 
     with Counting(path) as file:
-        assert checks.check_torch_save(entry("big.pt"), file).complete
+        assert torch_save.check(entry("big.pt"), file).complete
     assert Counting.count < 64 << 10
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a round resumes from: one answer for all nodes, what resume_from means later, what is put aside."""
+"""Which checkpoint a round resumes from: one answer for all nodes, what resume_from means later, what is quarantined."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.base.exchange import Alone
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
@@ -42,7 +43,7 @@ def flip(path: Path) -> None:
 
 
 def chosen(directory: Path, run_id: str = "run", **more: str) -> Resumption:
-    return resolution.choose(Settings(checkpoint_dir=str(directory), **more), run_id)
+    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), run_id, Alone(), Place())
 
 
 def test_the_newest_and_what_workers_are_told(tmp_path):
@@ -82,7 +83,7 @@ def test_a_damaged_one_is_not_chosen(tmp_path):
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
     flip(save(tmp_path, 7))
-    catalog.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
+    marks.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
     with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
         chosen(tmp_path)
     assert chosen(tmp_path, resume_from="none").path == ""
@@ -92,25 +93,25 @@ def test_all_bad(tmp_path):
     assert chosen(torn).path == ""
 
 
-def aside(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
+def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
     return resolution.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
-def test_what_is_put_aside(tmp_path):
+def test_what_is_quarantined(tmp_path):
     for step in (3, 5, 7):
         save(tmp_path, step)
-    assert aside(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
-    assert aside(tmp_path, "", newest=True) == "step_7.pt"
+    assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
+    assert quarantined(tmp_path, "", newest=True) == "step_7.pt"
     assert chosen(tmp_path).step == 3
     assert (tmp_path / "step_7.pt").exists()
-    assert aside(tmp_path, "") is None
-    assert aside(tmp_path, str(tmp_path / "gone.pt")) is None
+    assert quarantined(tmp_path, "") is None
+    assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
 
 
 def test_one_written_later_under_the_same_name_is_another(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 7, age_s=10)
-    aside(tmp_path, str(tmp_path / "step_7.pt"))
+    quarantined(tmp_path, str(tmp_path / "step_7.pt"))
     assert chosen(tmp_path).step == 5
     save(tmp_path, 7)
     assert chosen(tmp_path).step == 7
@@ -156,10 +157,10 @@ def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
     writer = threading.Timer(0.2, lambda: (late / "step_7.pt").write_bytes(whole))
     (late / "step_7.pt").write_bytes(whole[:100])
     writer.start()
-    resolution.await_seen(str(late / "step_7.pt"), time.monotonic() + 30)
+    resolution.await_visible(open_storage(str(late)), "step_7.pt", time.monotonic() + 30)
     writer.join()
     with pytest.raises(UsageError, match="storage that every node mounts"):
-        resolution.await_seen(str(tmp_path / "step_8.pt"), time.monotonic() + 0.1)
+        resolution.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic() + 0.1)
 
 
 SCRIPT = """
@@ -195,7 +196,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path, how, begins):
     done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script, how], tmp_path, DIR=str(directory))
     assert done.returncode == 0, done.err
     assert re.findall(r"begin (.*)", done.out) == begins
-    assert "is put aside" in done.err
+    assert "is quarantined" in done.err
 
 
 def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):

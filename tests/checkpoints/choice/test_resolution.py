@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,13 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from tests.checkpoints.copying.test_replicate import save as save_part
+from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, Job, run
 
 
@@ -115,6 +120,28 @@ def test_one_written_later_under_the_same_name_is_another(tmp_path):
     assert chosen(tmp_path).step == 5
     save(tmp_path, 7)
     assert chosen(tmp_path).step == 7
+
+
+@pytest.mark.parametrize("resume_from", ["", "5"])
+def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    remote.mkdir()
+    save_own(remote, 5)
+    name = save_part([local], 3)
+    opened: Counter[str] = Counter()
+    inner = Storage.__init__
+
+    def counted(self: Storage, address: str) -> None:
+        opened[address] += 1
+        inner(self, address)
+
+    monkeypatch.setattr(Storage, "__init__", counted)
+    settings = Settings(checkpoint_dir=str(remote), local_dir=str(local), resume_from=resume_from)
+    assert resolution.agree(settings, "run", Alone(), Place()).step == 5
+    assert opened == ({str(remote): 1} if resume_from else {str(remote): 1, str(local): 1})
+    shutil.rmtree(remote / directory_name(5, 1))
+    if not resume_from:
+        assert resolution.agree(settings, "run", Alone(), Place()).path == str(local / name)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""When a run was first told to begin at `resume_from`: checkpoints that were written later are its own progress.
+"""The time at which a run began at `resume_from`. Checkpoints that were written later are its own progress.
 
 Without this record each restart would throw away what the run has done since. It is a file in the directory of checkpoints,
 `.elastic_ext/resume_from/RUN.json`, with one field: {"resume_from": the setting, without credentials}. Its time, by the clock of
@@ -20,9 +20,9 @@ FOLDER = f"{MARKERS}/resume_from"
 
 
 def begun_at(storage: Storage, run_id: str, resume_from: str) -> float:
-    """Return when this run was first told to begin at `resume_from`, now if never before.
+    """Return when this run began at `resume_from`: now, if it has not begun yet.
 
-    Returns seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.
+    The time is in seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.
     """
     name = f"{FOLDER}/{_file_name(run_id)}.json"
     record = {"resume_from": redacted(resume_from)}

@@ -25,7 +25,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which checkpoint to look for.
+    """A description of the checkpoint to look for.
 
     Attributes:
         resume_from: "" for the newest complete one; "none" for no checkpoint: the job begins from nothing; else a step, a name

@@ -1,7 +1,7 @@
 """The messages by which the nodes of a round agree on a checkpoint. They travel over `base.exchange.Exchange`.
 
-    every node -> node 0        Offers      what this node has in its local directory, the newest first
-    node 0 -> every other node  Agreement   what the round resumes from, or why node 0 cannot say
+    every node -> node 0        Offers      the checkpoints in its local directory, the newest first
+    node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none
 
 A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an offer is the JSON object of a `tiers.Offer`. A
 reader refuses another schema, and ignores fields that it does not know.
@@ -30,7 +30,7 @@ MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
 
 @dataclass(frozen=True)
 class Offers:
-    """What one node has in its local directory. usable: it has a local tier, and it may be resumed from."""
+    """The checkpoints in one node's local directory. usable: the node has a local tier, and rounds may resume from it."""
 
     usable: bool
     offers: tuple[Offer, ...] = ()
@@ -38,7 +38,7 @@ class Offers:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a round resumes from.
+    """The checkpoint that a round resumes from.
 
     Attributes:
         name: of a checkpoint; "": begin from nothing.
@@ -46,8 +46,8 @@ class Agreement:
         reason: why this one, for people.
         local: it is in the local directories of the nodes, each of which has a part.
         asked_for: it is in the directory that the setting resume_from names, which is not checkpoint_dir.
-        error: why node 0 cannot say, for people; "": it can.
-        bad: the error is that there are checkpoints and none may be used.
+        error: why node 0 has no answer, for people; "" if it has one.
+        bad: the error: there are checkpoints, and none may be used.
     """
 
     name: str

@@ -43,7 +43,7 @@ OFFERS_S = 60.0  # until all nodes have looked into their local directories; a n
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a round resumes from.
+    """The checkpoint that a round resumes from.
 
     Attributes:
         path: of the checkpoint, a local path or URL; "": the round begins from nothing.
@@ -214,7 +214,10 @@ class _Resolution:
         return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
-        """The same, once this node sees a checkpoint that all nodes share. Raises UsageError also if it does not in time."""
+        """Return the same, but wait until this node sees a checkpoint that all nodes share.
+
+        Raises UsageError also if it does not by the deadline (time.monotonic()).
+        """
         found = self.resumption(agreement)
         if found.path and not found.local:
             await_visible(self._directory(agreement), agreement.name, deadline)

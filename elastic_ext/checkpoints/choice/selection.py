@@ -48,7 +48,7 @@ class PassedOver:
 class Choice:
     """The checkpoint to resume from, None if there is none, and those that were passed over on the way to it.
 
-    Checkpoints that are older than the chosen one are not listed: nobody has looked at them.
+    Checkpoints that are older than the chosen one are not listed: they were not checked.
     """
 
     resume: Resume | None
@@ -100,7 +100,7 @@ def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], 
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
-            # else it is something like "logs", which nobody has to know about
+            # else it is a directory such as "logs", which is not worth mentioning
     return Choice(_of_several(resume, len(found)), tuple(passed_over))
 
 

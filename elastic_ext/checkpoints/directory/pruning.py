@@ -1,7 +1,7 @@
-"""Which checkpoints to remove, in a directory that users look at and in the local tier; and the removal itself.
+"""Decide which checkpoints to remove, from a directory and from the local tier, and remove them.
 
-The last copy is never removed: the newest complete checkpoint of each family stays, and in the local tier whatever the remote
-directory has nothing newer than.
+The last copy is never removed. In a directory the newest complete checkpoint of each family stays; in the local tier so does
+each checkpoint that is newer than all complete ones of the remote directory.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class LocalCopy:
 def plan_local_prune(newest_first: Sequence[LocalCopy], newest_remote: tuple[int, int] | None) -> list[str]:
     """Return the names of the checkpoints to remove from the local tier. Pure.
 
-    The newest whole one stays, and each one that the remote directory has nothing as new as: it may be the last copy. One that is
-    not whole may still be written, unless a newer one is whole.
+    The newest whole one stays, and each one that is newer than all complete ones of the remote directory: it may be the last
+    copy. One that is not whole may still be written, unless a newer one is whole.
 
     newest_remote: `order_of` the newest complete checkpoint of the remote directory; None: it has none.
     """

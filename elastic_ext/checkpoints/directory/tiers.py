@@ -58,7 +58,7 @@ def node_of(nodes: Sequence[int], rank: int) -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """What one node has of a checkpoint in its local directory. Part of a message between nodes, see `choice/messages.py`.
+    """The part of a checkpoint in one node's local directory. It is part of a message between nodes, see `choice/messages.py`.
 
     Attributes:
         name: of the checkpoint.

@@ -28,7 +28,7 @@ class CopyError(ElasticExtError):
 
 @dataclass(frozen=True)
 class _Copy:
-    """Where from and to. throttle, compared: see `copy_files`."""
+    """The two ends of a copy. throttle, compared: see `copy_files`."""
 
     source: Storage
     target: Storage

@@ -19,7 +19,7 @@ SHARD_SUFFIX = ".distcp"
 
 @dataclass(frozen=True)
 class Item:
-    """Where the shard of a tensor, or an object, lies: bytes `offset` to `offset + length` of a file."""
+    """The place of an object, or of a shard of a tensor: bytes `offset` to `offset + length` of a file."""
 
     file: str
     offset: int

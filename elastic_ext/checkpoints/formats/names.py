@@ -1,6 +1,6 @@
-"""What the name of a checkpoint says: its family, its place in the order of the family, and its step.
+"""Read the name of a checkpoint: its family, its place in the order of the family, and its step.
 
-A family is the checkpoints whose names one line of code has written: they differ in their numbers only.
+A family is all the checkpoints whose names come from one line of code: they differ in their numbers only.
 """
 
 from __future__ import annotations

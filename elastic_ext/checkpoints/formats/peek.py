@@ -50,7 +50,7 @@ class StandIn:
         self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Ignore an item of a subclass of dict, such as OrderedDict: nobody asks for it."""
+        """Ignore an item of a subclass of dict, such as OrderedDict: its items are not needed."""
 
     def append(self, value: object) -> None:
         """Ignore an item of a subclass of list."""
@@ -114,7 +114,7 @@ def _walk(data: bytes) -> None:
             at = begin + int.from_bytes(data[at:begin], "little")
         elif follows in _PUTS:
             end = at + _PUTS[follows]
-            _hold_index(int.from_bytes(data[at:end], "little"), at)
+            _check_index(int.from_bytes(data[at:end], "little"), at)
             at = end
         elif follows == _END:
             return
@@ -124,13 +124,13 @@ def _walk(data: bytes) -> None:
             begin, at = at, _line_end(data, at)
             if follows == _PUT_LINE:
                 text = data[begin : at - 1]
-                _hold_index(int(text) if text.isdigit() and len(text) < 20 else size, begin)
+                _check_index(int(text) if text.isdigit() and len(text) < 20 else size, begin)
             elif follows == _LINES:
                 at = _line_end(data, at)
     raise PeekError(f"the pickle cannot be read: it does not end within its {size} bytes")
 
 
-def _hold_index(index: int, at: int) -> None:
+def _check_index(index: int, at: int) -> None:
     if index > at // 2 + 1:
         raise PeekError(f"the pickle cannot be read: memo index {index} at byte {at}")
 

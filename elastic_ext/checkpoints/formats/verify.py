@@ -36,7 +36,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Remark:
-    """One file and what is to be said of it. file: its name relative to the checkpoint; reason: for people."""
+    """A fault or note about one file. file: its name relative to the checkpoint; reason: for people."""
 
     file: str
     reason: str

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import RawIOBase
 from typing import IO, cast
 
-from elastic_ext.checkpoints.formats.manifest import StoredFile
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 BLOCK = 512 << 10  # bytes that each thread reads at once: they are still in the cache of its core when they are hashed
@@ -48,18 +47,6 @@ def checksum(file: IO[bytes], progress: Callable[[int], None] | None = None) -> 
         if progress is not None:
             progress(count)
     return str(digest.hexdigest())
-
-
-def stored_files(storage: Storage, name: str, files: Sequence[str]) -> tuple[StoredFile, ...]:
-    """Return the records that a manifest needs of files that exist. Reads them all, several at once. Raises OSError."""
-
-    def stored(file: str) -> StoredFile:
-        with storage.open(f"{name}/{file}") as opened:
-            found = checksum(opened)
-            return StoredFile(file, opened.tell(), found)
-
-    with thread_pool() as pool:
-        return tuple(pool.map(stored, files))
 
 
 def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:

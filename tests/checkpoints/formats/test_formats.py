@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import formats
@@ -30,9 +31,8 @@ from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, peek
 from elastic_ext.checkpoints.formats.dcp import parse_metadata
-from elastic_ext.checkpoints.formats.files import stored_files
 from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 
@@ -41,9 +41,10 @@ def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any
     storage = root if isinstance(root, Storage) else open_storage(str(root))
     name = directory_name(step, generation)
     chance = random.Random(step)
-    for file in ("__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"):
-        storage.put(f"{name}/{file}", chance.randbytes(1000 + step % 100))
-    files = stored_files(storage, name, ["__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"])
+    contents = {file: chance.randbytes(1000 + step % 100) for file in ("__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt")}
+    for file, data in contents.items():
+        storage.put(f"{name}/{file}", data)
+    files = tuple(StoredFile(file, len(data), xxh3_64_hexdigest(data)) for file, data in contents.items())
     storage.put(f"{name}/{MANIFEST}", encode(Manifest(step, generation, files, world_size=2, **fields)))
     return name
 

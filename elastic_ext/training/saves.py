@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from elastic_ext.base import log_records, round_store
+from elastic_ext.base import checkpoint_variables, log_records, round_store
 from elastic_ext.base.errors import UsageError
 from elastic_ext.workers import bootstrap, wake_pipe
 
@@ -36,12 +36,12 @@ _PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")
 
 def resume_from() -> str | None:
     """The checkpoint that the agent has chosen for this round, the same on all ranks: a path or a URL; None: begin anew."""
-    return os.environ.get("ELASTIC_EXT_RESUME_FROM") or None
+    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
     """Its step, by its content, else by its name; None where neither tells one, or there is nothing to resume from."""
-    step = os.environ.get("ELASTIC_EXT_RESUME_STEP")
+    step = os.environ.get(checkpoint_variables.RESUME_STEP)
     return int(step) if step else None
 
 

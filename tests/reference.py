@@ -20,8 +20,8 @@ EXIT_CODES = {
     policy.EX_FAILED: "the budget is spent, or nothing is known about the failure",
     policy.EX_CODE: "a bug in the code or the data: do not retry",
     policy.EX_NODE: "this node is bad: replace it",
-    policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is only in "
-    "this node's `local_dir`",
+    policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
+    "only in this node's `local_dir`",
     policy.EX_CONFIG: "wrong usage or configuration; nothing was started",
     policy.EX_USER: "stopped by the user",
 }

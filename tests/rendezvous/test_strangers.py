@@ -36,6 +36,7 @@ from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Node, decode
 from tests.checkpoints.choice.test_resolution import exchange_of, save
@@ -398,7 +399,7 @@ def store():
 def test_a_choice_that_is_none(tmp_path, store, text):
     """Forged, or of another version: one line, nothing is loaded."""
     shared = exchange_of(store, 1, 2)
-    shared._asked(lambda job: job.calls.put("1/choice", text or " "))
+    shared._in_store(lambda job: job.calls.put("1/choice", text or " "))
     with pytest.raises(UsageError):
         resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
 
@@ -406,7 +407,7 @@ def test_a_choice_that_is_none(tmp_path, store, text):
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
     told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
     shared = exchange_of(store, 1, 2)
-    shared._asked(lambda job: job.calls.put("1/choice", told))
+    shared._in_store(lambda job: job.calls.put("1/choice", told))
     with pytest.raises(BadCheckpoints) as raised:
         resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
     assert str(raised.value).isprintable()
@@ -427,10 +428,10 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
 
 
 def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
-    over: list[str] = []
+    over: list[RoundEnd] = []
     exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
     answer = started(lambda: exchange.choice(LONG_S))
-    over.append("node 0 is gone")
+    over.append(RoundEnd(EndKind.BROKEN, "node 0 is gone"))
     with pytest.raises(RoundOver, match="node 0 is gone"):
         answer.result(LONG_S)
     with pytest.raises(RoundOver, match="another node has left"):  # node 0 was only late: the others are away

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -16,7 +15,6 @@ from elastic_ext.rendezvous import plain, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
-from elastic_ext.rendezvous.c10d.round_events import LocalEvents, RoundEvents
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
 from elastic_ext.rendezvous.handler import RoundEnd
 
@@ -26,56 +24,11 @@ BACKEND = "ext_c10d"
 ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
 
 
-class Nodes(Protocol):
-    """The nodes of a job, as one of them sees them: `OneMachine` or `SeveralNodes`.
-
-    `exchange`, `round_over`, `conclude` and `leave` are those of `rendezvous.handler.Rendezvous`. `num_nodes_waiting`,
-    `is_closed`, `set_closed` and `shutdown` are those of torch's RendezvousHandler.
-
-    Attributes:
-        poll_interval_s, launch, node_id: see `rendezvous.handler.Rendezvous`.
-        number: of the current round, from 1; 0 before the first.
-        events: of the current round.
-    """
-
-    @property
-    def poll_interval_s(self) -> float | None: ...
-
-    @property
-    def launch(self) -> str: ...
-
-    @property
-    def node_id(self) -> str: ...
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def events(self) -> RoundEvents | LocalEvents: ...
-
-    def next_round(self) -> RendezvousInfo:
-        """Form the next round. Raises what `RendezvousHandler.next_rendezvous` raises, JobStopped and NodeRefused."""
-
-    @property
-    def exchange(self) -> Exchange: ...
-
-    def round_over(self) -> RoundEnd | None: ...
-
-    def conclude(self, report: job.Report) -> job.JobVerdict: ...
-
-    def num_nodes_waiting(self) -> int: ...
-
-    def is_closed(self) -> bool: ...
-
-    def set_closed(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def shutdown(self) -> bool: ...
-
-
 class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
-    """A `rendezvous.handler.Rendezvous`; see there for attributes and methods without a docstring."""
+    """A `rendezvous.handler.Rendezvous`; see there for attributes and for methods without a docstring.
+
+    What differs between one machine and several nodes is in `OneMachine` and `SeveralNodes`.
+    """
 
     is_elastic_ext = True
 
@@ -94,7 +47,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._ledger = AgentLedger(settings, params.run_id, params.min_nodes)
         self._nodes = self._enter(params)
 
-    def _enter(self, params: RendezvousParameters) -> Nodes:
+    def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
         address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, address)
         if params.max_nodes == 1:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneMachine:
-    """The only node of a job. See `handler.Nodes` for the methods.
+    """The only node of a job, with the attributes and methods of `several_nodes.SeveralNodes`.
 
     Invariant: two rounds never share a store.
     """

@@ -110,7 +110,16 @@ class Refusals:
 
 
 class SeveralNodes:
-    """See `handler.Nodes` for the methods."""
+    """This node's place in the job.
+
+    `exchange`, `round_over`, `conclude` and `leave` are those of `rendezvous.handler.Rendezvous`. `num_nodes_waiting`,
+    `is_closed`, `set_closed` and `shutdown` are those of torch's RendezvousHandler.
+
+    Attributes:
+        poll_interval_s, node_id, launch: see `rendezvous.handler.Rendezvous`.
+        number: of the current round, from 1; 0 before the first.
+        events: of the current round.
+    """
 
     poll_interval_s: float | None = POLL_S  # torch's rendezvous has no event for a node that waits
 
@@ -153,6 +162,7 @@ class SeveralNodes:
     # Forming a round
 
     def next_round(self) -> RendezvousInfo:
+        """Form the next round. Raises what `RendezvousHandler.next_rendezvous` raises, JobStopped and NodeRefused."""
         if self.number == 0:
             self._check_refused()
         else:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from elastic_ext.etcd import errors, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints
-from elastic_ext.etcd.errors import Kind, Meaning
+from elastic_ext.etcd.errors import Kind, RpcFailure
 from elastic_ext.etcd.messages import etcdrpc
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class User:
 class CallFailed(Exception):
     """One attempt failed; internal to this package. It keeps no reference to gRPC's error, whose state holds the request."""
 
-    def __init__(self, failure: Meaning) -> None:
+    def __init__(self, failure: RpcFailure) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
@@ -64,7 +64,7 @@ class Tokens:
         if self.user is None:
             return []
         if not self._lock.acquire(timeout=timeout_s):
-            raise CallFailed(Meaning(Kind.NOT_TAKEN, connection.name, "no token in time"))
+            raise CallFailed(RpcFailure(Kind.NOT_TAKEN, connection.name, "no token in time"))
         try:
             if self._token is None:
                 self._token = self._authenticate(connection, self.user, timeout_s)
@@ -84,7 +84,7 @@ class Tokens:
         request = rpc.AuthenticateRequest(name=user.name, password=user.password)
         try:
             # Not through etcd3: its constructor authenticates once, for good.
-            token = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
+            token: str = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
         except CallFailed as error:
             if error.failure.kind is not Kind.AUTH_OFF:
                 raise
@@ -193,7 +193,7 @@ class Caller:
         connection.answered_at = time.monotonic()
         return result
 
-    def _after(self, failure: Meaning, connection: Connection, run: _Run) -> None:
+    def _after(self, failure: RpcFailure, connection: Connection, run: _Run) -> None:
         """Return if the call is to be sent again, else raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
@@ -237,7 +237,7 @@ class _Run:
     tried: int = 0
     renewals: int = 0
     metadata: list[tuple[str, str]] = field(default_factory=list, repr=False)
-    failures: dict[str, Meaning] = field(default_factory=dict)
+    failures: dict[str, RpcFailure] = field(default_factory=dict)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -246,4 +246,5 @@ class _Run:
 def pause_s(tour: int) -> float:
     """Seconds to wait after the tour-th failure (from 0) in a row: doubled each time, capped, with jitter against herds."""
     first, last = _PAUSE_S
-    return min(last, first * 2 ** min(tour, 16)) * random.uniform(0.5, 1.0)
+    pause: float = min(last, first * 2 ** min(tour, 16))
+    return pause * random.uniform(0.5, 1.0)

@@ -49,12 +49,10 @@ class Event:
 
     kind: Literal["put", "delete"]
     kv: KeyValue
-    previous: KeyValue | None
 
     @classmethod
     def parse(cls, event: Any) -> Event:
-        previous = KeyValue.parse(event.prev_kv) if event.HasField("prev_kv") else None
-        return cls("delete" if event.type else "put", KeyValue.parse(event.kv), previous)
+        return cls("delete" if event.type else "put", KeyValue.parse(event.kv))
 
 
 @dataclass(frozen=True)
@@ -78,27 +76,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class Written:
-    """Answer to a put, at `revision`. previous: only where asked for."""
+    """Answer to a put, at `revision`."""
 
     revision: int
-    previous: KeyValue | None
-
-    @classmethod
-    def parse(cls, response: Any, revision: int) -> Written:
-        return cls(revision, KeyValue.parse(response.prev_kv) if response.HasField("prev_kv") else None)
 
 
 @dataclass(frozen=True)
 class Deleted:
-    """Answer to a delete. previous: only where asked for."""
+    """Answer to a delete, at `revision`. deleted: number of keys."""
 
     revision: int
     deleted: int
-    previous: tuple[KeyValue, ...]
-
-    @classmethod
-    def parse(cls, response: Any, revision: int) -> Deleted:
-        return cls(revision, response.deleted, tuple(KeyValue.parse(kv) for kv in response.prev_kvs))
 
 
 @dataclass(frozen=True)
@@ -125,8 +113,8 @@ def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
     if kind == "response_range":
         return Reading.parse(op.response_range, revision)
     if kind == "response_put":
-        return Written.parse(op.response_put, revision)
-    return Deleted.parse(op.response_delete_range, revision)
+        return Written(revision)
+    return Deleted(revision, op.response_delete_range.deleted)
 
 
 @dataclass(frozen=True)
@@ -134,11 +122,10 @@ class Put:
     key: Key
     value: Key
     lease_id: int = 0
-    prev_kv: bool = False
 
     def message(self) -> Any:
         rpc = etcdrpc()
-        put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id, prev_kv=self.prev_kv)
+        put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id)
         return rpc.RequestOp(request_put=put)
 
 
@@ -157,12 +144,11 @@ class Get:
 class Delete:
     key: Key
     prefix: bool = False
-    prev_kv: bool = False
 
     def message(self) -> Any:
         rpc = etcdrpc()
         key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
-        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end, prev_kv=self.prev_kv))
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
 
 
 Op: TypeAlias = Put | Get | Delete
@@ -219,16 +205,6 @@ class KeptAlive:
 
 
 @dataclass(frozen=True)
-class LeaseState:
-    """ttl_s: seconds left, -1 where there is no such lease. keys: only where asked for."""
-
-    lease_id: int
-    ttl_s: int
-    granted_ttl_s: int
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
 class Status:
     """One member's word about itself. leader: member id, 0 where it knows of none. db_size: bytes."""
 
@@ -238,14 +214,6 @@ class Status:
     raft_term: int
     db_size: int
     revision: int
-
-
-@dataclass(frozen=True)
-class Member:
-    member_id: int
-    name: str
-    peer_urls: tuple[str, ...]
-    client_urls: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class TlsError(EtcdError):
 
 
 class AuthError(EtcdError):
-    """Wrong password, no user given where one is needed, or no permission for this key."""
+    """Wrong password, no user given although one is needed, or no permission for this key."""
 
 
 class Compacted(EtcdError):
@@ -69,7 +69,7 @@ class UnsupportedVersion(EtcdError):
 
 
 class Kind(enum.Enum):
-    """What a failed call means for the caller."""
+    """What a failed call means for its caller. Decided by `_KINDS`; the values are for people."""
 
     NOT_TAKEN = "the request was not taken: it may be repeated"
     UNSURE = "the request may have been carried out"

@@ -1,4 +1,4 @@
-"""The part of etcd's v3 wire protocol that is used here, as two tables: messages with their fields, and calls.
+"""The part of etcd's v3 wire protocol that is used here, as tables: messages with their fields, enums, and calls.
 
 Source: api/etcdserverpb/rpc.proto and api/mvccpb/kv.proto of etcd 3.4 and 3.5. Only field numbers, types and the paths of the
 calls travel; package and file names do not, so all messages share one private package here.
@@ -96,7 +96,7 @@ _PACKAGE = "elastic_ext_etcdpb"
 
 @functools.lru_cache(maxsize=1)
 def etcdrpc() -> types.ModuleType:
-    """A module with the message classes, the values of AlarmType and the stubs, under the names of etcd3's own `etcdrpc`."""
+    """A module with the message classes, the values of AlarmType and the stubs, named as in etcd3's own `etcdrpc`."""
     from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped]
 
     file = file_descriptor()
@@ -158,7 +158,7 @@ def _add_field(message: Any, text: str, enums: dict[str, list[str]]) -> None:
 
 
 def _rows(table: str) -> list[list[str]]:
-    """Words of each row; an indented line continues the row above."""
+    """Split each row into words; an indented line continues the row above."""
     return [row.split() for row in table.replace("\n    ", " ").splitlines() if row]
 
 

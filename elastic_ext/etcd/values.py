@@ -1,4 +1,4 @@
-"""What goes into etcd and comes out of it, as plain frozen values, and their translation to and from the wire."""
+"""Requests and responses of etcd as plain frozen values, and their translation to and from the wire."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def to_bytes(text: Key) -> bytes:
 
 
 def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
-    """(key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
+    """Return (key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
 
-    The end is the prefix with its last byte that is not 0xff increased and the rest cut off; where there is none, the byte 0
+    The end is the prefix up to its last byte that is not 0xff, with that byte increased. If there is no such byte, the byte 0
     stands for "no end" (etcd's clientv3, GetPrefixRangeEnd).
     """
     start = to_bytes(prefix)
@@ -29,7 +29,7 @@ def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """lease_id: 0 means that no lease holds it. version: writes since it was created, from 1."""
+    """lease_id: 0 if the key has no lease. version: number of writes since the key was created, from 1."""
 
     key: bytes
     value: bytes
@@ -45,7 +45,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Event:
-    """A key was put or deleted. Of a deletion `kv` has the key and, as mod_revision, the revision of the deletion."""
+    """A key was put or deleted. After a deletion `kv` holds the key, and as mod_revision the revision of the deletion."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Reading:
-    """Answer to a get. revision: the store's at the time of reading. count: keys in the range, with those not returned."""
+    """Answer to a get. revision: of the store at the time of reading. count: number of keys in the range, returned or not."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
@@ -91,7 +91,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class TxnResult:
-    """succeeded: the comparisons held. responses: one per operation carried out, in their order. revision: after it."""
+    """succeeded: the comparisons held. responses: one per operation, in order. revision: after the transaction."""
 
     succeeded: bool
     revision: int
@@ -99,7 +99,7 @@ class TxnResult:
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """The answers to its gets alone."""
+        """The answers to the gets."""
         return tuple(response for response in self.responses if isinstance(response, Reading))
 
     @classmethod
@@ -159,7 +159,7 @@ _RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", ">": "GREATER", "<": "LESS"}
 
 @dataclass(frozen=True)
 class Compare:
-    """A condition on one key. Of a key that does not exist version, create, mod and lease are 0; a value never fits it."""
+    """A condition on one key. If the key does not exist, version, create, mod and lease are 0, and no value matches."""
 
     key: Key
     target: Literal["version", "create", "mod", "value", "lease"]
@@ -189,7 +189,7 @@ def unchanged(key: Key, mod_revision: int) -> Compare:
 
 @dataclass(frozen=True)
 class Lease:
-    """ttl_s: what the server granted; it raises what is too short for it. sent_at: monotonic, just before the request left."""
+    """ttl_s: as granted; the server raises a TTL that is too short. sent_at: monotonic, just before the request was sent."""
 
     lease_id: int
     ttl_s: int
@@ -198,7 +198,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class KeptAlive:
-    """ttl_s: by lease id, 0 or less where it is gone. sent_at: monotonic, just before the request left."""
+    """ttl_s: by lease id; 0 or less if the lease is gone. sent_at: monotonic, just before the request was sent."""
 
     sent_at: float
     ttl_s: Mapping[int, int]
@@ -206,7 +206,7 @@ class KeptAlive:
 
 @dataclass(frozen=True)
 class Status:
-    """One member's word about itself. leader: member id, 0 where it knows of none. db_size: bytes."""
+    """A member's own view. leader: member id, 0 if it knows of none. db_size: bytes."""
 
     version: str
     member_id: int

@@ -582,7 +582,7 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
 
 HOLDS = """
 import fcntl, os
-from elastic_ext.checkpoints.formats.detect import Verdict
+from elastic_ext.checkpoints.formats.checks import Inspection
 looks = 0
 class Held:
     def claims(self, entry):
@@ -594,7 +594,7 @@ class Held:
             print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
             with open(os.environ["GATE"]) as gate:
                 fcntl.flock(gate, fcntl.LOCK_SH)
-        return Verdict(False, "held", "held up")
+        return Inspection(False, "held", "held up")
 """
 GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 

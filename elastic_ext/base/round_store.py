@@ -34,6 +34,7 @@ STALLED = "stalled"
 
 
 def event(number: int) -> str:
+    """number: from 1."""
     return f"event/{number}"
 
 

@@ -32,6 +32,8 @@ _FRESH_S = 1.0  # a write goes out only to an endpoint that has answered within 
 
 @dataclass(frozen=True)
 class User:
+    """The password is in no repr."""
+
     name: str
     password: str = field(repr=False)
 

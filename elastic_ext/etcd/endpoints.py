@@ -66,6 +66,7 @@ class Endpoint:
 
     @property
     def grpc_host(self) -> str:
+        """The host as gRPC wants it: IPv6 in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
@@ -116,6 +117,7 @@ class Connection:
 
     @property
     def channel(self) -> Any:
+        """The gRPC channel."""
         return self._client.channel
 
     def bound(self, timeout_s: float, metadata: Sequence[tuple[str, str]]) -> Any:
@@ -192,6 +194,7 @@ class Endpoints:
         return len(self._connections)
 
     def current(self) -> Connection:
+        """The connection in use now."""
         with self._lock:
             return self._connections[self._index]
 

@@ -131,14 +131,17 @@ class LeaseSession:
     # For the renewer
 
     def renewed(self, sent_at: float, ttl_s: int) -> None:
+        """A renewal succeeded. sent_at: monotonic, before its request was sent."""
         if self.late:
             self.late_at = time.monotonic()
         self.term = _term(self.lease_id, sent_at, ttl_s, self.term.patient)
 
     def retry_at(self, at: float) -> None:
+        """A renewal failed; try again at this monotonic time."""
         self.term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
 
     def end(self, reason: str) -> None:
+        """The lease is lost. reason: one line."""
         logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)
         self.lost_reason = reason
         self.lost.set()

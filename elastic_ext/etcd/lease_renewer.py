@@ -78,6 +78,7 @@ class LeaseRenewer:
         self._trouble: str | None = None
 
     def add(self, session: LeaseSession) -> None:
+        """Renew this session from now on."""
         with self._changed:
             self._sessions[session.lease_id] = session
             if self._thread is None:
@@ -87,6 +88,7 @@ class LeaseRenewer:
                 self._changed.notify()
 
     def remove(self, session: LeaseSession) -> None:
+        """Stop renewing this session; does nothing if it is not there."""
         with self._changed:
             self._sessions.pop(session.lease_id, None)
 

@@ -56,6 +56,7 @@ class _Call:
         return self._unanswered.popleft()
 
     def remove(self, watch: Watch) -> None:
+        """Stop serving this watch; does nothing if it is not there."""
         rpc = etcdrpc()
         self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch.watch_id)))
 
@@ -89,6 +90,7 @@ class WatchStream:
         caller.endpoints.observe(self._on_silent)
 
     def add(self, watch: Watch) -> None:
+        """Serve this watch from its next_revision on. Raises ClientClosed."""
         with self._changed:
             if self._caller.closed.is_set():
                 raise ClientClosed("watch: the etcd client is closed")

@@ -12,6 +12,7 @@ Key: TypeAlias = str | bytes
 
 
 def to_bytes(text: Key) -> bytes:
+    """Encode a key or value that is given as text."""
     return text.encode() if isinstance(text, str) else text
 
 
@@ -119,6 +120,8 @@ def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
 
 @dataclass(frozen=True)
 class Put:
+    """Write a key. lease_id: the key goes with this lease; 0 for none."""
+
     key: Key
     value: Key
     lease_id: int = 0
@@ -131,6 +134,8 @@ class Put:
 
 @dataclass(frozen=True)
 class Get:
+    """Read a key, or all keys with this prefix."""
+
     key: Key
     prefix: bool = False
 
@@ -142,6 +147,8 @@ class Get:
 
 @dataclass(frozen=True)
 class Delete:
+    """Delete a key, or all keys with this prefix."""
+
     key: Key
     prefix: bool = False
 

@@ -147,6 +147,7 @@ class Watch:
             self._call(Began(revision))
 
     def request(self) -> Any:
+        """The WatchRequest that creates this watch."""
         rpc = etcdrpc()
         create = rpc.WatchCreateRequest(
             key=self.key,
@@ -169,6 +170,7 @@ class Watch:
             self.next_revision = max(self.next_revision, response.header.revision + 1)
 
     def end(self, error: EtcdError | None) -> None:
+        """Deliver nothing more than this error. None: the caller has closed the watch."""
         if self._ended.is_set():
             return
         self.live = False

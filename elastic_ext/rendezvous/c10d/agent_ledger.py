@@ -30,6 +30,7 @@ class AgentLedger:
 
     @property
     def ledger(self) -> job.Ledger:
+        """As this agent knows it; the job's store may have a newer one."""
         return self._file.ledger
 
     def begin(self, ledger: job.Ledger) -> None:

@@ -33,6 +33,8 @@ LEAVE_TIMEOUT_S = 3.0  # for the event of a node that leaves
 
 
 class EventKind(str, Enum):
+    """What has happened. The code decides by this, never by the reason."""
+
     SAVE = "save"  # a save on demand is requested; all other kinds end the round
     FAILED = "failed"  # workers have failed
     STALLED = "stalled"  # no worker of the job makes progress any more
@@ -50,6 +52,7 @@ class RoundEvent:
     node: NameOrEmpty = ""
 
     def encode(self) -> str:
+        """The value for the store."""
         return json.dumps({"schema": SCHEMA, **asdict(self)})
 
     @property

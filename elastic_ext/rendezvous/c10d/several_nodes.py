@@ -83,6 +83,7 @@ class Waits:
 
     @classmethod
     def of(cls, settings: Settings) -> Waits:
+        """From the user's settings."""
         grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
         patience_s = max(grace_s + settings.settle + REPORT_S, HANG_S)
         return cls(settings.settle, patience_s, grace_s + patience_s + JUDGING_S)
@@ -99,6 +100,7 @@ class Refusals:
     _ends: list[tuple[float, str, str]] = field(default_factory=list)  # when it ends (monotonic), the host, the reason
 
     def add(self, host: str, reason: str) -> None:
+        """A refusal begins now. reason: as it is in the job's store."""
         self._ends.append((time.monotonic() + self.refuse_s, host, reason))
 
     def ended(self) -> list[tuple[str, str]]:

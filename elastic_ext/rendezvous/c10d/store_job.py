@@ -115,6 +115,7 @@ class StoreJob:
         return self._await(part, timeout_s)
 
     def ledger(self) -> job.Ledger:
+        """The ledger of the job; a new one if there is none or it cannot be read."""
         return judging.ledger_of(self.calls.read(job_store.LEDGER) or self.calls.read(job_store.LEDGER_BEFORE))
 
     def stopped(self) -> job.JobVerdict | None:
@@ -140,6 +141,7 @@ class StoreJob:
         logger.info("host %s may come back", host)
 
     def leave(self) -> None:
+        """This agent has left: `await_others` does not wait for it any more."""
         self.calls.put(job_store.gone(self._number), "")
 
     def await_others(self, timeout_s: float) -> None:

@@ -94,6 +94,7 @@ class TorchRendezvous:
         return self._reader.read(PublishedRound, text, job_store.ROUND, job_store.SCHEMA)
 
     def num_nodes_waiting(self) -> int:
+        """Number of nodes that wait to join; 0 if the store is gone."""
         try:
             waiting = cast(int, self._handler.num_nodes_waiting())
         except RendezvousConnectionError as error:

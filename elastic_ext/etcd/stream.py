@@ -250,7 +250,7 @@ class WatchStream:
             self._end(watch, error)
             return
         if now < watch.next_revision - 1:
-            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up anew or restored", 0))
+            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up again or restored", 0))
 
     def _end(self, watch: Watch, error: EtcdError) -> None:
         self.remove(watch)

@@ -198,7 +198,7 @@ def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, ow
 
 
 def test_a_server_that_lost_its_history(own_server: EtcdServer, own: EtcdClient):
-    """Set up anew on the same address: without a look at the revision the watch would wait in silence for ever."""
+    """Set up again on the same address. If it did not compare revisions, the watch would wait in silence forever."""
     for number in range(5):
         own.put("a", str(number))
     watch = own.watch("a")

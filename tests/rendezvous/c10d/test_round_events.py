@@ -49,7 +49,7 @@ def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
     assert other.ended_by == MOVED_ON
     assert other.heard_no_failure
     assert not other.heard_failure
-    assert threading.active_count() <= before + 1  # the thread that told may still be ending
+    assert threading.active_count() <= before + 1  # the thread that wrote the event may still be ending
 
 
 def test_no_thread_is_left_at_the_end(server):
@@ -141,7 +141,7 @@ def test_saves_are_asked_for_and_then_the_round_ends(server):
     [b"\xff\xfe", b"[" * 50_000, b"{}", b"save", b"left by b", b'{"schema": 2, "kind": "failed"}', b'{"schema": 1, "kind": "?"}'],
 )
 def test_what_a_stranger_puts_there_is_passed_over(server, text, caplog):
-    """It is told once, ends nothing, and hides no event that comes after it."""
+    """It ends nothing and hides no later event, and there is one warning."""
     server.set(key(1), text)
     saved, ended = threading.Event(), threading.Event()
     agents = [

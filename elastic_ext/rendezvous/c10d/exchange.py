@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.base.errors import RoundOver
-from elastic_ext.rendezvous.c10d import job_store
+from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING
 from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
 from elastic_ext.rendezvous.handler import RoundEnd
@@ -43,17 +43,17 @@ class StoreExchange:
 
     def publish(self, text: str) -> None:
         self._check_round()
-        if self._in_store(lambda job: job.calls.swap(job_store.choice(self._part.round), "", text)) != text:
+        if self._in_store(lambda job: job.calls.swap(job_keys.choice(self._part.round), "", text)) != text:
             raise RoundOver("another node has left this round")
 
     def choice(self, timeout_s: float) -> str:
-        (text,) = self._read([job_store.choice(self._part.round)], timeout_s)
+        (text,) = self._read([job_keys.choice(self._part.round)], timeout_s)
         if text == NOTHING:
             raise RoundOver("another node has left this round, or rank 0 has not said in time what to resume from")
         return text
 
     def _offer_of(self, rank: int) -> str:
-        return job_store.offer(self._part.round, rank)
+        return job_keys.offer(self._part.round, rank)
 
     def _read(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for the values of these keys; NOTHING for each that is not there in time."""

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -36,7 +36,7 @@ from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import JobStopped
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
-from elastic_ext.rendezvous.c10d.job_store import PublishedRound
+from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
 from elastic_ext.rendezvous.c10d.round_events import LocalEvents, RoundEvents
 from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Part, RetryingJob, StoreJob
 from elastic_ext.rendezvous.c10d.torch_rendezvous import TorchRendezvous
@@ -89,19 +89,20 @@ class Waits:
         return cls(settings.settle, patience_s, grace_s + patience_s + JUDGING_S)
 
 
-@dataclass
 class Refusals:
     """Hosts that were told to leave, and may come back later. A store has no clock, so the nodes that stay keep the time.
 
     Invariant: `_ends` is in the order of time, since all refusals of a job take equally long.
     """
 
-    refuse_s: float
-    _ends: list[tuple[float, str, str]] = field(default_factory=list)  # when it ends (monotonic), the host, the reason
+    def __init__(self, refuse_s: float) -> None:
+        """refuse_s: how long a refusal takes, in seconds."""
+        self._refuse_s = refuse_s
+        self._ends: list[tuple[float, str, str]] = []  # when it ends (monotonic), the host, the reason
 
     def add(self, host: str, reason: str) -> None:
         """A refusal begins now. reason: as it is in the job's store."""
-        self._ends.append((time.monotonic() + self.refuse_s, host, reason))
+        self._ends.append((time.monotonic() + self._refuse_s, host, reason))
 
     def ended(self) -> list[tuple[str, str]]:
         """Host and reason of each refusal that has ended since the last call."""

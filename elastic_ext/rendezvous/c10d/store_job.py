@@ -22,8 +22,8 @@ from elastic_ext.base import kinds
 from elastic_ext.base.printable import printable
 from elastic_ext.failures import ledger as job
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.c10d import job_store
-from elastic_ext.rendezvous.c10d.job_store import NodeReport
+from elastic_ext.rendezvous.c10d import job_keys
+from elastic_ext.rendezvous.c10d.job_keys import NodeReport
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING, StoreCalls, StoreLost
 from elastic_ext.rendezvous.reader import RecordReader
 
@@ -48,14 +48,14 @@ class Part:
 
 
 class StoreJob:
-    """One agent's view of the job's store. `job_store` lists its keys.
+    """One agent's view of the job's store. `job_keys` lists its keys.
 
     Every method raises StoreLost if the store does not answer. Each may be called again after `reconnect`.
     """
 
     def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: job.Ledger) -> None:
         """hosts: the store lives in this process. ledger: what this node knows of earlier failures."""
-        self.calls = StoreCalls(store, job_store.folder(run_id))
+        self.calls = StoreCalls(store, job_keys.folder(run_id))
         self._node_id = node_id
         self._hosts = hosts
         self._known = ledger
@@ -67,12 +67,12 @@ class StoreJob:
         """Call this before anything else. Returns the ledger of the job."""
         if not self.calls.connected:
             self.calls.connect()
-        self._first = self.calls.swap(job_store.FIRST, "", self._node_id)
+        self._first = self.calls.swap(job_keys.FIRST, "", self._node_id)
         if self._hosts:
-            self.calls.put(job_store.HOST, self._node_id)
+            self.calls.put(job_keys.HOST, self._node_id)
         if self._known != job.Ledger():
-            self.calls.swap(job_store.LEDGER_BEFORE, "", job.encode_ledger(self._known))
-        self._number = self._number or self.calls.add(job_store.AGENTS, 1)
+            self.calls.swap(job_keys.LEDGER_BEFORE, "", job.encode_ledger(self._known))
+        self._number = self._number or self.calls.add(job_keys.AGENTS, 1)
         return self.ledger()
 
     def reconnect(self) -> None:
@@ -84,7 +84,7 @@ class StoreJob:
         self.calls.connect()
         if self._number == 0:
             self.come_in()
-        elif self.calls.read(job_store.FIRST) != self._first:
+        elif self.calls.read(job_keys.FIRST) != self._first:
             raise self.calls.lose("another store has taken its place")
 
     def conclude(
@@ -99,7 +99,7 @@ class StoreJob:
         self._report(part, job.encode_report(report))
         judging_node = ""
         while True:
-            before, judging_node = judging_node, self.calls.swap(job_store.judge(part.round), judging_node, self._node_id)
+            before, judging_node = judging_node, self.calls.swap(job_keys.judge(part.round), judging_node, self._node_id)
             if judging_node == self._node_id:
                 return self._judge(part, report, judge, settle_s, patience_s)
             if before:
@@ -116,47 +116,47 @@ class StoreJob:
 
     def ledger(self) -> job.Ledger:
         """The ledger of the job; a new one if there is none or it cannot be read."""
-        return judging.ledger_of(self.calls.read(job_store.LEDGER) or self.calls.read(job_store.LEDGER_BEFORE))
+        return judging.ledger_of(self.calls.read(job_keys.LEDGER) or self.calls.read(job_keys.LEDGER_BEFORE))
 
     def stopped(self) -> job.JobVerdict | None:
         """The verdict that has ended the job for all nodes."""
-        text = self.calls.read(job_store.STOPPED)
-        return self._reader.verdict(text, job_store.STOPPED.encode()) if text else None
+        text = self.calls.read(job_keys.STOPPED)
+        return self._reader.verdict(text, job_keys.STOPPED.encode()) if text else None
 
     def stop(self, verdict: job.JobVerdict) -> job.JobVerdict:
         """End the job by a verdict of this node alone. The other nodes find the job closed, and read why.
 
         Returns the verdict that holds for all nodes: another one may have been there first.
         """
-        self.calls.swap(job_store.STOPPED, "", job.encode_verdict(verdict))
+        self.calls.swap(job_keys.STOPPED, "", job.encode_verdict(verdict))
         return self.stopped() or verdict
 
     def refused(self, host: str) -> str:
         """Why this host may not come back yet; "" if it may."""
-        return printable(self.calls.read(job_store.refused(host)))
+        return printable(self.calls.read(job_keys.refused(host)))
 
     def forgive(self, host: str, reason: str) -> None:
         """End the refusal of this host, unless it has been refused for another reason since."""
-        self.calls.swap(job_store.refused(host), reason, "")
+        self.calls.swap(job_keys.refused(host), reason, "")
         logger.info("host %s may come back", host)
 
     def leave(self) -> None:
         """This agent has left: `await_others` does not wait for it any more."""
-        self.calls.put(job_store.gone(self._number), "")
+        self.calls.put(job_keys.gone(self._number), "")
 
     def await_others(self, timeout_s: float) -> None:
         """Wait until all other agents have left: what they read lives in this process."""
-        agents = min(self.calls.add(job_store.AGENTS, 0), MOST_AGENTS)
-        self.calls.wait_all([job_store.gone(agent) for agent in range(1, agents + 1) if agent != self._number], timeout_s)
+        agents = min(self.calls.add(job_keys.AGENTS, 0), MOST_AGENTS)
+        self.calls.wait_all([job_keys.gone(agent) for agent in range(1, agents + 1) if agent != self._number], timeout_s)
 
     def _report(self, part: Part, report: str) -> None:
         """report: "" if nothing has failed. A report that comes after the judgement has no effect."""
-        record = NodeReport(self._node_id, self.calls.add(job_store.ORDERS, 1), report)
-        text = json.dumps({"schema": job_store.SCHEMA, **asdict(record)})
-        self.calls.swap(job_store.report(part.round, part.rank), "", text)
+        record = NodeReport(self._node_id, self.calls.add(job_keys.ORDERS, 1), report)
+        text = json.dumps({"schema": job_keys.SCHEMA, **asdict(record)})
+        self.calls.swap(job_keys.report(part.round, part.rank), "", text)
 
     def _await(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.JobVerdict] | None:
-        mine = job_store.verdict(part.round, part.rank)
+        mine = job_keys.verdict(part.round, part.rank)
         self.calls.wait_all([mine], timeout_s)
         if (text := self.calls.read(mine)) == NOTHING:
             return None
@@ -169,22 +169,22 @@ class StoreJob:
         self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
     ) -> tuple[job.Ledger, job.JobVerdict]:
         reports = {self._node_id: report, **self._await_reports(part, settle_s, patience_s)}
-        host = self.calls.read(job_store.HOST)
+        host = self.calls.read(job_keys.HOST)
         while True:
-            before = self.calls.read(job_store.LEDGER)
+            before = self.calls.read(job_keys.LEDGER)
             ledger = judging.ledger_of(before)
             if ledger.verdicts and ledger.verdicts[-1].round == part.round:  # by a judge that was given up too early
                 verdict = ledger.verdicts[-1]
                 break
             ledger, verdict = judge(reports, self.ledger(), host)
             after = job.encode_ledger(ledger)
-            if self.calls.swap(job_store.LEDGER, before, after) == after:
+            if self.calls.swap(job_keys.LEDGER, before, after) == after:
                 break
         self._publish(part, verdict)
         return ledger, verdict
 
     def _await_reports(self, part: Part, settle_s: float, patience_s: float) -> dict[str, job.Report]:
-        keys = [job_store.report(part.round, rank) for rank in range(part.nodes)]
+        keys = [job_keys.report(part.round, rank) for rank in range(part.nodes)]
 
         def longer_s() -> float:
             reports = self._reports(keys)
@@ -201,18 +201,18 @@ class StoreJob:
     def _reports(self, keys: Sequence[str]) -> dict[str, job.Report]:
         """The failures reported so far, by id of the node."""
         texts = [(key, text) for key in keys if (text := self.calls.read(key)) not in ("", NOTHING)]
-        records = [self._reader.read(NodeReport, text, key, job_store.SCHEMA) for key, text in texts]
+        records = [self._reader.read(NodeReport, text, key, job_keys.SCHEMA) for key, text in texts]
         return {each.node: judging.report_of(each.report, each.order) for each in records if each is not None and each.report}
 
     def _publish(self, part: Part, verdict: job.JobVerdict) -> None:
         """Write the verdict last: whoever knows it may read the rest."""
         text = job.encode_verdict(verdict)
         if verdict.decision.verdict is kinds.Response.REPLACE_NODE:
-            self.calls.put(job_store.refused(verdict.host), verdict.decision.reason)
+            self.calls.put(job_keys.refused(verdict.host), verdict.decision.reason)
         if verdict.ends_job:
-            self.calls.put(job_store.STOPPED, text)
+            self.calls.put(job_keys.STOPPED, text)
         for rank in range(part.nodes):
-            self.calls.put(job_store.verdict(part.round, rank), text)
+            self.calls.put(job_keys.verdict(part.round, rank), text)
 
 
 class RetryingJob:

@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from elastic_ext.base import torch_private
 from elastic_ext.rendezvous.address import listens_on
-from elastic_ext.rendezvous.c10d import job_store
+from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.backend import create
-from elastic_ext.rendezvous.c10d.job_store import PublishedRound
+from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_server import serve
 
@@ -82,16 +82,16 @@ class TorchRendezvous:
     def _publish(self, part: Store) -> tuple[PublishedRound, TCPStore]:
         """Serve the store of this round, and tell the other nodes where it is. part: the round's part of the job's store."""
         server = serve(self._address)
-        number = self.store.add(job_store.round_number(self._run_id), 1)
-        self.launch = self.store.compare_set(job_store.launch(self._run_id), "", self.launch).decode(errors="replace")
+        number = self.store.add(job_keys.round_number(self._run_id), 1)
+        self.launch = self.store.compare_set(job_keys.launch(self._run_id), "", self.launch).decode(errors="replace")
         published = PublishedRound(self._address, server.port, number, self.launch)
-        part.set(job_store.ROUND, json.dumps({"schema": job_store.SCHEMA, **asdict(published)}))
+        part.set(job_keys.ROUND, json.dumps({"schema": job_keys.SCHEMA, **asdict(published)}))
         return published, server
 
     def _published(self, part: Store) -> PublishedRound | None:
         """Wait for what rank 0 publishes. None if it cannot be read: somebody else has written there."""
-        text = part.get(job_store.ROUND).decode(errors="replace")
-        return self._reader.read(PublishedRound, text, job_store.ROUND, job_store.SCHEMA)
+        text = part.get(job_keys.ROUND).decode(errors="replace")
+        return self._reader.read(PublishedRound, text, job_keys.ROUND, job_keys.SCHEMA)
 
     def num_nodes_waiting(self) -> int:
         """Number of nodes that wait to join; 0 if the store is gone."""

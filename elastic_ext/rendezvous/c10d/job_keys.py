@@ -1,7 +1,7 @@
-"""Register of our keys in the job's store: the store of torch's c10d rendezvous, which `ext_c10d` uses over several nodes.
+"""Register of our keys and records in the job's store, which is the store of torch's c10d rendezvous.
 
-It lives as long as the process that hosts it, usually the first agent. Torch keeps its own rendezvous state in it, under
-`torch.rendezvous.RUN_ID`, and gives each of its rounds a part of it.
+`ext_c10d` uses it over several nodes. It lives as long as the process that hosts it, usually the first agent. Torch keeps its own
+rendezvous state in it, under `torch.rendezvous.RUN_ID`, and gives each of its rounds a part of it.
 
 In the part of each round:
 

@@ -7,12 +7,12 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from elastic_ext.base import round_store
 from elastic_ext.base.errors import RanksMissing, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PREFIX = "elastic_ext/health"
 STORE_S = timedelta(seconds=30)  # that the store has to answer
 _stores: dict[int, TCPStore] = {}  # by pid, as below
 _passed: dict[int, int] = {}  # barriers that this process has come to, by pid: a child that the script forks is no rank
@@ -42,8 +42,7 @@ def health_barrier(timeout_s: float) -> None:
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     number = _passed[os.getpid()] = _passed.get(os.getpid(), 0) + 1
-    # Stock torchrun has one store for all attempts.
-    prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+    prefix = f"{round_store.PREFIX}/{round_store.health(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), number)}"
     _meet(where, prefix, rank, world, timeout_s)
 
 

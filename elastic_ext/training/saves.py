@@ -161,7 +161,7 @@ class _Boundaries:
         oldest = self._taken + 1
         try:
             store = self._connected()
-            at, go = f"save/{oldest}/at", f"save/{oldest}/go"
+            at, go = round_store.save_at(oldest), round_store.save_go(oldest)
             if store.check([at]):
                 agreed, answered = map(int, store.get(at).split())
                 if agreed < self._number:  # not in a script that keeps to what save_requested() asks for

@@ -584,7 +584,7 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
 
 HOLDS = """
 import fcntl, os
-from elastic_ext.checkpoints.formats.checks import Inspection
+from elastic_ext.checkpoints.formats import Inspection
 looks = 0
 class Held:
     def claims(self, entry):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
@@ -15,15 +14,9 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
+from elastic_ext.rendezvous.rounds import EndKind
 
-
-class EndKind(str, Enum):
-    """How a round ends while its workers run. Code decides on this, never on the reason, which is for people."""
-
-    STALLED = "stalled"  # no worker of the job makes progress any more
-    BROKEN = "broken"  # a node's workers failed, a node was lost or goes, or nodes wait to join
-    CUT_OFF = "cut_off"  # this node is the one that can take no further part
-    CLOSED = "closed"  # the job is over
+__all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from elastic_ext.base import records
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within
 
 GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
-STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
+STALLED = "no worker of the job makes progress any more"  # for people: why a round ends as EndKind.STALLED
 PARTS_LOOK_S = 1.0  # how often a leader that misses parts of the round looks for them
 SCHEMA = 1  # of the records below; a record of a newer one is refused
 MOST_WORKERS = 2**16  # of a node
@@ -41,6 +41,15 @@ class State(str, Enum):
     BROKEN = "broken"
     DONE = "done"
     CLOSED = "closed"  # the job is over, for good
+
+
+class EndKind(str, Enum):
+    """How a round ends while its workers run. Code decides on this, never on the reason, which is for people."""
+
+    STALLED = "stalled"  # no worker of the job makes progress any more
+    BROKEN = "broken"  # a node's workers failed, a node was lost or goes, or nodes wait to join
+    CUT_OFF = "cut_off"  # this node is the one that can take no further part
+    CLOSED = "closed"  # the job is over
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ class Header:
         resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0 once it has
             looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
         job: names the job from its first round to its end, and no other job of the same run id; "": before the first round.
+        end: how the round ended; None: as `state` says. Older versions do not write it.
     """
 
     round: Count = 0
@@ -113,6 +123,7 @@ class Header:
     local: bool = False
     resume: str = ""
     job: str = ""
+    end: EndKind | None = None
 
 
 @dataclass(frozen=True)
@@ -190,10 +201,11 @@ class Seal:
 
 @dataclass(frozen=True)
 class End:
-    """End the round that runs: `state` is BROKEN or DONE."""
+    """End the round that runs: `state` is BROKEN or DONE. kind: how, where the state alone does not say it."""
 
     state: State
     reason: str
+    kind: EndKind | None = None
 
 
 @dataclass(frozen=True)
@@ -299,7 +311,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
     if all(view.nodes[id_].stalled == number or view.nodes[id_].done >= number for id_ in view.members):
-        return End(State.BROKEN, STALLED)
+        return End(State.BROKEN, STALLED, EndKind.STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]
     if not joining or done:

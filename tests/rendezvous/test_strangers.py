@@ -537,7 +537,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
         def emit(self, record: logging.LogRecord) -> None:
             tried.set()
 
-    seen = logging.getLogger("elastic_ext.rendezvous.etcd.participant")
+    seen = logging.getLogger("elastic_ext.rendezvous.etcd.tasks")
     handler = Tried(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, seen.name):
         server.kill()

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
-from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
+from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import RETRY_S
 from elastic_ext.rendezvous.handler import RoundEnd
 from elastic_ext.rendezvous.rounds import Assignment, Header, State
-
-LONGEST_WAIT_S = 60.0  # only bounds how long a main thread sleeps without looking at its signals
 
 
 class EtcdExchange:
@@ -31,7 +31,7 @@ class EtcdExchange:
         participant: Participant,
         header: Header,
         part: Assignment,
-        changed: threading.Condition,
+        changed: InterruptibleCondition,
         over: Callable[[], RoundEnd | None],
     ) -> None:
         """changed: notified when the participant or what `over` says has changed. over: why the round is over; None: it runs."""
@@ -49,11 +49,11 @@ class EtcdExchange:
         folder = self._participant.offers_of(self._part.seal)
         keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
         found: dict[bytes, str] = {}
-        news = threading.Event()
-        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(news)) as watch:
+        events = threading.Event()
+        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(events)) as watch:
             while any(key not in found for key in keys):
-                news.clear()
-                again_s = LONGEST_WAIT_S
+                events.clear()
+                again_s = timeout_s
                 try:
                     while (item := watch.get(timeout_s=0)) is not None:
                         for kv in _written(item):
@@ -64,7 +64,7 @@ class EtcdExchange:
                     break
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return None
-                self._wait(news, min(again_s, left_s))
+                self._wait(events, min(again_s, left_s))
         return [found[key] for key in keys]
 
     def publish(self, text: str) -> None:
@@ -83,18 +83,18 @@ class EtcdExchange:
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise RoundOver("the node of rank 0 has not said in time what to resume from")
-                self._changed.wait(min(left_s, LONGEST_WAIT_S))
+                self._changed.wait(left_s)
 
-    def _wake(self, news: threading.Event) -> None:
+    def _wake(self, events: threading.Event) -> None:
         with self._changed:
-            news.set()
+            events.set()
             self._changed.notify_all()
 
-    def _wait(self, news: threading.Event, timeout_s: float) -> None:
-        """Until there are news, or the round is over: then raises RoundOver."""
+    def _wait(self, events: threading.Event, timeout_s: float) -> None:
+        """Wait until there are events. Raises RoundOver."""
         with self._changed:
             self._check_round()
-            if not news.is_set():
+            if not events.is_set():
                 self._changed.wait(timeout_s)
 
     def _check_round(self) -> None:

@@ -1,4 +1,4 @@
-"""Ask a job that runs on etcd for a save on demand, from outside of it. Knows nothing of torch."""
+"""Asks a job that runs on etcd for a save on demand, from outside of the job. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from elastic_ext.etcd import (
     EtcdClient,
     EtcdError,
     KeyValue,
-    Put,
     Snapshot,
     UnsupportedVersion,
-    unchanged,
 )
 from elastic_ext.rendezvous import run_id as run_ids
-from elastic_ext.rendezvous.etcd.participant import ROOT, wanted
+from elastic_ext.rendezvous.etcd.header_record import swap, with_save
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Header, Node, State, decode
 
 
 @dataclass(frozen=True)
@@ -60,50 +59,47 @@ def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outc
     Raises UsageError: etcd refuses, or what is there is of another version.
     """
     deadline = time.monotonic() + timeout_s
-    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
+    keys = JobKeys(run_ids.checked(run_id))
     try:
-        asked = _ask(client, prefix, reason, deadline)
-        return asked if isinstance(asked, Outcome) else _await(client, prefix, asked, deadline)
+        asked = _ask(client, keys, reason, deadline)
+        return asked if isinstance(asked, Outcome) else _await(client, keys, asked, deadline)
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
         return Outcome(None, str(error))
 
 
-def _ask(client: EtcdClient, prefix: str, reason: str, deadline: float) -> Header | Outcome:
-    """The header as it was written, with the request."""
-    key = prefix + "round"
+def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Header | Outcome:
+    """Write the request into the header; return that header."""
     while (left_s := deadline - time.monotonic()) > 0:
-        found = client.get(key, timeout_s=min(left_s, client.timeout_s)).kv
-        header = decode(Header, found.value, key) if found is not None else None
+        found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
+        header = decode(Header, found.value, keys.header) if found is not None else None
         if found is None or header is None:
             return Outcome(None, "the job does not run: there is no round of it")
         if header.state is not State.RUNNING:
             return Outcome(None, f"the job does not run, it is {header.state.value}: {header.reason}")
-        asked = wanted(header, reason)
-        put = Put(key, encode(asked), lease_id=found.lease_id)
-        left_s = max(0.01, deadline - time.monotonic())
-        if client.txn([unchanged(key, found.mod_revision)], [put], timeout_s=min(left_s, client.timeout_s)).succeeded:
+        asked = with_save(header, reason)
+        timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
+        if swap(client, keys, asked, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return asked
     return Outcome(None, "the job's header changed all the time, nothing was asked for")
 
 
-def _await(client: EtcdClient, prefix: str, asked: Header, deadline: float) -> Outcome:
+def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) -> Outcome:
     header: Header | None = asked
     reader = RecordReader()
-    folder = f"{prefix}nodes/"
-    with client.watch_with_snapshot(prefix) as news:
+    with client.watch_with_snapshot(keys.prefix) as watch:
         while (left_s := deadline - time.monotonic()) > 0:
-            item = news.get(left_s)
+            item = watch.get(left_s)
             if isinstance(item, Snapshot):
                 header = None
             # One by one: what a node says of its save comes before what becomes of the round.
             for kind, kv in _changes(item):
                 nodes = []
-                if kv.key == f"{prefix}round".encode():
+                if kv.key == keys.header.encode():
                     # One that cannot be read says nothing: the job's leader writes it again as it was.
                     header = (reader.header(kv) or header or asked) if kind == "put" else None
-                elif kv.key.startswith(folder.encode()) and kind == "put" and reader.id_of(folder, kv.key):
+                elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
                     nodes += [node for node in [reader.node(kv)] if node is not None]
                 if (over := outcome(asked, asked if isinstance(item, Snapshot) else header, nodes)) is not None:
                     return over

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, excused, train_on_s
-from elastic_ext.rendezvous.etcd.participant import returning_s
+from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
 LONG_S = 30.0

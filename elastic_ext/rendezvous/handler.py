@@ -1,6 +1,6 @@
-"""The contract between the agent and a rendezvous of ours: the agent sees nothing else of it.
+"""The contract between the agent and a rendezvous: the agent uses nothing else of it.
 
-`rendezvous.etcd.handler` and `rendezvous.c10d.handler` implement it. Torch's own half, RendezvousHandler, is part of it.
+`rendezvous.etcd.handler` and `rendezvous.c10d.handler` implement it, as well as torch's own RendezvousHandler.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Rendezvous(Protocol):
     """What the agent uses of its rendezvous.
 
     Attributes:
-        settings: of this agent, read once.
-        torch_conf: what the user gave in --rdzv-conf, as torch parsed it.
-        attached: set by our agent when it takes this handler; without it another agent uses the rendezvous alone (`plain`).
+        settings: this agent's settings, read once.
+        torch_conf: the user's --rdzv-conf, as torch parsed it.
+        attached: set by our agent when it begins to use this handler; else another agent uses the rendezvous (`plain`).
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         host, node_id: this machine's name, and this agent's unique name within the job.
         launch: names this launch of the job, the same on every node; rounds of one launch count up.
-        poll_interval_s: seconds between two looks at `round_over` where no event tells of nodes that wait; None: events tell all.
+        poll_interval_s: seconds between two looks at `round_over` if there is no event for nodes that wait; None: there is.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; set by our agent.
         on_wait: a main thread that waits for other nodes calls it every second, and it may raise; set by our agent.
     """

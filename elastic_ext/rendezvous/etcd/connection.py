@@ -26,9 +26,9 @@ from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.errors import Refused
 from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import Refused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, State
 

@@ -1,7 +1,7 @@
-"""How the nodes of a round on etcd agree what to resume from: in the header of the round and under the nodes' leases.
+"""How the nodes of a round on etcd agree what to resume from: by offers under the nodes' leases, and a choice in the header.
 
-Never through the store of the round: torch's TCPStore takes writes from whoever reaches its port, and what is chosen there would
-be loaded by every rank. Where all is well the choice costs one transaction, and each node learns of it by the watch it has.
+The round's store is not used: torch's TCPStore takes writes from anybody who reaches its port, and every rank would load what is
+chosen there. As a rule the choice costs one transaction, and each node learns of it by the watch that it has on the header.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elastic_ext.rendezvous.rounds import Assignment, Header, State
 
 
 class EtcdExchange:
-    """One node's end, for one round; see `base.exchange`. For the thread of the agent.
+    """One node's end of one round; see `base.exchange`. For the thread of the agent.
 
-    Invariant: what is read here was written for this very round: headers are compared by number and seal, offers lie under the
+    Invariant: only what was written for this round is read: headers are compared by number and seal, the keys of offers hold the
     seal.
     """
 
@@ -34,7 +34,7 @@ class EtcdExchange:
         changed: InterruptibleCondition,
         over: Callable[[], RoundEnd | None],
     ) -> None:
-        """changed: notified when the participant or what `over` says has changed. over: why the round is over; None: it runs."""
+        """changed: notified when the participant has changed, or `over`. over: why the round is over; None: it runs."""
         self._participant, self._header, self._part = participant, header, part
         self._changed, self._over = changed, over
 
@@ -58,7 +58,7 @@ class EtcdExchange:
                     while (item := watch.get(timeout_s=0)) is not None:
                         for kv in _written(item):
                             found[kv.key] = kv.value.decode(errors="replace")
-                except EtcdError:  # the snapshot could not be read; the next look tries again
+                except EtcdError:  # the snapshot could not be read; the next `get` tries again
                     again_s = RETRY_S
                 if all(key in found for key in keys):
                     break
@@ -82,7 +82,7 @@ class EtcdExchange:
                     return header
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
-                    raise RoundOver("the node of rank 0 has not said in time what to resume from")
+                    raise RoundOver("the node of rank 0 has not chosen a checkpoint in time")
                 self._changed.wait(left_s)
 
     def _wake(self, events: threading.Event) -> None:

@@ -18,10 +18,10 @@ from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.etcd.errors import LostRace, Refused
+from elastic_ext.rendezvous.etcd.tasks import LostRace, Refused
 from elastic_ext.rendezvous.rounds import Header, State
 
-JOB_LEASE_FACTOR = 3  # what belongs to nobody outlives the last node by this many lease times
+JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class JobSnapshot:
 
 
 class JobRecords:
-    """Of one run id, for one node. Its methods raise EtcdError and what they say besides."""
+    """One node's access to them. Its methods raise EtcdError, besides what their docstrings list."""
 
     def __init__(self, context: NodeContext) -> None:
         limits = context.config.limits
@@ -64,8 +64,8 @@ class JobRecords:
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
         """Enter a job with our settings whose first round is not sealed yet, in one transaction; None: nothing is done.
 
-        When a job starts that is the case of all nodes but a few. key, registration: of the node; the first operation reads.
-        Returns what it read, too.
+        When a job starts, all nodes but a few enter so. key, registration: of the node; the first operation reads, and what it
+        found is returned, too.
         """
         same = Compare(self._keys.job, "value", "=", self._record)
         compares = [same, absent(self._keys.header), absent(key), absent(self._refusal)]
@@ -77,7 +77,7 @@ class JobRecords:
         return JobSnapshot(job.lease_id), entered, first
 
     def agree(self) -> JobSnapshot:
-        """Read, or be the first to write, what all nodes must agree on. What an ended job has left is forgotten.
+        """Read the settings that all nodes must agree on, or be the first to write them. Deletes what an ended job has left.
 
         Raises:
             Refused: this host may not come back yet.
@@ -89,7 +89,7 @@ class JobRecords:
                 return found
 
     def _read(self) -> JobSnapshot | None:
-        """One try; None: somebody else was faster, or an ended job was in the way."""
+        """One try; None: another node was faster, or an ended job was in the way."""
         read = self._client.txn([], [Get(self._keys.job), Get(self._keys.header), Get(self._refusal)])
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
@@ -97,7 +97,7 @@ class JobRecords:
             raise Refused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
-            # Nothing, or nothing that can be read or would ever go: it becomes ours.
+            # There is nothing, or nothing that can be read, or that would ever go: the job becomes ours.
             lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
             if lease_id is None:
                 return None
@@ -105,7 +105,7 @@ class JobRecords:
             assert job is not None
             lease_id = job.lease_id
         found = JobSnapshot(lease_id)
-        if header is not None:  # of one that cannot be read the revision alone counts: it is written over
+        if header is not None:  # if it cannot be read, only its revision counts: it is written over
             found = JobSnapshot(lease_id, self._reader.header(header) or Header(), header.mod_revision)
         if theirs not in (None, self._mine):
             if not self._forget(found):
@@ -118,7 +118,7 @@ class JobRecords:
         return found
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
-        """What the nodes of the job agree on, or how it is of another version; None: nothing that can be read."""
+        """The settings that the nodes of the job agree on, or why they are of another version; None: nothing that can be read."""
         if job is None:
             return None
         try:
@@ -126,12 +126,14 @@ class JobRecords:
         except OtherSchema as error:
             return str(error)
         except RecordError as error:
-            self._reader.cannot(str(error), job)
+            self._reader.note_fault(str(error), job)
             return None
 
     def _put_job(self, revision: int, lease_id: int) -> int | None:
-        """Be the first to write what all must agree on, over what was written at this revision (0: nothing). Returns the lease
-        of what belongs to nobody; None: somebody else was faster. lease_id: of such a lease, if there is one; else 0.
+        """Be the first to write the settings, over what was written at this revision (0: nothing).
+
+        Returns the lease of the records that belong to no node; None: another node was faster. lease_id: that lease if there is
+        one, else 0.
         """
         lease_id = lease_id or self._client.lease_grant(self._ttl_s).lease_id
         try:
@@ -143,13 +145,13 @@ class JobRecords:
         return lease_id if written.succeeded else None
 
     def bring_back(self, lease_id: int, name: str) -> int:
-        """Return the lease of what belongs to nobody; where the job's record is lost or written over, write it again.
+        """Return the lease of the records that belong to no node. If the job's record is lost or written over, write it again.
 
-        lease_id: as last known. A lease that is alive is kept, for other records may be under it. name: of the job. Where its
-        header is in etcd, other settings than ours are not of the job: who begins another one removes that header.
+        lease_id: as last known. A lease that is alive is kept, since other records may be under it. name: of the job. While its
+        header is in etcd, settings other than ours are not of this job: whoever begins another one removes that header.
 
         Raises:
-            LostRace: somebody else writes at the same time.
+            LostRace: another node writes at the same time.
             UsageError: another job, with other settings, has taken the run id meanwhile.
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
@@ -158,7 +160,7 @@ class JobRecords:
             raise UsageError(
                 "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
-        if job is None or theirs != self._mine or not job.lease_id:  # without a lease others have written it, and it never goes
+        if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never goes
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:
@@ -171,15 +173,15 @@ class JobRecords:
         return found is not None and found.job == name != ""
 
     def _forget(self, found: JobSnapshot) -> bool:
-        """Remove what a job left that no node is in any more; False where one still is.
+        """Delete what a job left that no node is in any more. Returns False if one still is.
 
-        The ledger stays where a scheduler is to start the job again: its budget holds on.
+        The ledger stays if a scheduler is to start the job again: its budget still holds.
         """
         nodes = self._keys.nodes
         left = self._client.get_prefix(nodes).kvs
         if any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left):
             return False
-        # Written by its last node; if somebody begins the next job in this moment, that one's header differs.
+        # The header is as its last node wrote it; if another node begins the next job right now, that one's header differs.
         compares = [unchanged(self._keys.header, found.revision)] if found.revision else [absent(self._keys.header)]
         deletes = [Delete(self._keys.assignments, prefix=True), Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict

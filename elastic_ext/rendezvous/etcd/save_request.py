@@ -34,14 +34,14 @@ class Outcome:
 
 
 def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
-    """What became of the request that `asked` carries; None: it is under way.
+    """The outcome of the request that `asked` carries; None: it is under way.
 
     Args:
         header: as it is now; None: it is gone, with its job.
-        nodes: all that are there.
+        nodes: all nodes that are there.
     """
     for node in nodes:
-        # What a node says is of the round that it is in; one that waits for a later one has left it.
+        # A node's record is about the round that it is in; a node that waits for a later one has left it.
         if node.after < asked.round and node.saved >= asked.save:
             return Outcome(node.saved_step, f"step {node.saved_step} is saved")
     if header is None:
@@ -54,9 +54,9 @@ def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outc
 
 
 def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outcome:
-    """Ask for a save, and wait until it is complete, cannot be any more, or the time is over.
+    """Ask for a save, and wait until it is complete, has become impossible, or the time is over.
 
-    Raises UsageError: etcd refuses, or what is there is of another version.
+    Raises UsageError: etcd refuses, or the records are of another version.
     """
     deadline = time.monotonic() + timeout_s
     keys = JobKeys(run_ids.checked(run_id))
@@ -82,7 +82,7 @@ def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Hea
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
         if swap(client, keys, asked, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return asked
-    return Outcome(None, "the job's header changed all the time, nothing was asked for")
+    return Outcome(None, "the job's header kept changing, so no save was asked for")
 
 
 def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) -> Outcome:
@@ -93,11 +93,11 @@ def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) ->
             item = watch.get(left_s)
             if isinstance(item, Snapshot):
                 header = None
-            # One by one: what a node says of its save comes before what becomes of the round.
+            # One by one: a node's report of its save comes before the end of the round.
             for kind, kv in _changes(item):
                 nodes = []
                 if kv.key == keys.header.encode():
-                    # One that cannot be read says nothing: the job's leader writes it again as it was.
+                    # One that cannot be read changes nothing: the job's leader writes it again as it was.
                     header = (reader.header(kv) or header or asked) if kind == "put" else None
                 elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
                     nodes += [node for node in [reader.node(kv)] if node is not None]
@@ -109,7 +109,7 @@ def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) ->
 
 
 def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
-    """Keys that are there, or what was done to them: "put" or "delete"."""
+    """What was done to each key, "put" or "delete"; keys of a snapshot count as put."""
     if isinstance(item, Snapshot):
         yield from (("put", kv) for kv in item.kvs)
     elif item is not None:

@@ -6,17 +6,24 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.records import RecordError
 from elastic_ext.etcd import EtcdError, LeaseLost, QuotaExceeded, Unavailable
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.errors import LostRace, Refused
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # after a call that no endpoint answered (its own deadline has passed by then), or that a full etcd refused
 
 Task = Callable[[], None]
+
+
+class LostRace(ElasticExtError):
+    """Another node wrote first: the task is tried again, on what is there by then."""
+
+
+class Refused(ElasticExtError):
+    """This host was told to leave the job and may not come back yet: the node's part ends."""
 
 
 class TaskRunner:

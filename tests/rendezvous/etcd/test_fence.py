@@ -112,10 +112,10 @@ def test_what_could_not_be_said_is_said_later(nodes, store):
     """Else a node would look to be in trouble for ever, and a node that is cut off alone would train on."""
     nodes[0].ends_in(TTL_S / 2)
     said(store, 0, b"1")
-    tell, nodes[0].fence._tell = nodes[0].fence._tell, lambda *_: None
+    swap, nodes[0].fence._swap_states = nodes[0].fence._swap_states, lambda *_: None
     nodes[0].ends_in(LONG_S)
     assert not nodes[0].changed.wait(TTL_S / 4)
-    nodes[0].fence._tell = tell
+    nodes[0].fence._swap_states = swap
     said(store, 0, b"0")
 
 

@@ -56,11 +56,14 @@ class Rendezvous(Protocol):
     on_wait: Callable[[], None]
 
     @property
-    def launch(self) -> str: ...
+    def launch(self) -> str:
+        """See above."""
 
-    def get_backend(self) -> str: ...
+    def get_backend(self) -> str:
+        """The value of --rdzv-backend."""
 
-    def get_run_id(self) -> str: ...
+    def get_run_id(self) -> str:
+        """The value of --rdzv-id, or what stands in for it."""
 
     def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None]) -> None:
         """Say what this node offers to a round, and the job's budget; the agent calls it before the first round.
@@ -95,7 +98,7 @@ class Rendezvous(Protocol):
 
     @property
     def save_wanted(self) -> int:
-        """Number of the last save on demand that was asked for in this round; 0: none."""
+        """Number of the last save on demand requested in this round; 0: none."""
 
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; returns at once."""
@@ -107,10 +110,10 @@ class Rendezvous(Protocol):
         """Monotonic time by which the workers must be gone; None: they get the usual grace."""
 
     def leaving(self, reason: str) -> None:
-        """This node was told to leave; its workers still run. What their end does to the others' workers is no failure."""
+        """This node was told to leave; its workers still run. What their end causes on other nodes is not a failure."""
 
     def last_will(self) -> Mapping[str, Any] | None:
-        """What the reaper needs to take this node out of the job when the agent is killed; None: nothing."""
+        """What the reaper needs to take this node out of the job if the agent is killed; None: nothing."""
 
     def leave(self) -> None:
         """Leave the job to the others. A second call does nothing."""

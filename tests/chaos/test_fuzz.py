@@ -36,6 +36,7 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd import job_status
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
@@ -186,7 +187,7 @@ def test_commands_on_planted_records(fuzz: Fuzz, server) -> None:  # type: ignor
             number, _, value = data.partition(b":")
             planted = {**RECORDS, keys[int(number) % len(keys)]: value}
             for key in keys:
-                client.put(f"/elastic_ext/job/{key}", planted[key])
+                client.put(f"{JobKeys('job').prefix}{key}", planted[key])
             where = ("--rdzv-endpoint", server.endpoint, "--rdzv-id", "job")
             command("explain", *where)
             command("checkpoints", "save", *where, "--timeout=0.05", codes=(0, EX_NO_SAVE, EX_CONFIG))

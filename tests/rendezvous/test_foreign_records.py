@@ -28,6 +28,7 @@ from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.c10d import store_job
 from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
 from tests.failures.test_ledger import RULES, changed, report
@@ -35,7 +36,7 @@ from tests.jobs import EXT, TORCHRUN, Gate, Job, run
 from tests.rendezvous.c10d.test_store_job import LONG_S, make
 from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen
 
-PREFIX = "/elastic_ext/job/"
+PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
 LEDGER, VERDICT = judge({"a": report("ha", "NameError", "x")}, Ledger(), RULES, 3)
 GOOD: dict[str, bytes] = {

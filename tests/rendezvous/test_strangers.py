@@ -36,6 +36,7 @@ from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_server import serve
 from elastic_ext.rendezvous.rounds import Node, decode
 from tests.checkpoints.choice.test_resolution import exchange_of, save
@@ -44,6 +45,7 @@ from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job
 from tests.ports import free_port
 from tests.store_server import StoreServer
 
+KEYS = JobKeys("job")
 NOBODY = 65534
 LONG_S = 60.0
 GLOO = str(SCRIPTS / "gloo_job.py")
@@ -175,8 +177,8 @@ def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_p
 
 
 def port_of_the_only_node(server: EtcdServer) -> int:
-    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
-        while not (found := client.get_prefix("/elastic_ext/job/nodes/").kvs):
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+        while not (found := client.get_prefix(KEYS.nodes).kvs):
             assert watch.get(LONG_S) is not None
     return decode(Node, found[0].value, "node").port
 
@@ -489,8 +491,8 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
     """Rank 0 and 1; the one of rank 1 leads."""
     one = agents.enter("b", **settings)
     first = started(one.next_rendezvous)
-    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
-        while not client.get_prefix("/elastic_ext/job/nodes/").kvs:
+    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+        while not client.get_prefix(KEYS.nodes).kvs:
             assert watch.get(LONG_S) is not None
     zero = agents.enter("a", **settings)
     second = started(zero.next_rendezvous)

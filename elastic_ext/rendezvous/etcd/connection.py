@@ -104,7 +104,7 @@ class JobConnection:
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
-                self.check(started=after > 0)
+                self.raise_failure(started=after > 0)
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
@@ -138,11 +138,11 @@ class JobConnection:
                 if over or participant.failure is not None or now >= deadline:
                     return None
                 if now >= warn_at:
-                    logger.warning("the workers of round %s have failed, etcd has not told the job's verdict yet", round_)
+                    logger.warning("the workers of round %s have failed, and the job's verdict is not in etcd yet", round_)
                     warn_at = deadline
                 self.changed.wait(min(deadline, warn_at) - now)
 
-    def check(self, started: bool = True) -> None:
+    def raise_failure(self, started: bool = True) -> None:
         """Raise why this node can take no further part in the job, if so. started: it has been in a round."""
         failure = self.participant.failure
         if failure is None:

@@ -32,6 +32,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -59,7 +60,7 @@ def train_on_s(ttl_s: float) -> float:
 def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Whether nobody can go on without a node in trouble.
 
-    others: what they say of themselves; None: the store does not answer. all_down_at: see Fence.
+    others: their states; None: the store does not answer. all_down_at: see Fence.
     """
     if others is None or not all(each in (TROUBLE, BACK) for each in others):
         return False
@@ -67,6 +68,16 @@ def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl
         return True
     # None: they wrote BACK after an earlier outage.
     return all_down_at is not None and now < all_down_at + train_on_s(ttl_s)
+
+
+@dataclass(frozen=True)
+class RoundStore:
+    """Where the nodes of a round tell each other their states. rank: of this node. nodes: of the round."""
+
+    host: str
+    port: int
+    rank: int
+    nodes: int
 
 
 class Fence:
@@ -82,8 +93,8 @@ class Fence:
         self._ttl_s = ttl_s
         self._on_change = on_change
         self.closed = False
-        self._round: tuple[tuple[str, int], int, int] | None = None
-        self._store: tuple[tuple[str, int], TCPStore] | None = None  # kept open from trouble on; with its address
+        self._round: RoundStore | None = None
+        self._store: tuple[RoundStore, TCPStore] | None = None  # kept open from trouble on; with its round
         self._written = WELL  # this node's state as last written; BACK, once it is written, counts as WELL
         self._late = False  # in this trouble half of the lease time was over
         self._all_down_at: float | None = None  # when a look began that saw all in trouble, the last one of this trouble
@@ -92,10 +103,10 @@ class Fence:
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
         self._thread.start()
 
-    def watch(self, store: tuple[str, int] | None, rank: int, nodes: int) -> None:
-        """The round that this node is in: address and port of its store, this node's rank, how many nodes; None: in none."""
+    def watch(self, round_: RoundStore | None) -> None:
+        """Guard the workers of this round; None: this node is in no round."""
         with self._wake:
-            self._round = (store, rank, nodes) if store is not None else None
+            self._round = round_
             self.closed = False
             self._written = WELL  # nobody has written anything into a new store
             self._wake.notify()
@@ -124,7 +135,7 @@ class Fence:
                 if not self._ended:
                     self._wake.wait(LOOK_SHARE * self._ttl_s)
 
-    def _look(self, round_: tuple[tuple[str, int], int, int], share: float) -> None:
+    def _look(self, round_: RoundStore, share: float) -> None:
         """Write this node's state into the store, and decide."""
         began = time.monotonic()
         state = self._state(share)
@@ -150,21 +161,21 @@ class Fence:
         self._late = self._late or share <= 1 - LATE_SHARE
         return TROUBLE
 
-    def _swap_states(self, round_: tuple[tuple[str, int], int, int], state: str) -> list[str] | None:
+    def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:
         """Write this node's state into the round's store; return those of the others; None: the store does not answer."""
-        (host, port), rank, nodes = round_
         try:
-            store = self._connected(host, port)
-            store.set(f"{_KEYS}{rank}", state)
-            keys = [f"{_KEYS}{other}" for other in range(nodes) if other != rank]
+            store = self._connected(round_)
+            store.set(f"{_KEYS}{round_.rank}", state)
+            keys = [f"{_KEYS}{other}" for other in range(round_.nodes) if other != round_.rank]
             return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
         except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
-            logger.debug("the store of the round at %s:%s does not answer: %s", host, port, error)
+            logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error)
             self._store = None
             return None
 
-    def _connected(self, host: str, port: int) -> TCPStore:
-        if self._store is None or self._store[0] != (host, port):
+    def _connected(self, round_: RoundStore) -> TCPStore:
+        if self._store is None or self._store[0] != round_:
             timeout = timedelta(seconds=max(1.0, self._ttl_s / 10))
-            self._store = (host, port), TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = round_, store
         return self._store[1]

@@ -16,6 +16,7 @@ from elastic_ext.rendezvous import plain
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
+from elastic_ext.rendezvous.etcd.fence import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -92,7 +93,7 @@ class EtcdRendezvous(RendezvousHandler):
     # A round begins.
 
     def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
-        """What this node offers to a round, and the job's budget; the agent says it before the first one."""
+        """See `rendezvous.handler.Rendezvous`."""
         self._workers, self._role = spec.local_world_size, spec.role
         self._policy.max_restarts = max_restarts
         self._policy.newest_checkpoint = newest_checkpoint
@@ -109,20 +110,20 @@ class EtcdRendezvous(RendezvousHandler):
         """None: the next round was over before this node was in it."""
         fence = self._connection.fence
         cut = self.round if fence.closed else 0
-        fence.watch(None, 0, 0)
+        fence.watch(None)
         server = serve(self._connection.address)
         self._participant.ready(self._node(server.port, cut))
         header, part = self._current = self._connection.await_round(self.round)
         self.round = header.round
         if part.rank == 0 and header.port != server.port:
-            # Sealed with what this node had said before it was ready again (frozen, or its lease lost): that store is used up.
+            # The round was sealed with an earlier record of this node (frozen, or its lease lost): that store is used up.
             self.break_round("the store of rank 0 is not fresh")
             return None
         self._server = server if part.rank == 0 else None
         store = self._server or self._stores.connect(header, self.round_over)
         if store is None:
             return None
-        fence.watch((header.address, header.port), part.rank, header.nodes)
+        fence.watch(RoundStore(header.address, header.port, part.rank, header.nodes))
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), part.rank, header.nodes, address)
 
@@ -139,7 +140,7 @@ class EtcdRendezvous(RendezvousHandler):
         )
 
     def workers(self) -> list[Worker]:
-        """The ranks of this node's workers: they are in the assignment, no store is asked."""
+        """The ranks of this node's workers, from the assignment."""
         assert self._current is not None
         header, part = self._current
         return [
@@ -217,7 +218,7 @@ class EtcdRendezvous(RendezvousHandler):
         changed = self._connection.changed
         with changed:
             while self._participant.header.state is not State.DONE:
-                self._connection.check()  # a node that can neither tell nor learn any more would wait for ever
+                self._connection.raise_failure()  # a node that can neither tell nor learn any more would wait for ever
                 if self.round_over() is not None:
                     return False
                 changed.wait()
@@ -233,7 +234,7 @@ class EtcdRendezvous(RendezvousHandler):
     # The job ends, or this node's part in it.
 
     def leaving(self, reason: str) -> None:
-        """This node was told to leave, its workers are still there: the others need not wait for them to end."""
+        """This node was told to leave; its workers still run, and the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
 
     def last_will(self) -> Mapping[str, object] | None:
@@ -254,6 +255,6 @@ class EtcdRendezvous(RendezvousHandler):
         return True
 
     def leave(self) -> None:
-        """Leave the job to the others; the end of an agent that was told to stop. A second call does nothing."""
+        """Leave the job to the others. A second call does nothing."""
         self._connection.leave()
         self._server = None

@@ -106,7 +106,7 @@ class HeaderRecord:
     def observe(self, header: KeyValue | None, revision: int) -> None:
         """Take in what a reading found at this revision; None: no header. Older than what is known, it changes nothing."""
         if (header.mod_revision if header is not None else revision) < self._heard:
-            # Readings are linearizable: this is another store, set up anew or from a backup, whatever was written there since.
+            # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
             self._heard = 0
         if header is not None:
             self._take(self.readable(header), header.mod_revision)

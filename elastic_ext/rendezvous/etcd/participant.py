@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Participant:
-    """A node in a job. Its methods return at once; a change of what its properties return is told by `on_change`."""
+    """A node in a job. Its methods return at once; `on_change` is called when a property may have changed."""
 
     def __init__(
         self,

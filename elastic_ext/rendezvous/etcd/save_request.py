@@ -33,8 +33,8 @@ class Outcome:
     reason: str
 
 
-def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
-    """The outcome of the request that `asked` carries; None: it is under way.
+def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
+    """The outcome of the request that `requested` carries; None: it is under way.
 
     Args:
         header: as it is now; None: it is gone, with its job.
@@ -42,14 +42,14 @@ def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outc
     """
     for node in nodes:
         # A node's record is about the round that it is in; a node that waits for a later one has left it.
-        if node.after < asked.round and node.saved >= asked.save:
+        if node.after < requested.round and node.saved >= requested.save:
             return Outcome(node.saved_step, f"step {node.saved_step} is saved")
     if header is None:
         return Outcome(None, "the job is gone")
-    if header.round != asked.round:
-        return Outcome(None, f"round {asked.round} ended before the save, the job is in round {header.round}")
+    if header.round != requested.round:
+        return Outcome(None, f"round {requested.round} ended before the save, the job is in round {header.round}")
     if header.state is not State.RUNNING:
-        return Outcome(None, f"round {asked.round} ended before the save: {header.reason}")
+        return Outcome(None, f"round {requested.round} ended before the save: {header.reason}")
     return None
 
 
@@ -61,8 +61,8 @@ def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outc
     deadline = time.monotonic() + timeout_s
     keys = JobKeys(run_ids.checked(run_id))
     try:
-        asked = _ask(client, keys, reason, deadline)
-        return asked if isinstance(asked, Outcome) else _await(client, keys, asked, deadline)
+        requested = _ask(client, keys, reason, deadline)
+        return requested if isinstance(requested, Outcome) else _await(client, keys, requested, deadline)
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
@@ -78,15 +78,15 @@ def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Hea
             return Outcome(None, "the job does not run: there is no round of it")
         if header.state is not State.RUNNING:
             return Outcome(None, f"the job does not run, it is {header.state.value}: {header.reason}")
-        asked = with_save(header, reason)
+        requested = with_save(header, reason)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
-        if swap(client, keys, asked, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
-            return asked
+        if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
+            return requested
     return Outcome(None, "the job's header kept changing, so no save was asked for")
 
 
-def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) -> Outcome:
-    header: Header | None = asked
+def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float) -> Outcome:
+    header: Header | None = requested
     reader = RecordReader()
     with client.watch_with_snapshot(keys.prefix) as watch:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -98,12 +98,12 @@ def _await(client: EtcdClient, keys: JobKeys, asked: Header, deadline: float) ->
                 nodes = []
                 if kv.key == keys.header.encode():
                     # One that cannot be read changes nothing: the job's leader writes it again as it was.
-                    header = (reader.header(kv) or header or asked) if kind == "put" else None
+                    header = (reader.header(kv) or header or requested) if kind == "put" else None
                 elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
                     nodes += [node for node in [reader.node(kv)] if node is not None]
-                if (over := outcome(asked, asked if isinstance(item, Snapshot) else header, nodes)) is not None:
+                if (over := outcome(requested, requested if isinstance(item, Snapshot) else header, nodes)) is not None:
                     return over
-            if (over := outcome(asked, header, [])) is not None:
+            if (over := outcome(requested, header, [])) is not None:
                 return over
     return Outcome(None, "the save is not complete in time; the job may still make it")
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, excused, train_on_s
+from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, RoundStore, excused, train_on_s
 from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
@@ -20,7 +20,7 @@ class Node:
         self.lease = (rank + 1, time.monotonic() + LONG_S)
         self.changed = threading.Event()
         self.fence = Fence(lambda: self.lease, TTL_S, self.changed.set)
-        self.fence.watch(("localhost", store.port), rank, nodes)
+        self.fence.watch(RoundStore("localhost", store.port, rank, nodes))
 
     def ends_in(self, seconds, lease_id=None):
         self.lease = (lease_id or self.lease[0], time.monotonic() + seconds)

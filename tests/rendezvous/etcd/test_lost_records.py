@@ -305,7 +305,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         if wait_gone([pid], timeout_s=0):
             os.kill(pid, signal.SIGKILL)
     for name in "bc":
-        trio.jobs[name].wait_for("etcd has not told the job's verdict yet")
+        trio.jobs[name].wait_for("the job's verdict is not in etcd yet")
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
@@ -313,7 +313,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(told="etcd has not told")
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(told="is not in etcd yet")
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     gate = Gate(tmp_path / "gate")

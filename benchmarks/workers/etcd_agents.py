@@ -24,7 +24,8 @@ from elastic_ext.etcd import EtcdClient, endpoints
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.rounds import Limits, Node, State
+from elastic_ext.rendezvous.round_records import Node, State
+from elastic_ext.rendezvous.rounds import Limits
 
 CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not lost
 

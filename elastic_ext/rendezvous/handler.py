@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
-from elastic_ext.rendezvous.rounds import EndKind
+from elastic_ext.rendezvous.round_records import EndKind
 
 __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 

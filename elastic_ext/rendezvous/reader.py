@@ -13,8 +13,7 @@ from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError, is_name
 from elastic_ext.failures.ledger import JobVerdict, Ledger, decode_ledger, decode_verdict
-from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, decode
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import KeyValue
@@ -43,17 +42,17 @@ class RecordReader:
         if not kv.lease_id:
             self._once(f"{_shown(kv.key)} is under no lease, so it is not a node", kv.key, kv.value)
             return None
-        return self._try(lambda: rounds.decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
+        return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
-        return self._try(lambda: rounds.decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
+        return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
         """Invariant: a verdict in the header can be carried out, and is on the header's own round.
 
         A header with any other verdict cannot be read: the one before it holds, and its failure has yet to be judged.
         """
-        header = self._try(lambda: rounds.decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
+        header = self._try(lambda: decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
         if header is None or not header.verdict:
             return header
         verdict = self.verdict(header.verdict, kv.key)

@@ -14,7 +14,7 @@ import pytest
 from elastic_ext.etcd import Batch, EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
-from elastic_ext.rendezvous.rounds import Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
 from tests.ports import free_port

@@ -7,23 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from elastic_ext.base.records import RecordError
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import (
-    Assignment,
-    Conclude,
-    End,
-    EndKind,
-    Header,
-    Limits,
-    Node,
-    RecordError,
-    Seal,
-    State,
-    View,
-    Wait,
-    lost,
-    next_action,
-)
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Seal, View, Wait, lost, next_action
 
 
 def node(after=0, workers=2, **more):
@@ -200,12 +187,12 @@ ENDED = Header(4, State.BROKEN, 2, 3, "h", 9, "why", end=EndKind.STALLED)
 
 @pytest.mark.parametrize("record", [node(), Header(4, State.BROKEN, 2, 3, "h", 9, "why"), ENDED, Assignment(1, 2, 3, 4, 5)])
 def test_records(record):
-    assert rounds.decode(type(record), rounds.encode(record), "k") == record
+    assert decode(type(record), encode(record), "k") == record
 
 
 def test_a_header_without_the_field_for_how_its_round_ended_is_one():
     """As version 0.1 wrote them."""
-    assert rounds.decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
+    assert decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
 
 def test_a_round_of_which_all_nodes_stall_or_have_finished_ends_as_stalled():
@@ -221,7 +208,7 @@ def test_a_round_of_which_all_nodes_stall_or_have_finished_ends_as_stalled():
 )
 def test_what_is_no_record_is_refused_in_one_line(value):
     with pytest.raises(RecordError, match="the/key") as error:
-        rounds.decode(Header, value, "the/key")
+        decode(Header, value, "the/key")
     assert "\n" not in str(error.value)
 
 

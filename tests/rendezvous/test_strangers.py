@@ -37,8 +37,8 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
-from elastic_ext.rendezvous.rounds import Node, decode
 from tests.checkpoints.choice.test_resolution import exchange_of, save
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job

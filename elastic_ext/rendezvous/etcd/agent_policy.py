@@ -10,7 +10,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import ledger
 from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
-from elastic_ext.rendezvous.rounds import State
+from elastic_ext.rendezvous.round_records import State
 
 
 class AgentPolicy:

@@ -30,7 +30,8 @@ from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import Refused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.rounds import Limits
 
 logger = logging.getLogger(__name__)
 

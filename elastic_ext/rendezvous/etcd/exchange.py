@@ -16,7 +16,7 @@ from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import RETRY_S
 from elastic_ext.rendezvous.handler import RoundEnd
-from elastic_ext.rendezvous.rounds import Assignment, Header, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
 
 
 class EtcdExchange:

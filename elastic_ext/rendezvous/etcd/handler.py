@@ -20,8 +20,8 @@ from elastic_ext.rendezvous.etcd.fence import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 from elastic_ext.rendezvous.round_server import serve
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
 
 logger = logging.getLogger(__name__)
 

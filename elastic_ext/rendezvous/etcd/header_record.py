@@ -18,7 +18,7 @@ from elastic_ext.rendezvous.etcd.job_records import JobSnapshot
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.tasks import LostRace
-from elastic_ext.rendezvous.rounds import Header, State
+from elastic_ext.rendezvous.round_records import Header, State, encode
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def swap(
         timeout_s: of the call; None: the client's.
     """
     revision, lease_id = over
-    put = Put(keys.header, rounds.encode(header), lease_id=lease_id)
+    put = Put(keys.header, encode(header), lease_id=lease_id)
     return client.txn([unchanged(keys.header, revision), *compares], [put, *puts], timeout_s=timeout_s)
 
 

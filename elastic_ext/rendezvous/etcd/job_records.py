@@ -16,10 +16,9 @@ from elastic_ext.base.records import Count, OtherSchema, RecordError
 from elastic_ext.etcd import Compare, Delete, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.tasks import LostRace, Refused
-from elastic_ext.rendezvous.rounds import Header, State
+from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
 
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
 
@@ -59,7 +58,7 @@ class JobRecords:
         self._refusal = context.keys.refusal(context.config.host)
         self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
         self._mine = SharedSettings(limits.min_nodes, limits.max_nodes)
-        self._record = json.dumps({"schema": rounds.SCHEMA, **vars(self._mine)})
+        self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
         """Enter a job with our settings whose first round is not sealed yet, in one transaction; None: nothing is done.
@@ -122,7 +121,7 @@ class JobRecords:
         if job is None:
             return None
         try:
-            return records.read(SharedSettings, job.value, self._keys.job, rounds.SCHEMA)
+            return records.read(SharedSettings, job.value, self._keys.job, SCHEMA)
         except OtherSchema as error:
             return str(error)
         except RecordError as error:

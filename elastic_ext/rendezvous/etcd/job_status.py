@@ -13,7 +13,7 @@ from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 
 @dataclass(frozen=True)

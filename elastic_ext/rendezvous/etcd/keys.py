@@ -5,18 +5,18 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     job             a job_records.SharedSettings. Lease: job.
                     Written by the first node of the job; if lost, by the leader, or after a while by any node.
                     Read by each node as it enters; the leader watches it.
-    round           a rounds.Header, written by header_record.swap only. Lease: job.
+    round           a round_records.Header, written by header_record.swap only. Lease: job.
                     Written by the leader; by any node that ends the round or asks for a save; by the node of rank 0, with its
                     choice of a checkpoint; by `elastic-ext checkpoints save`. If lost, by the leader, or after a while by any
                     node.
                     Every node watches it; `elastic-ext` reads it.
-    nodes/ID        a rounds.Node. Lease: node.
+    nodes/ID        a round_records.Node. Lease: node.
                     Written by that node; put back by the leader if somebody has written over it.
                     The leader watches all of them, each node the one created before it, and deletes of its own; `elastic-ext`
                     reads them.
     last            the id of the node that was created last, as text. Lease: node.
                     Written and read by each node as it registers, so that it need not search for its predecessor.
-    assign/ID       a rounds.Assignment. Lease: job.
+    assign/ID       a round_records.Assignment. Lease: job.
                     Written by the leader as it seals a round; if lost, by that node.
                     That node watches it; a new leader and `elastic-ext explain` read all of them.
     offers/SEAL/RANK  what the node of this rank could resume from on its own disk, as `checkpoints` wrote it. Lease: node.
@@ -34,7 +34,8 @@ Leases:
     node    one for each agent, of `lease_ttl` seconds. The node revokes it when it leaves; the reaper when the agent was killed.
     job     one for each job, three times as long, renewed by the leader.
 
-The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records carry `rounds.SCHEMA`.
+The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records
+carry the version `round_records.SCHEMA`.
 
 Standard library only.
 """

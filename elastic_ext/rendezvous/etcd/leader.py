@@ -21,7 +21,8 @@ from elastic_ext.rendezvous.etcd.members import Members
 from elastic_ext.rendezvous.etcd.node_records import NodeRecords
 from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, RoundReports, write_verdict
-from elastic_ext.rendezvous.rounds import Action, Conclude, End, Header, Seal, State, View, Wait
+from elastic_ext.rendezvous.round_records import Header, State, encode
+from elastic_ext.rendezvous.rounds import Action, Conclude, End, Seal, View, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Leader:
     def _seal(self, view: View, action: Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
         header, parts = rounds.seal(view, action, secrets.token_hex(4))
-        puts = [Put(keys.assignment(id_), rounds.encode(part), lease_id=lease_id) for id_, part in parts.items()]
+        puts = [Put(keys.assignment(id_), encode(part), lease_id=lease_id) for id_, part in parts.items()]
         for at in range(0, len(puts), OPS_PER_TXN):
             if not client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN]).succeeded:
                 return self._look_again()

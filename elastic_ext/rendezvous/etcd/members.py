@@ -8,7 +8,7 @@ from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.etcd.outage import Outage
-from elastic_ext.rendezvous.rounds import Assignment, Header
+from elastic_ext.rendezvous.round_records import Assignment, Header
 
 
 class Members:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from elastic_ext.etcd import Batch, Delete, LeaseLost, Put, Snapshot, unchanged
 from elastic_ext.etcd.values import KeyValue
-from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.rounds import Node
+from elastic_ext.rendezvous.round_records import Node, encode
 
 
 class NodeRecords:
@@ -86,7 +85,7 @@ class NodeRecords:
         node, lease_id = self._known[id_]
         same = unchanged(kv.key, kv.mod_revision)
         try:
-            client.txn([same], [Put(kv.key, rounds.encode(node), lease_id=lease_id)])
+            client.txn([same], [Put(kv.key, encode(node), lease_id=lease_id)])
             self.nodes[id_] = node
             self.joined.setdefault(id_, kv.create_revision)
         except LeaseLost:  # it has ended since, and nothing would take away what lies in its place

@@ -10,7 +10,7 @@ from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.etcd.registration import Registration
-from elastic_ext.rendezvous.rounds import Assignment, Header, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
 
 
 class OwnAssignment:

@@ -36,7 +36,7 @@ from elastic_ext.rendezvous.etcd.registration import Registration
 from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, NoAgent
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
 from elastic_ext.rendezvous.etcd.registration import Registration
 from elastic_ext.rendezvous.etcd.tasks import LostRace
+from elastic_ext.rendezvous.round_records import encode
 
 
 class Recovery:
@@ -89,7 +90,7 @@ class Recovery:
             return
         key = context.own_assignment_key
         same = unchanged(key, found.mod_revision if found is not None else 0)
-        put = Put(key, rounds.encode(part), lease_id=header.lease_id)
+        put = Put(key, encode(part), lease_id=header.lease_id)
         if not context.client.txn([same, header.unchanged], [put]).succeeded:
             raise LostRace("the header changed while this node's part was written again")
 

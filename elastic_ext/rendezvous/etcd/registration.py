@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from elastic_ext.etcd import Get, LeaseLost, LeaseSession, Put, absent
 from elastic_ext.etcd.values import KeyValue, Op
-from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.rounds import Node
+from elastic_ext.rendezvous.round_records import Node, encode
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class Registration:
     def _put(self) -> Put:
         assert self.node is not None
         assert self.session is not None
-        return Put(self._context.own_key, rounds.encode(self.node), lease_id=self.session.lease_id)
+        return Put(self._context.own_key, encode(self.node), lease_id=self.session.lease_id)
 
     def write(self) -> None:
         """Write the record, if etcd does not have it so."""

@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic_ext.rendezvous.rounds import Header
+from elastic_ext.rendezvous.round_records import Header
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from elastic_ext.etcd import Compare, Delete, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
-from elastic_ext.rendezvous.rounds import State
+from elastic_ext.rendezvous.round_records import State
 
 LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 

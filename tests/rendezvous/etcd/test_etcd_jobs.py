@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.rounds import Node, decode
+from elastic_ext.rendezvous.round_records import Node, decode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone

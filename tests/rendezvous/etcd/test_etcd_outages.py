@@ -22,7 +22,8 @@ from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone

@@ -45,6 +45,7 @@ class RecordReader:
         return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
+        """A node's part in a round."""
         return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
@@ -61,9 +62,11 @@ class RecordReader:
         return header if verdict is not None and verdict.round == header.round else None
 
     def ledger(self, kv: KeyValue) -> Ledger | None:
+        """The job's ledger."""
         return self._try(lambda: decode_ledger(kv.value), kv.key, kv.value)
 
     def verdict(self, text: str, key: bytes) -> JobVerdict | None:
+        """A verdict that was read from this key."""
         return self._try(lambda: decode_verdict(text), key, text)
 
     def id_of(self, prefix: str, key: bytes) -> str | None:

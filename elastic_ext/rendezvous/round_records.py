@@ -21,6 +21,8 @@ MOST_ROUNDS = 10**9  # that a node may say it has been in: the next one's number
 
 
 class State(str, Enum):
+    """The state of a job."""
+
     FORMING = "forming"  # before the first round
     RUNNING = "running"
     BROKEN = "broken"

@@ -45,4 +45,5 @@ class NodeContext:
 
     @property
     def own_assignment_key(self) -> str:
+        """Key of this node's assignment."""
         return self.keys.assignment(self.config.node_id)

@@ -245,11 +245,12 @@ class EtcdRendezvous(RendezvousHandler):
         return self._participant.header.state in (State.CLOSED, State.DONE)
 
     def set_closed(self) -> None:
+        """Close the job for all nodes, unless it is done, or is to go on without this node."""
         if self._participant.header.state is not State.DONE and not self._stays_open:
             self._participant.end_round(self.round, State.CLOSED, "a node has given up")
 
     def shutdown(self) -> bool:
-        """Close the job for all nodes, unless it is done, and leave it."""
+        """See set_closed; then leave."""
         self.set_closed()
         self.leave()
         return True

@@ -44,6 +44,7 @@ class JobSnapshot:
 
     @property
     def over(self) -> bool:
+        """The job has ended; its records are in the way of the next one."""
         return self.header.state in (State.DONE, State.CLOSED)
 
 

@@ -26,6 +26,7 @@ class OwnWatches:
 
     @property
     def empty(self) -> bool:
+        """None was added yet."""
         return not self._watches
 
     @property

@@ -37,6 +37,7 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
 from tests.checkpoints.choice.test_resolution import exchange_of, save
@@ -429,10 +430,10 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
 
 
 def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
-    over: list[str] = []
+    over: list[RoundEnd] = []
     exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
     answer = started(lambda: exchange.choice(LONG_S))
-    over.append("node 0 is gone")
+    over.append(RoundEnd(EndKind.BROKEN, "node 0 is gone"))
     with pytest.raises(RoundOver, match="node 0 is gone"):
         answer.result(LONG_S)
     with pytest.raises(RoundOver, match="another node has left"):  # node 0 was only late: the others are away
@@ -583,7 +584,7 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
 
 HOLDS = """
 import fcntl, os
-from elastic_ext.checkpoints.formats import Verdict
+from elastic_ext.checkpoints.formats.checks import Inspection
 looks = 0
 class Held:
     def claims(self, entry):
@@ -595,7 +596,7 @@ class Held:
             print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
             with open(os.environ["GATE"]) as gate:
                 fcntl.flock(gate, fcntl.LOCK_SH)
-        return Verdict(False, "held", "held up")
+        return Inspection(False, "held", "held up")
 """
 GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 

@@ -21,9 +21,11 @@ import time
 from typing import Any
 
 from elastic_ext.etcd import EtcdClient, endpoints
+from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.rounds import Limits, Node, State
+from elastic_ext.rendezvous.round_records import Node, State
+from elastic_ext.rendezvous.rounds import Limits
 
 CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not lost
 
@@ -31,14 +33,15 @@ CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not 
 class Agent:
     """What the supervisor is to a participant: it joins a round, and the next one when that one is broken."""
 
-    def __init__(self, crew: Crew, client: EtcdClient, loop: Dispatcher, number: int) -> None:
+    def __init__(self, crew: Crew, client: EtcdClient, dispatcher: Dispatcher, number: int) -> None:
         job = crew.job
         limits = Limits(job["min"], job["max"], last_call_s=5.0)
         self._crew = crew
         self._number = number
         self._after = -1
         self.round = 0
-        self.participant = Participant(client, loop, job["run_id"], f"node-{number:05d}", limits, job["ttl"], self._changed)
+        config = NodeConfig(job["run_id"], f"node-{number:05d}", limits, job["ttl"])
+        self.participant = Participant(client, dispatcher, config, self._changed)
 
     def ready(self, after: int) -> None:
         if after > self._after:
@@ -67,11 +70,11 @@ class Crew:
             # Else gRPC lets all channels of a process to one server share one connection.
             endpoints.CHANNEL_OPTIONS += (("grpc.use_local_subchannel_pool", 1),)
         clients = [EtcdClient(job["endpoint"], timeout_s=CALL_TIMEOUT_S) for _ in range(min(job["clients"], job["count"]))]
-        loops = [Dispatcher() for _ in range(min(job["loops"], job["count"]))]
+        dispatchers = [Dispatcher() for _ in range(min(job["loops"], job["count"]))]
         for client in clients:
             client.status()  # connected before the clock starts, as an agent is that has checked its settings
         numbers = range(job["first"], job["first"] + job["count"])
-        self.agents = {n: Agent(self, clients[n % len(clients)], loops[n % len(loops)], n) for n in numbers}
+        self.agents = {n: Agent(self, clients[n % len(clients)], dispatchers[n % len(dispatchers)], n) for n in numbers}
 
     def joined(self, round_: int) -> None:
         with self._news:

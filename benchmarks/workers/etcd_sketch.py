@@ -37,7 +37,7 @@ import grpc
 
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
-from elastic_ext.rendezvous.rounds import Assignment, Node, encode
+from elastic_ext.rendezvous.round_records import Assignment, Node, encode
 
 WINDOW = 64  # calls under way; measured: less CPU for a call than with 8, and than with all at once
 OPS_PER_TXN = 128  # etcd's default limit

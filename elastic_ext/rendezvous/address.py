@@ -17,9 +17,9 @@ LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
 
 
 def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> str:
-    """By which the nodes of the job reach this one. The loopback's where the whole job is on this machine.
+    """The address by which the nodes of the job reach this one; the loopback's if the whole job is on this machine.
 
-    local_addr: torchrun's `--local-addr`. endpoint_host: of the rendezvous.
+    local_addr: torchrun's `--local-addr`. endpoint_host: the host of the rendezvous.
     """
     if local_addr and local_addr not in LOOPBACK_NAMES:
         return local_addr
@@ -30,7 +30,7 @@ def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> s
 
 
 def loopback() -> str:
-    """127.0.0.1, or ::1 on a machine without IPv4. A number: what the name "localhost" stands for is not for us to say."""
+    """127.0.0.1, or ::1 on a machine without IPv4. A number, since "localhost" may stand for either."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             with socket.socket(family) as probe:
@@ -42,7 +42,7 @@ def loopback() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Of a number or a name that stands for this very machine everywhere."""
+    """Whether this number or name means the machine itself, on every machine."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -59,7 +59,7 @@ def host_of(endpoint: str) -> str:
 def address_towards(host: str) -> str:
     """The address that the route to `host` starts from.
 
-    On that host itself the route is the loopback; there the host's own name is what all nodes can resolve.
+    On that host itself the route is the loopback; then the answer is `host`, which all nodes can resolve.
     """
     if host in LOOPBACK_NAMES:
         return "localhost"
@@ -74,13 +74,13 @@ def address_towards(host: str) -> str:
 
 
 def check_own(local_addr: str | None, default: str) -> None:
-    """Make sure that this host reaches itself by the address that it is about to tell others.
+    """Check that this host reaches itself by the address that it is about to tell the others.
 
-    Not by a look at its interfaces: behind an address translation an address may be this host's and on none of them.
+    Its interfaces do not tell: behind an address translation an address may be this host's and on none of them.
 
     Args:
-        local_addr: what the user gave as --local-addr.
-        default: the address where that was not given.
+        local_addr: the user's --local-addr.
+        default: the address if the user gave none.
 
     Raises:
         UsageError: no connection comes back within REACH_S; torch's store would try for minutes, in silence.
@@ -105,19 +105,19 @@ def check_own(local_addr: str | None, default: str) -> None:
 
 
 def _reach(family: int, host: str, deadline: float) -> None:
-    """Connect to a port of this process's own. Raises OSError where what is sent does not come in."""
-    said = os.urandom(16)
+    """Connect to a port of this process and send a token. Raises OSError: it does not arrive."""
+    token = os.urandom(16)
     with (
         socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family) as server,
         socket.create_connection((host, server.getsockname()[1]), timeout=_left_s(deadline)) as client,
     ):
-        client.sendall(said)
+        client.sendall(token)
         while True:
             server.settimeout(_left_s(deadline))
             accepted = server.accept()[0]
             with accepted:
                 accepted.settimeout(_left_s(deadline))
-                if accepted.recv(len(said), socket.MSG_WAITALL) == said:
+                if accepted.recv(len(token), socket.MSG_WAITALL) == token:
                     return  # else it is a stranger
 
 
@@ -126,7 +126,7 @@ def _left_s(deadline: float) -> float:
 
 
 def _loopback_is_up() -> bool:
-    """Not by /sys, which may show another network namespace."""
+    """Whether the loopback interface is up. /sys may show another network namespace, so the kernel is asked."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
@@ -137,7 +137,7 @@ def _loopback_is_up() -> bool:
 
 
 def listens_on(port: int) -> bool:
-    """Whether this very process listens on this port; torch's store says of no agent that it is the one that hosts it."""
+    """Whether this process itself listens on this port. Torch does not tell which agent hosts its store."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):

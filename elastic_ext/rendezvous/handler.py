@@ -1,13 +1,12 @@
-"""The contract between the agent and a rendezvous of ours: the agent sees nothing else of it.
+"""The contract between the agent and a rendezvous: the agent uses nothing else of it.
 
-`rendezvous.etcd.handler` and `rendezvous.c10d.handler` implement it. Torch's own half, RendezvousHandler, is part of it.
+`rendezvous.etcd.handler` and `rendezvous.c10d.handler` implement it, as well as torch's own RendezvousHandler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
@@ -15,15 +14,9 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
+from elastic_ext.rendezvous.round_records import EndKind
 
-
-class EndKind(str, Enum):
-    """How a round ends while its workers run. Code decides on this, never on the reason, which is for people."""
-
-    STALLED = "stalled"  # no worker of the job makes progress any more
-    BROKEN = "broken"  # a node's workers failed, a node was lost or goes, or nodes wait to join
-    CUT_OFF = "cut_off"  # this node is the one that can take no further part
-    CLOSED = "closed"  # the job is over
+__all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +34,13 @@ class Rendezvous(Protocol):
     """What the agent uses of its rendezvous.
 
     Attributes:
-        settings: of this agent, read once.
-        torch_conf: what the user gave in --rdzv-conf, as torch parsed it.
-        attached: set by our agent when it takes this handler; without it another agent uses the rendezvous alone (`plain`).
+        settings: this agent's settings, read once.
+        torch_conf: the user's --rdzv-conf, as torch parsed it.
+        attached: set by our agent when it begins to use this handler; else another agent uses the rendezvous (`plain`).
         round: number of the current round, from 1, the same on every node, never used twice in a job; 0 before the first.
         host, node_id: this machine's name, and this agent's unique name within the job.
         launch: names this launch of the job, the same on every node; rounds of one launch count up.
-        poll_interval_s: seconds between two looks at `round_over` where no event tells of nodes that wait; None: events tell all.
+        poll_interval_s: seconds between two looks at `round_over` if there is no event for nodes that wait; None: there is.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; set by our agent.
         on_wait: a main thread that waits for other nodes calls it every second, and it may raise; set by our agent.
     """
@@ -63,11 +56,14 @@ class Rendezvous(Protocol):
     on_wait: Callable[[], None]
 
     @property
-    def launch(self) -> str: ...
+    def launch(self) -> str:
+        """See above."""
 
-    def get_backend(self) -> str: ...
+    def get_backend(self) -> str:
+        """The value of --rdzv-backend."""
 
-    def get_run_id(self) -> str: ...
+    def get_run_id(self) -> str:
+        """The value of --rdzv-id, or what stands in for it."""
 
     def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None]) -> None:
         """Say what this node offers to a round, and the job's budget; the agent calls it before the first round.
@@ -102,7 +98,7 @@ class Rendezvous(Protocol):
 
     @property
     def save_wanted(self) -> int:
-        """Number of the last save on demand that was asked for in this round; 0: none."""
+        """Number of the last save on demand requested in this round; 0: none."""
 
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; returns at once."""
@@ -114,10 +110,10 @@ class Rendezvous(Protocol):
         """Monotonic time by which the workers must be gone; None: they get the usual grace."""
 
     def leaving(self, reason: str) -> None:
-        """This node was told to leave; its workers still run. What their end does to the others' workers is no failure."""
+        """This node was told to leave; its workers still run. What their end causes on other nodes is not a failure."""
 
     def last_will(self) -> Mapping[str, Any] | None:
-        """What the reaper needs to take this node out of the job when the agent is killed; None: nothing."""
+        """What the reaper needs to take this node out of the job if the agent is killed; None: nothing."""
 
     def leave(self) -> None:
         """Leave the job to the others. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""What a judgement needs from this agent, and the ledger of a job that has no etcd."""
+"""Input of the judgement on a failure: the rules, from settings; the records of other nodes; the ledger of a job without etcd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from elastic_ext.base import user_files
 from elastic_ext.base.errors import UsageError
@@ -16,9 +15,9 @@ from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.ledger import Ledger, Report, Rules, decode_ledger, decode_report, encode_ledger
 from elastic_ext.failures.policy import Backoff
 
 logger = logging.getLogger(__name__)
@@ -26,77 +25,87 @@ logger = logging.getLogger(__name__)
 LEDGER_BYTES = 16 << 20
 
 
-def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
-    """more: the other fields of job.Rules."""
-    return job.Rules(
+def rules(
+    settings: Settings,
+    max_restarts: int,
+    *,
+    nodes: int | None = None,
+    min_nodes: int | None = None,
+    lost: tuple[str, ...] = (),
+) -> Rules:
+    """The rules of a judgement now; see `failures.ledger.Rules`."""
+    return Rules(
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
         kind_limits=dict(settings.kind_limits or ()),
         backoff=Backoff(settings.backoff, settings.backoff_max),
         jitter=random.random(),
-        **more,
+        nodes=nodes,
+        min_nodes=min_nodes,
+        lost=lost,
     )
 
 
-def report_of(text: str, order: int) -> job.Report:
-    """A node's report; of one that cannot be read, that something failed. A job must not wait for ever for a verdict on it."""
+def report_of(text: str, order: int) -> Report:
+    """Decode a node's report. One that cannot be read is an unknown failure: the job must not wait for ever for a verdict."""
     try:
-        return job.decode_report(text, order)
+        return decode_report(text, order)
     except RecordError as error:
         logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", printable(str(error)))
-        return job.Report("", replace(classify(Evidence(rank=-1)), order=order))
+        return Report("", replace(classify(Evidence(rank=-1)), order=order))
 
 
-def ledger_of(text: str) -> job.Ledger:
-    """A job's ledger; a new one where there is none, or none that can be read."""
+def ledger_of(text: str) -> Ledger:
+    """Decode a job's ledger; return a new one if there is none, or none that can be read."""
     try:
-        return job.decode_ledger(text) if text else job.Ledger()
+        return decode_ledger(text) if text else Ledger()
     except RecordError as error:
-        logger.warning("the job's ledger cannot be read and is begun anew: %s", printable(str(error)))
-        return job.Ledger()
+        logger.warning("the job's ledger cannot be read, so a new one is begun: %s", printable(str(error)))
+        return Ledger()
 
 
 class LedgerFile:
-    """A job's ledger on the local disk; without a path it lives as long as the agent.
+    """A job's ledger on the local disk, or without a path in memory.
 
     Invariant: the file is whole at any instant, the old one or the new one.
     """
 
     def __init__(self, path: str | None, run_id: str) -> None:
-        """Raises UsageError: the path is of something else than a file."""
+        """Raises UsageError: the path names something other than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
         if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would put a file in its place
             raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
         self.ledger = self._read()
 
-    def _read(self) -> job.Ledger:
-        """Another run's ledger is none of ours, and neither is one of a job that ended for good: somebody has looked at it."""
+    def _read(self) -> Ledger:
+        """The ledger of another run does not count, nor that of a job that ended for good: somebody has looked at it."""
         if self._path is None or not self._path.exists():
-            return job.Ledger()
+            return Ledger()
         if not self._path.is_file():  # reading a pipe would never end
-            logger.warning("ledger_file %s cannot be used: it is no file", self._path)
-            return job.Ledger()
+            logger.warning("ledger_file %s cannot be used: it is not a file", self._path)
+            return Ledger()
         try:
             record = json.loads(user_files.text(str(self._path), LEDGER_BYTES))
-            ledger = job.decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else job.Ledger()
+            ledger = decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
-            logger.warning("ledger_file %s cannot be used and is begun anew: %s", self._path, printable(str(error)))
-            return job.Ledger()
-        return job.Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
+            logger.warning("ledger_file %s cannot be used, so a new ledger is begun: %s", self._path, printable(str(error)))
+            return Ledger()
+        return Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 
-    def write(self, ledger: job.Ledger) -> None:
+    def write(self, ledger: Ledger) -> None:
+        """Replace the ledger. A file that cannot be written is logged, and the ledger kept in memory."""
         self.ledger = ledger
         if self._path is None:
             return
         try:
-            write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": job.encode_ledger(ledger)}))
-        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": encode_ledger(ledger)}))
+        except (OSError, ValueError) as error:  # ValueError: not the name of a file
             logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
 
     def forget(self) -> None:
-        """The job has ended well."""
-        self.ledger = job.Ledger()
+        """Delete the ledger: the job has ended without a failure."""
+        self.ledger = Ledger()
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The rendezvous alone, under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop.
+"""The rendezvous under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop.
 
-It forms rounds, and that is all: the next one starts when a node calls `next_rendezvous` again, is lost, or comes. There is one
-warning, which is also how to see that torch's launcher has not built our agent: some day, or patched, it may not.
+It only forms rounds: the next one starts when a node calls `next_rendezvous` again, is lost, or joins. One warning says so; it
+also shows when torch's launcher has not built our agent, because it is patched or newer than this package.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
-    """attached: our agent has taken it. round: the last one; 0: there was none."""
+    """attached: our agent uses it. round: number of the last one; 0: there was none."""
 
     attached: bool
     round: int
 
 
 def note(handler: Handler) -> None:
-    """Before each round; warns before the first."""
+    """To be called before each round; warns before the first."""
     if not handler.attached and handler.round == 0:
         logger.warning(
             "elastic_ext: another agent than elastic_ext's uses this rendezvous: it forms rounds, but there are no verdicts, no "
@@ -38,7 +38,7 @@ def note(handler: Handler) -> None:
 
 @contextmanager
 def closed_by_verdict(handler: Handler) -> Iterator[None]:
-    """Another agent knows of no verdicts: to it a job that one has ended is closed."""
+    """Another agent does not know verdicts: a job that a verdict has ended is closed to it."""
     try:
         yield
     except JobStopped as stopped:

@@ -1,6 +1,6 @@
-"""Reads what others have put beside a job's records. What cannot be read is no record: it is told once, and the job goes on.
+"""Reads the records of a job, which anybody may have written. One that cannot be read is logged once, and the job goes on.
 
-What stands in for it is for who asks: a node that cannot be read is no node, a header that cannot be read changes nothing.
+The caller decides what takes its place: a node that cannot be read is no node, a header that cannot be read changes nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError, is_name
-from elastic_ext.failures import ledger as job
-from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node
+from elastic_ext.failures.ledger import JobVerdict, Ledger, decode_ledger, decode_verdict
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, decode
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import KeyValue
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_TOLD = 1000  # different ones; whoever writes more of them is not told of any more
+MOST_FAULTS = 1000  # different ones; further ones are not logged
 
 
 def _warn(text: str) -> None:
@@ -31,29 +30,30 @@ def _warn(text: str) -> None:
 
 
 class RecordReader:
-    """One agent's; from any thread."""
+    """One agent's reader; its methods may be called from any thread. They return None for what cannot be read."""
 
-    def __init__(self, tell: Callable[[str], None] = _warn) -> None:
-        """tell: called with one line for each key and content that cannot be read, once."""
-        self._tell = tell
-        self._told: set[tuple[bytes, int]] = set()
+    def __init__(self, on_fault: Callable[[str], None] = _warn) -> None:
+        """on_fault: called with one line, once for each key and content that cannot be read."""
+        self._on_fault = on_fault
+        self._faults: set[tuple[bytes, int]] = set()
 
     def node(self, kv: KeyValue) -> Node | None:
-        """A node's record is under the node's lease; one that no lease takes away would be waited for, and for ever."""
+        """A node's record must be under a lease: the job would wait for ever for a node whose record never goes away."""
         if not kv.lease_id:
-            self._once(f"{_shown(kv.key)} is under no lease, so it is no node", kv.key, kv.value)
+            self._once(f"{_shown(kv.key)} is under no lease, so it is not a node", kv.key, kv.value)
             return None
-        return self._try(lambda: rounds.decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
+        return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
-        return self._try(lambda: rounds.decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
+        """A node's part in a round."""
+        return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
-        """Invariant: a verdict that it carries is one that can be carried out, on the header's own round.
+        """Invariant: a verdict in the header can be carried out, and is on the header's own round.
 
-        One with another verdict is no header at all: what was before holds, so its failure has yet to be judged.
+        A header with any other verdict cannot be read: the one before it holds, and its failure has yet to be judged.
         """
-        header = self._try(lambda: rounds.decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
+        header = self._try(lambda: decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
         if header is None or not header.verdict:
             return header
         verdict = self.verdict(header.verdict, kv.key)
@@ -61,29 +61,31 @@ class RecordReader:
             self._once(f"{_shown(kv.key)} holds a verdict on round {verdict.round} in round {header.round}", kv.key, kv.value)
         return header if verdict is not None and verdict.round == header.round else None
 
-    def ledger(self, kv: KeyValue) -> job.Ledger | None:
-        return self._try(lambda: job.decode_ledger(kv.value), kv.key, kv.value)
+    def ledger(self, kv: KeyValue) -> Ledger | None:
+        """The job's ledger."""
+        return self._try(lambda: decode_ledger(kv.value), kv.key, kv.value)
 
-    def verdict(self, text: str, key: bytes) -> job.JobVerdict | None:
-        return self._try(lambda: job.decode_verdict(text), key, text)
+    def verdict(self, text: str, key: bytes) -> JobVerdict | None:
+        """A verdict that was read from this key."""
+        return self._try(lambda: decode_verdict(text), key, text)
 
     def id_of(self, prefix: str, key: bytes) -> str | None:
-        """The rest of a key: the id of a node, or a host; None where it is none, as a key of the job `<this one>/nodes`."""
+        """The rest of a key: the id of a node, or a host; None if it is neither, as in keys of a job named `<this one>/nodes`."""
         try:
             id_ = key.decode()[len(prefix) :]
         except UnicodeDecodeError:
             id_ = ""
         if is_name(id_):
             return id_
-        self._once(f"{_shown(key)} is the key of no node or host", key, b"")
+        self._once(f"{_shown(key)} is not the key of a node or host", key, b"")
         return None
 
     def read(self, kind: type[T], text: str, key: str, schema: int) -> T | None:
-        """A record of another kind."""
+        """A record of another kind, with its schema."""
         return self._try(lambda: records.read(kind, text, key, schema), key.encode(), text)
 
-    def cannot(self, text: str, kv: KeyValue) -> None:
-        """For who reads by other means: tell once why this cannot be read."""
+    def note_fault(self, text: str, kv: KeyValue) -> None:
+        """For a caller that decodes the record itself: log once why it cannot be read."""
         self._once(text, kv.key, kv.value)
 
     def _try(self, decode: Callable[[], T], key: bytes, content: bytes | str) -> T | None:
@@ -94,10 +96,10 @@ class RecordReader:
             return None
 
     def _once(self, text: str, key: bytes, content: bytes | str) -> None:
-        what = (key, hash(content))
-        if what not in self._told and len(self._told) < MOST_TOLD:
-            self._told.add(what)
-            self._tell(printable(text))
+        fault = (key, hash(content))
+        if fault not in self._faults and len(self._faults) < MOST_FAULTS:
+            self._faults.add(fault)
+            self._on_fault(printable(text))
 
 
 def _shown(key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The store server of a round. Torch's TCPStore takes writes from whoever reaches it, so it listens no wider than it must."""
+"""The store server of a round. Torch's TCPStore takes writes from anybody who reaches it, so it listens no wider than it must."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ TIMEOUT = timedelta(seconds=300)  # torch's default
 
 
 def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenant: bool = False) -> TCPStore:
-    """A new server that the others reach by `address`. It listens there only, or on all addresses if that is none of this host's.
+    """Start a server that the other nodes reach by `address`, on this port (0: any) with this timeout of its calls.
 
-    A name is none: what it means on the other hosts nobody knows here; nor is an address that is translated on the way (NAT).
+    It listens on that address only, or on all addresses if that is not one of this host's: a name, since the other hosts may
+    resolve it to another address, or an address that is translated on the way (NAT).
 
     Raises:
         OSError: the port is taken.
-        UsageError: this machine has no loopback.
-        RuntimeError, ValueError: what torch raises.
+        UsageError: this machine has no loopback interface.
+        RuntimeError, ValueError: torch could not start the server.
     """
     listening = _listening(address, port)
     if listening is None:
@@ -45,7 +46,7 @@ def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenan
 
 
 def _listening(address: str, port: int) -> socket.socket | None:
-    """None: it cannot be said, or is none of this host's. Raises OSError where the port is taken."""
+    """A listening socket; None: the address is not one of this host's, or not a number. Raises OSError: the port is taken."""
     number = "127.0.0.1" if address == "localhost" else address
     try:
         version = ipaddress.ip_address(number).version
@@ -55,7 +56,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
     try:
         where = socket.getaddrinfo(number, port, listening.family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
         if port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of an agent that was started again
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of an agent that was started again
         listening.bind(where)
         listening.listen(BACKLOG)
         return listening
@@ -67,5 +68,5 @@ def _listening(address: str, port: int) -> socket.socket | None:
             raise UsageError(
                 f"cannot listen on {address}: {error.strerror}; expected a loopback interface, bring it up"
             ) from error
-        logger.info("the store of the round listens on all addresses: %s is none of this host's (%s)", address, error.strerror)
+        logger.info("the store of the round listens on all addresses: %s is not one of this host's (%s)", address, error.strerror)
         return None

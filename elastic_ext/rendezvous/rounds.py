@@ -1,7 +1,7 @@
-"""The rounds of a job as a pure state machine: what the leader does next. Standard library only, no I/O, no clock.
+"""The rounds of a job as a pure state machine that tells the leader what to do next. Standard library only, no I/O, no clock.
 
-A round is one set of nodes with one numbering. It runs until a node is lost, leaves or asks for an end (broken), or until the
-workers of all its nodes have finished (done). The next one is sealed from the nodes that wait for it.
+A round is one set of nodes with one numbering. It runs until a node is lost, leaves or asks for its end (broken), or until the
+workers of all its nodes have finished (done). The next one is sealed from the nodes that wait.
 
 Invariants, kept here and checked by the tests on every path:
     ranks of a round are unique and contiguous, over nodes and over workers, with one world size;
@@ -10,135 +10,31 @@ Invariants, kept here and checked by the tests on every path:
     a living node is in the round or waits for the next one.
 
 The records of a job may be lost while its nodes live: etcd was out of reach for longer than their lease, or somebody deleted
-them. What a node remembers of the header is then as good as the record: `precedes` says which of two headers is the older one,
-and the newest is written again. A leader that knows of such an outage gives members that it does not see the time to come back
-(View.returning_until) before it holds them for lost.
+them. What a node remembers of the header is then as good as the record: `precedes` tells the older of two headers, and the newest
+is written again. A leader that knows of such an outage gives members that it does not see time to come back
+(View.returning_until) before it counts them as lost.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Annotated, TypeVar
 
-from elastic_ext.base import records
-from elastic_ext.base.records import Count, Name, Port, RecordError, Within
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
-GROW_LOOK_S = 5.0  # how often a leader with nodes that wait looks for a new checkpoint (grow_at=checkpoint)
-STALLED = "no worker of the job makes progress any more"  # why a round that hangs is over
-PARTS_LOOK_S = 1.0  # how often a leader that misses parts of the round looks for them
-SCHEMA = 1  # of the records below; a record of a newer one is refused
-MOST_WORKERS = 2**16  # of a node
-MOST_SAVES = 10**6  # on demand, in one round
-MOST_ROUNDS = 10**9  # that a node may say it has been in: the next one's number must still be one
-
-
-class State(str, Enum):
-    FORMING = "forming"  # before the first round
-    RUNNING = "running"
-    BROKEN = "broken"
-    DONE = "done"
-    CLOSED = "closed"  # the job is over, for good
-
-
-@dataclass(frozen=True)
-class Node:
-    """What a node says of itself.
-
-    Attributes:
-        after: it waits for a round later than this one. Its workers of that round, if it was in it, have been stopped.
-        done: the last round that its workers have finished well; 0: none.
-        workers: how many it runs.
-        port: a store server of this node that listens already and has never been used.
-        reported: the last round whose end it has told of; its workers of that round have been stopped.
-        report: what failed here in that round (a record of `job`); "": nothing.
-        follows: see `job.Report.waits_for_others`.
-        saved: number of the last save on demand of its round that is complete; saved_step: its step.
-        stalled: the round in which all its workers stall now; 0: they do not.
-        local: it saves to a disk of its own first, and may resume from there.
-        round: the round that its workers were in when it had to register again; 0: it has not had to.
-        cut: the round in which it stopped its workers because it was cut off from etcd; 0: it has not. What others fail of then
-            is that.
-    """
-
-    after: Count
-    workers: Annotated[int, Within(1, MOST_WORKERS)]
-    role: str
-    address: Name
-    port: Port
-    done: Count = 0
-    topology: str = ""
-    reported: Count = 0
-    report: str = ""
-    follows: bool = False
-    saved: Count = 0
-    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
-    stalled: Count = 0
-    local: bool = False
-    round: Annotated[int, Within(0, MOST_ROUNDS)] = 0
-    cut: Count = 0
-
-
-@dataclass(frozen=True)
-class Header:
-    """The state of the job that every node watches: small, whatever the number of nodes.
-
-    Attributes:
-        round: number of the round that runs, or of the last one; 0 before the first.
-        nodes, world: how many nodes and workers are in it.
-        address, port: the store of this round, at the node of rank 0.
-        reason: why it is in this state, for people.
-        seal: names the very act of sealing. A leader may be lost, or its view may change, after it wrote the parts of a round and
-            before it wrote this header; the parts that are left of that must not be taken for parts of the round that came to be.
-        verdict: what all nodes do about the failures that ended this round (a record of `job`); "": none has been judged.
-        save: number of the save on demand that is wanted in this round; 0: none has been.
-        local: all nodes may resume from disks of their own, and tell the node of rank 0 what they have there.
-        resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0 once it has
-            looked; "": it has not yet. A new round begins with "", so that no choice outlives the round that it was made in.
-        job: names the job from its first round to its end, and no other job of the same run id; "": before the first round.
-    """
-
-    round: Count = 0
-    state: State = State.FORMING
-    nodes: Count = 0
-    world: Count = 0
-    address: str = ""
-    port: Port = 0
-    reason: str = ""
-    seal: str = ""
-    verdict: str = ""
-    save: Annotated[int, Within(0, MOST_SAVES)] = 0
-    local: bool = False
-    resume: str = ""
-    job: str = ""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """One node's part in a round. base_rank, base_role_rank: of its first worker. role_world: of its role. seal: see Header."""
-
-    round: Count
-    rank: Count
-    base_rank: Count
-    base_role_rank: Count
-    role_world: Count
-    seal: str = ""
-
-    def of(self, header: Header) -> bool:
-        """Is this a part in the header's round, and not in another try to form it?"""
-        return (self.round, self.seal) == (header.round, header.seal)
+GROW_LOOK_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait for one to join (grow_at=checkpoint)
+STALLED = "no worker of the job makes progress any more"  # for people: why a round ends as EndKind.STALLED
+PARTS_LOOK_S = 1.0  # how often a leader looks for missing parts of the round
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a job.
+    """The limits of a job.
 
     Attributes:
         last_call_s: how long the first round waits for more nodes after the last one came, once there are enough.
-        settle_s: how long after the first report of a failure the nodes that have not told yet are waited for, once one of the
-            reports names a cause.
+        settle_s: how long after the first report of a failure the leader waits for nodes that have not reported yet, once one of
+            the reports names a cause.
     """
 
     min_nodes: int
@@ -152,13 +48,13 @@ class View:
     """What the leader knows.
 
     Attributes:
-        nodes: all that are alive, by id.
+        nodes: all living nodes, by id.
         joined: order of joining (any increasing number), by id.
-        members: rank in header.round, by id; nodes that are lost are still in it.
+        members: rank in header.round, by id; including nodes that are lost.
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
-        may_grow: nodes that wait may come in now (False: not before a checkpoint).
-        reported_at: when the first report on the end of this round came, on the same clock; None: none has.
-        returning_until: etcd was out of reach or has lost records: members that are not there, or whose parts are not, may come
+        may_grow: nodes that wait may join now (False: not before a checkpoint).
+        reported_at: when the first report about the end of this round came, on the same clock; None: there is none.
+        returning_until: etcd was out of reach or has lost records: missing members, and members whose parts are missing, may come
             back until then, on the same clock. None: no member is expected back.
     """
 
@@ -174,7 +70,7 @@ class View:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do before something happens, or before `until` on the same clock."""
+    """Do nothing until something happens, or until `until` on the same clock."""
 
     reason: str
     until: float | None = None
@@ -190,15 +86,16 @@ class Seal:
 
 @dataclass(frozen=True)
 class End:
-    """End the round that runs: `state` is BROKEN or DONE."""
+    """End the round that runs: `state` is BROKEN or DONE. kind: how, where the state alone does not say it."""
 
     state: State
     reason: str
+    kind: EndKind | None = None
 
 
 @dataclass(frozen=True)
 class Conclude:
-    """Find one verdict for all on what these nodes have reported."""
+    """Find one verdict for all nodes on the reports of these."""
 
     nodes: tuple[str, ...]
     reason: str
@@ -217,18 +114,18 @@ def next_action(view: View, limits: Limits, now: float) -> Action:
 
 
 def waiting(view: View) -> list[str]:
-    """The nodes that wait for the next round, by id."""
+    """Ids of the nodes that wait for the next round."""
     return [id_ for id_, node in view.nodes.items() if id_ not in view.members or node.after >= view.header.round]
 
 
 def reports(view: View) -> tuple[str, ...]:
-    """The members of this round that report a failure in it, by id."""
+    """Ids of the members of this round that report a failure in it."""
     number = view.header.round
     return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
 
 
 def lost(view: View) -> tuple[str, ...]:
-    """Members of the round that are gone, or that have stopped their workers because they were cut off."""
+    """Ids of the members of the round that are gone, or that have stopped their workers because they were cut off."""
     number = view.header.round
     return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
 
@@ -238,15 +135,15 @@ _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVE
 
 
 def _age(header: Header) -> tuple[int, int, bool, int]:
-    """Grows with each header of a job."""
+    """Grows with each new header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
     return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save
 
 
 def precedes(found: Header, known: Header) -> bool:
-    """Is the header that was found an older one of the job that `known` is of? A node that had missed the news brought it back.
+    """Whether the header that was found is an older one of the same job: a node that had missed events brought it back.
 
-    Of two rounds with one number, or of another job, the one in the store counts: nobody can tell which is older.
+    Of two rounds with one number, or of two jobs, the one in the store counts: nobody can tell which is older.
     """
     if found.job != known.job or (found.round == known.round and found.seal != known.seal):
         return False
@@ -254,9 +151,9 @@ def precedes(found: Header, known: Header) -> bool:
 
 
 def brings_back(found: Header | None, known: Header) -> bool:
-    """Must a node that knows this header write it (again)? found: what is in the store; None: nothing.
+    """Whether a node that knows this header must write it again. found: the header in the store; None: there is none.
 
-    The end of a job is not written where nothing is: the next job under this run id may have begun.
+    The end of a job is not written again if there is none: the next job under this run id may have begun.
     """
     if found is None:
         return known.round > 0 and _STAGES[known.state] < _OVER
@@ -264,12 +161,12 @@ def brings_back(found: Header | None, known: Header) -> bool:
 
 
 def incomplete(view: View) -> bool:
-    """Parts of the round are not known: their records were lost."""
+    """Whether parts of the round are unknown, because their records were lost."""
     return len(view.members) < view.header.nodes
 
 
 def _awaits_members(view: View, now: float) -> Wait | None:
-    """After an outage: wait for the members that are not there, and for parts that are not known."""
+    """After an outage: wait for missing members, and for unknown parts."""
     until = view.returning_until
     if until is None or now >= until:
         return None
@@ -299,7 +196,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
     if all(view.nodes[id_].stalled == number or view.nodes[id_].done >= number for id_ in view.members):
-        return End(State.BROKEN, STALLED)
+        return End(State.BROKEN, STALLED, EndKind.STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]
     if not joining or done:
@@ -317,11 +214,11 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         return Wait(f"the header of round {ran} is lost, its nodes write it again", view.returning_until)
     failed = reports(view)
     if failed and not view.header.verdict:
-        silent = [id_ for id_ in view.members if id_ in view.nodes and not _told(view.nodes[id_], view.header.round)]
+        silent = [id_ for id_ in view.members if id_ in view.nodes and not _has_reported(view.nodes[id_], view.header.round)]
         if silent and all(view.nodes[id_].follows for id_ in failed):
-            # Not for the settle time only: the next round waits for these nodes all the same. A node may take the whole of its
-            # workers' grace before it tells the cause; one whose host has died is lost when its lease ends.
-            return Wait(f"what failed so far followed from something else, and {_named(silent)} has not told yet")
+            # Not only for the settle time: the next round waits for these nodes in any case. A node may take the whole grace of
+            # its workers before it reports the cause; one whose host has died is lost when its lease ends.
+            return Wait(f"what failed so far followed from something else, and {_named(silent)} has not reported yet")
         settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
         if silent and now < settled:
             return Wait(f"{_named(silent)} may have failed too", settled)
@@ -340,14 +237,14 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     return Seal(order(view, present, limits.max_nodes), f"{len(present)} nodes are here")
 
 
-def _told(node: Node, round_: int) -> bool:
+def _has_reported(node: Node, round_: int) -> bool:
     return node.reported >= round_ or node.after >= round_
 
 
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """The nodes of the next round by rank: old members first in their old order, then by topology, then by time of joining.
 
-    Stable, so that caches and shards stay where they are. Where there are too many, those that came last wait.
+    The order is stable, so that caches and shards stay where they are. If there are too many nodes, the last to come wait.
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
@@ -355,9 +252,9 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
-    """Return the header of the next round and each node's assignment, by id. name: of this act, unique.
+    """Return the header of the next round and each node's assignment, by id. name: the new seal.
 
-    Its number is higher than all that any node has been in, also where the header of those is lost.
+    The round's number is higher than that of any round that a node has been in, even if the header of that round is lost.
     """
     nodes = [view.nodes[id_] for id_ in action.order]
     number = 1 + max(view.header.round, *(max(node.after, node.round) for node in view.nodes.values()))
@@ -377,24 +274,3 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
 
 def _named(ids: Sequence[str]) -> str:
     return f"node {ids[0]}" if len(ids) == 1 else f"{len(ids)} nodes, {ids[0]} among them"
-
-
-Record = TypeVar("Record", Node, Header, Assignment)
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a leader of thousands of nodes writes as many records
-
-
-def encode(record: Node | Header | Assignment) -> bytes:
-    return _ENCODER.encode({"schema": SCHEMA, **vars(record)}).encode()
-
-
-def decode(kind: type[Record], value: bytes, key: str) -> Record:
-    """Read a record.
-
-    Raises:
-        RecordError: it is of a newer schema, or no record of this kind. key: for the message.
-    """
-    data = records.parse(value, key, SCHEMA)
-    if kind is Header and "state" not in data:
-        raise RecordError(f"{key} holds no header of elastic_ext: it has no state")
-    return records.build(kind, data, key)

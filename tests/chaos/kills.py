@@ -35,6 +35,7 @@ from pathlib import Path
 
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import ledger as job
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.chaos import disks, processes
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer
@@ -467,7 +468,7 @@ class Loop:
                 return job.Ledger()
             return job.decode_ledger(json.loads(self._ledger_file.read_text())["ledger"])
         with EtcdClient(self.etcd.endpoint) as client:
-            found = client.get(f"/elastic_ext/{RUN_ID}/ledger", timeout_s=20).kv
+            found = client.get(JobKeys(RUN_ID).ledger, timeout_s=20).kv
         return job.decode_ledger(found.value.decode()) if found is not None else job.Ledger()
 
     # The end.

@@ -35,7 +35,9 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd import job_status
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, View
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
 from tests.checkpoints.formats.test_formats import save_trainer
@@ -85,9 +87,9 @@ REPORT = job.Report("host1", classify(EVIDENCE), resumed_at=10, stacks="rank 1 w
 LEDGER, VERDICT = job.judge({"n1": REPORT}, job.Ledger(), job.Rules(3), 2)
 LIMITS = Limits(1, 4, 1.0)
 RECORDS = {
-    "round": rounds.encode(HEADER),
-    "nodes/n1": rounds.encode(NODE),
-    "assign/n1": rounds.encode(PART),
+    "round": encode(HEADER),
+    "nodes/n1": encode(NODE),
+    "assign/n1": encode(PART),
     "ledger": job.encode_ledger(LEDGER).encode(),
     "verdict": job.encode_verdict(VERDICT).encode(),
     "report": job.encode_report(REPORT).encode(),
@@ -95,22 +97,22 @@ RECORDS = {
 
 
 def use_header(data: bytes) -> None:
-    header = rounds.decode(Header, data, "round")
+    header = decode(Header, data, "round")
     view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, 0.0)
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", header, {"n1": NODE}, {"n1": PART}, LEDGER, {}))
-    rounds.encode(header)
+    encode(header)
 
 
 def use_node(data: bytes) -> None:
-    node = rounds.decode(Node, data, "nodes/n1")
+    node = decode(Node, data, "nodes/n1")
     view = View(HEADER, {"n1": node, "n2": NODE}, {"n1": 1, "n2": 2}, {"n1": 0, "n2": 1}, 0.0)
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", HEADER, {"n1": node}, {"n1": PART}, LEDGER, {}))
 
 
 def use_part(data: bytes) -> None:
-    part = rounds.decode(Assignment, data, "assign/n1")
+    part = decode(Assignment, data, "assign/n1")
     shown(job_status.JobStatus("job", HEADER, {"n1": NODE, "n2": NODE}, {"n1": part, "n2": PART}, LEDGER, {}))
 
 
@@ -186,7 +188,7 @@ def test_commands_on_planted_records(fuzz: Fuzz, server) -> None:  # type: ignor
             number, _, value = data.partition(b":")
             planted = {**RECORDS, keys[int(number) % len(keys)]: value}
             for key in keys:
-                client.put(f"/elastic_ext/job/{key}", planted[key])
+                client.put(f"{JobKeys('job').prefix}{key}", planted[key])
             where = ("--rdzv-endpoint", server.endpoint, "--rdzv-id", "job")
             command("explain", *where)
             command("checkpoints", "save", *where, "--timeout=0.05", codes=(0, EX_NO_SAVE, EX_CONFIG))

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import Batch, EtcdClient
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.save_request import Outcome, outcome, save
-from elastic_ext.rendezvous.rounds import Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job, environment, run
 from tests.ports import free_port
+
+KEYS = JobKeys("job")
 
 JOB = SCRIPTS / "saving_job.py"
 CLI = [sys.executable, "-m", "elastic_ext.cli", "checkpoints", "save", "--rdzv-id=job"]
@@ -112,7 +115,7 @@ def test_requests_that_overlap_are_all_answered(server, tmp_path):
 def await_request(client: EtcdClient) -> None:
     """Until the header of the job carries a request."""
     deadline = time.monotonic() + TIMEOUT_S
-    with client.watch_with_snapshot("/elastic_ext/job/round") as news:
+    with client.watch_with_snapshot(KEYS.header) as news:
         while (item := news.get(max(0.0, deadline - time.monotonic()))) is not None:
             kvs = [event.kv for event in item.events] if isinstance(item, Batch) else item.kvs
             if any(decode(Header, kv.value, "round").save for kv in kvs):

@@ -24,26 +24,27 @@ from elastic_ext.etcd import KeyValue
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import Ledger, judge
 from elastic_ext.failures.policy import STOP_CODES, Action
-from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous import round_records
 from elastic_ext.rendezvous.c10d import store_job
 from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run
 from tests.rendezvous.c10d.test_store_job import LONG_S, make
 from tests.rendezvous.etcd.test_etcd_jobs import CONF, ELASTIC, reports, seen
 
-PREFIX = "/elastic_ext/job/"
+PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
 LEDGER, VERDICT = judge({"a": report("ha", "NameError", "x")}, Ledger(), RULES, 3)
 GOOD: dict[str, bytes] = {
     "job": b'{"schema": 1, "min_nodes": 1, "max_nodes": 2}',
-    "round": rounds.encode(Header(3, State.CLOSED, 1, 1, "h", 9, "why", "seal", job.encode_verdict(VERDICT))),
-    "nodes/a": rounds.encode(Node(3, 1, "r", "h", 9, report=job.encode_report(report("ha", signal="SIGKILL")))),
-    "assign/a": rounds.encode(Assignment(3, 0, 0, 0, 1, "seal")),
+    "round": round_records.encode(Header(3, State.CLOSED, 1, 1, "h", 9, "why", "seal", job.encode_verdict(VERDICT))),
+    "nodes/a": round_records.encode(Node(3, 1, "r", "h", 9, report=job.encode_report(report("ha", signal="SIGKILL")))),
+    "assign/a": round_records.encode(Assignment(3, 0, 0, 0, 1, "seal")),
     "ledger": job.encode_ledger(LEDGER).encode(),
     "refused/h": b"it failed",
 }
@@ -92,9 +93,9 @@ def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
     random_, read = random.Random(7), 0
     refused: list[str] = []
     decoders: list[tuple[str, Callable[[bytes], Any], Callable[[Any], Any]]] = [
-        ("round", lambda value: rounds.decode(Header, value, "k"), rounds.encode),
-        ("nodes/a", lambda value: rounds.decode(Node, value, "k"), rounds.encode),
-        ("assign/a", lambda value: rounds.decode(Assignment, value, "k"), rounds.encode),
+        ("round", lambda value: round_records.decode(Header, value, "k"), round_records.encode),
+        ("nodes/a", lambda value: round_records.decode(Node, value, "k"), round_records.encode),
+        ("assign/a", lambda value: round_records.decode(Assignment, value, "k"), round_records.encode),
         ("ledger", job.decode_ledger, job.encode_ledger),
     ]
     for number in range(10_000):
@@ -129,13 +130,13 @@ def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
 def test_a_field_out_of_its_range_is_named(change, said):
     value = json.dumps({**json.loads(GOOD["nodes/a"]), **change}).encode()
     with pytest.raises(RecordError, match=next(iter(change))) as error:
-        rounds.decode(Node, value, "k")
+        round_records.decode(Node, value, "k")
     assert said in str(error.value)
 
 
 def test_a_record_that_is_too_large_is_not_parsed():
     with pytest.raises(RecordError, match="bytes, expected"):
-        rounds.decode(Node, b" " * records.MOST_BYTES + GOOD["nodes/a"], "k")
+        round_records.decode(Node, b" " * records.MOST_BYTES + GOOD["nodes/a"], "k")
 
 
 def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:
@@ -229,7 +230,7 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
             assert done.returncode == 0, done.err
             assert "Traceback" not in done.err
         assert "it is passed over" in jobs[0].err
-        assert rounds.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
+        assert round_records.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
 
 
 def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, agents):
@@ -254,7 +255,7 @@ def test_records_that_are_written_over_while_a_job_runs_restart_nothing(server, 
                     for event in batch.events:
                         if event.kv.lease_id == waiting.get(event.kv.key, 0) != 0:
                             kind = Header if event.kv.key.endswith(b"round") else Node
-                            rounds.decode(kind, event.kv.value, "a record that came back")
+                            round_records.decode(kind, event.kv.value, "a record that came back")
                             del waiting[event.kv.key]
     agents.gate.open()
     assert [each.finish().returncode for each in jobs] == [0, 0], [each.err for each in jobs]

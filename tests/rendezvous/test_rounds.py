@@ -7,22 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from elastic_ext.base.records import RecordError
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.rounds import (
-    Assignment,
-    Conclude,
-    End,
-    Header,
-    Limits,
-    Node,
-    RecordError,
-    Seal,
-    State,
-    View,
-    Wait,
-    lost,
-    next_action,
-)
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Seal, View, Wait, lost, next_action
 
 
 def node(after=0, workers=2, **more):
@@ -40,7 +28,7 @@ BROKEN = Header(3, State.BROKEN)
 JUDGED = Header(3, State.BROKEN, verdict="restart")
 FAILED = node(reported=3, report="it failed")
 FOLLOWS = dataclasses.replace(FAILED, follows=True)
-NO_CAUSE = "what failed so far followed from something else, and node b has not told yet"
+NO_CAUSE = "what failed so far followed from something else, and node b has not reported yet"
 ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes, a among them failed"
 
@@ -194,9 +182,24 @@ def test_seal_numbers_mixed_workers_and_roles():
     assert parts == {"a": Assignment(2, 0, 0, 0, 5), "b": Assignment(2, 1, 2, 0, 1), "c": Assignment(2, 2, 3, 2, 5)}
 
 
-@pytest.mark.parametrize("record", [node(), Header(4, State.BROKEN, 2, 3, "h", 9, "why"), Assignment(1, 2, 3, 4, 5)])
+ENDED = Header(4, State.BROKEN, 2, 3, "h", 9, "why", end=EndKind.STALLED)
+
+
+@pytest.mark.parametrize("record", [node(), Header(4, State.BROKEN, 2, 3, "h", 9, "why"), ENDED, Assignment(1, 2, 3, 4, 5)])
 def test_records(record):
-    assert rounds.decode(type(record), rounds.encode(record), "k") == record
+    assert decode(type(record), encode(record), "k") == record
+
+
+def test_a_header_without_the_field_for_how_its_round_ended_is_one():
+    """As version 0.1 wrote them."""
+    assert decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
+
+
+def test_a_round_of_which_all_nodes_stall_or_have_finished_ends_as_stalled():
+    nodes = {"a": node(stalled=3), "b": node(done=3)}
+    action = next_action(view(RUNNING, nodes, "ab"), LIMITS, 0)
+    assert (action.state, action.kind) == (State.BROKEN, EndKind.STALLED)
+    assert next_action(view(RUNNING, {**nodes, "b": node()}, "ab"), LIMITS, 0) == Wait("running")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_records(record):
 )
 def test_what_is_no_record_is_refused_in_one_line(value):
     with pytest.raises(RecordError, match="the/key") as error:
-        rounds.decode(Header, value, "the/key")
+        decode(Header, value, "the/key")
     assert "\n" not in str(error.value)
 
 

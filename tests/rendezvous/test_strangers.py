@@ -36,15 +36,17 @@ from elastic_ext.etcd import EtcdClient
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
-from elastic_ext.rendezvous.rounds import Node, decode
 from tests.checkpoints.choice.test_resolution import exchange_of, save
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job
 from tests.ports import free_port
 from tests.store_server import StoreServer
 
+KEYS = JobKeys("job")
 NOBODY = 65534
 LONG_S = 60.0
 GLOO = str(SCRIPTS / "gloo_job.py")
@@ -176,8 +178,8 @@ def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_p
 
 
 def port_of_the_only_node(server: EtcdServer) -> int:
-    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
-        while not (found := client.get_prefix("/elastic_ext/job/nodes/").kvs):
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+        while not (found := client.get_prefix(KEYS.nodes).kvs):
             assert watch.get(LONG_S) is not None
     return decode(Node, found[0].value, "node").port
 
@@ -492,8 +494,8 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
     """Rank 0 and 1; the one of rank 1 leads."""
     one = agents.enter("b", **settings)
     first = started(one.next_rendezvous)
-    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
-        while not client.get_prefix("/elastic_ext/job/nodes/").kvs:
+    with EtcdClient(agents._endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+        while not client.get_prefix(KEYS.nodes).kvs:
             assert watch.get(LONG_S) is not None
     zero = agents.enter("a", **settings)
     second = started(zero.next_rendezvous)
@@ -540,7 +542,7 @@ def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplo
         def emit(self, record: logging.LogRecord) -> None:
             tried.set()
 
-    seen = logging.getLogger("elastic_ext.rendezvous.etcd.participant")
+    seen = logging.getLogger("elastic_ext.rendezvous.etcd.tasks")
     handler = Tried(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, seen.name):
         server.kill()

@@ -1,4 +1,4 @@
-"""One thread that runs what happens to its participants, in order."""
+"""One thread that runs the tasks of its runners, in order."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ CLOSE_S = 10.0  # twice what a call of etcd takes at most (EtcdClient.timeout_s)
 
 
 class Runner(Protocol):
-    def run(self, work: Callable[[], None]) -> None:
-        """Run it, and answer for what it raises."""
+    """One participant's side of it."""
 
-    def on_time(self) -> None:
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task, and handle what it raises."""
+
+    def on_timer(self) -> None:
         """The time given to `wake_at` has come."""
 
 
 class Dispatcher:
-    """A job's agent has one participant on it; a simulation many."""
+    """An agent has one runner on it, its participant's; a simulation many."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
         self._due: dict[Runner, float] = {}
-        self._order: list[tuple[float, int, Runner]] = []  # a heap; what `_due` says otherwise of is void
+        self._order: list[tuple[float, int, Runner]] = []  # a heap; an entry that `_due` contradicts is void
         self._numbers = itertools.count()  # runners have no order of their own
         self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
         self._thread.start()
 
-    def post(self, runner: Runner, work: Callable[[], None]) -> None:
-        self._queue.put((runner, work))
+    def post(self, runner: Runner, task: Callable[[], None]) -> None:
+        """Run a task after those posted before it; from any thread, returns at once."""
+        self._queue.put((runner, task))
 
     def wake_at(self, runner: Runner, at: float | None) -> None:
-        """Call its `on_time` at this monotonic time; only from the loop's thread."""
+        """Call its `on_timer` at this monotonic time; None: do not. Only from the dispatcher's thread."""
         if at is None:
             self._due.pop(runner, None)
         elif self._due.get(runner) != at:
@@ -47,7 +50,7 @@ class Dispatcher:
             heapq.heappush(self._order, (at, next(self._numbers), runner))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Run what waits, then end. timeout_s: how long to wait for that; what its thread is in then is left to itself."""
+        """Run the tasks that wait, then end. After timeout_s seconds the thread is left to itself, in whatever call it is in."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -62,11 +65,11 @@ class Dispatcher:
                 continue
             if item is None:
                 return
-            runner, work = item
-            runner.run(work)
+            runner, task = item
+            runner.run(task)
 
     def _run_due(self, now: float) -> float | None:
-        """Wake those whose time has come; return when the next one's does."""
+        """Wake the runners whose time has come; return the time of the next one."""
         due: list[Runner] = []
         while self._order:
             at, _, runner = self._order[0]
@@ -78,5 +81,5 @@ class Dispatcher:
                 del self._due[runner]
                 due.append(runner)
         for runner in due:
-            runner.run(runner.on_time)
-        return self._order[0][0] if self._order else None  # void perhaps: then it is only looked at too early
+            runner.run(runner.on_timer)
+        return self._order[0][0] if self._order else None  # void perhaps: then the next look is only too early

@@ -1,7 +1,7 @@
-"""How the nodes of a round on etcd agree what to resume from: in the header of the round and under the nodes' leases.
+"""How the nodes of a round on etcd agree what to resume from: by offers under the nodes' leases, and a choice in the header.
 
-Never through the store of the round: torch's TCPStore takes writes from whoever reaches its port, and what is chosen there would
-be loaded by every rank. Where all is well the choice costs one transaction, and each node learns of it by the watch it has.
+The round's store is not used: torch's TCPStore takes writes from anybody who reaches its port, and every rank would load what is
+chosen there. As a rule the choice costs one transaction, and each node learns of it by the watch that it has on the header.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import Batch, EtcdError, KeyValue, Snapshot
-from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
+from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import RETRY_S
 from elastic_ext.rendezvous.handler import RoundEnd
-from elastic_ext.rendezvous.rounds import Assignment, Header, State
-
-LONGEST_WAIT_S = 60.0  # only bounds how long a main thread sleeps without looking at its signals
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
 
 
 class EtcdExchange:
-    """One node's end, for one round; see `base.exchange`. For the thread of the agent.
+    """One node's end of one round; see `base.exchange`. For the thread of the agent.
 
-    Invariant: what is read here was written for this very round: headers are compared by number and seal, offers lie under the
+    Invariant: only what was written for this round is read: headers are compared by number and seal, the keys of offers hold the
     seal.
     """
 
@@ -31,10 +31,10 @@ class EtcdExchange:
         participant: Participant,
         header: Header,
         part: Assignment,
-        changed: threading.Condition,
+        changed: InterruptibleCondition,
         over: Callable[[], RoundEnd | None],
     ) -> None:
-        """changed: notified when the participant or what `over` says has changed. over: why the round is over; None: it runs."""
+        """changed: notified when the participant has changed, or `over`. over: why the round is over; None: it runs."""
         self._participant, self._header, self._part = participant, header, part
         self._changed, self._over = changed, over
 
@@ -49,22 +49,22 @@ class EtcdExchange:
         folder = self._participant.offers_of(self._part.seal)
         keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
         found: dict[bytes, str] = {}
-        news = threading.Event()
-        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(news)) as watch:
+        events = threading.Event()
+        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(events)) as watch:
             while any(key not in found for key in keys):
-                news.clear()
-                again_s = LONGEST_WAIT_S
+                events.clear()
+                again_s = timeout_s
                 try:
                     while (item := watch.get(timeout_s=0)) is not None:
                         for kv in _written(item):
                             found[kv.key] = kv.value.decode(errors="replace")
-                except EtcdError:  # the snapshot could not be read; the next look tries again
+                except EtcdError:  # the snapshot could not be read; the next `get` tries again
                     again_s = RETRY_S
                 if all(key in found for key in keys):
                     break
                 if (left_s := deadline - time.monotonic()) <= 0:
                     return None
-                self._wait(news, min(again_s, left_s))
+                self._wait(events, min(again_s, left_s))
         return [found[key] for key in keys]
 
     def publish(self, text: str) -> None:
@@ -82,19 +82,19 @@ class EtcdExchange:
                     return header
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
-                    raise RoundOver("the node of rank 0 has not said in time what to resume from")
-                self._changed.wait(min(left_s, LONGEST_WAIT_S))
+                    raise RoundOver("the node of rank 0 has not chosen a checkpoint in time")
+                self._changed.wait(left_s)
 
-    def _wake(self, news: threading.Event) -> None:
+    def _wake(self, events: threading.Event) -> None:
         with self._changed:
-            news.set()
+            events.set()
             self._changed.notify_all()
 
-    def _wait(self, news: threading.Event, timeout_s: float) -> None:
-        """Until there are news, or the round is over: then raises RoundOver."""
+    def _wait(self, events: threading.Event, timeout_s: float) -> None:
+        """Wait until there are events. Raises RoundOver."""
         with self._changed:
             self._check_round()
-            if not news.is_set():
+            if not events.is_set():
                 self._changed.wait(timeout_s)
 
     def _check_round(self) -> None:

@@ -1,25 +1,27 @@
-"""Stops a node that is cut off before the others can take it for dead; lets all train on while etcd is down for everybody.
+"""Stops a node that is cut off before the others can count it as lost; lets all train on while etcd is down for everybody.
 
-The server forgets a node when its lease has not been renewed for a whole lease time; the others may then go on without it.
-So a node whose lease nears that end must stop its workers, unless no other node of the round can renew its own either: then
-nobody is there to form a round, and when etcd is back it gives every lease its whole time again. The nodes tell each other
-through the store of the round, which does not depend on etcd.
+The server forgets a node when its lease has not been renewed for a whole lease time; the others may then go on without it. So a
+node whose lease nears its end must stop its workers, unless no other node of the round can renew its own either: then nobody is
+there to form a round, and when etcd is back it gives every lease its whole time again.
+
+Wire protocol: each node writes its state, one of WELL, TROUBLE and BACK, into the store of the round, which does not depend on
+etcd, under elastic_ext/trouble/RANK. A node that has never written is well.
 
 | share of the lease time left | |
 |---|---|
 | more than 62 % | well (a renewal is due every third) |
-| 10 to 62 % | in trouble: say so in the store |
-| less than 10 % | closed, unless all others are in trouble too, or have just come out of a trouble that all were in |
+| 10 to 62 % | in trouble: write so into the store |
+| less than 10 % | closed, unless all others are in trouble too, or have just come back from an outage that all were in |
 
 Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (38 % + 33 % after the first
-one's last renewal) before the first one must decide (90 %). What is left then is all the time that its workers get to stop.
+one's last renewal) before the first one must decide (90 %). The rest of the lease time is all that its workers get to stop.
 
-When etcd is back one node renews first, or registers again where leases have ended. It says that it is back, and the others
-train on for `train_on_s`, counted from before it was back: they are about to come back too. Nothing is formed without them in
-that time, for whoever leads was in the outage, and gives the members longer than that to come back (`participant.returning_s`).
+When etcd is back, one node is the first to renew, or to register again if its lease has ended. It writes BACK, and the others
+train on for `train_on_s`, counted from before it was back: they are about to come back too. No round is formed without them in
+that time, since the leader was in the outage too and gives the members longer than that to come back (`outage.returning_s`).
 
-Invariant: a node says that it is back only if half of its lease's time was over; a leader of which that is true waits for the
-members (`LeaseSession.late`). A node that comes out of a shorter trouble says that it is well, and excuses nobody.
+Invariant: a node writes BACK only if half of its lease time was over; a leader in that state waits for the members
+(`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL, and excuses nobody.
 
 Not covered: all members of the round cut off from etcd while a node outside of it is not. Spares are not in the round's store.
 """
@@ -30,6 +32,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -41,11 +44,12 @@ logger = logging.getLogger(__name__)
 TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
 LOOK_SHARE = 0.05  # how often a node in trouble looks again
-TRAIN_ON_S = 5.0  # gRPC takes as long to find a server again (min_reconnect_backoff_ms and a pause)
+TRAIN_ON_S = 5.0  # gRPC takes that long to find a server again (min_reconnect_backoff_ms and a pause)
 TRAIN_ON_SHARE = 0.5  # of the lease time, where that is longer
 
-WELL, TROUBLE, BACK = "0", "1", "2"  # what a node says of itself in the store
-_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else excuses nobody
+WELL, TROUBLE, BACK = "0", "1", "2"
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL: it excuses nobody
+_KEYS = "elastic_ext/trouble/"
 
 
 def train_on_s(ttl_s: float) -> float:
@@ -56,18 +60,28 @@ def train_on_s(ttl_s: float) -> float:
 def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Whether nobody can go on without a node in trouble.
 
-    others: what they say of themselves; None: the store does not answer. all_down_at: see Fence.
+    others: their states; None: the store does not answer. all_down_at: see Fence.
     """
     if others is None or not all(each in (TROUBLE, BACK) for each in others):
         return False
     if BACK not in others:
         return True
-    # None: they say so of an earlier outage.
+    # None: they wrote BACK after an earlier outage.
     return all_down_at is not None and now < all_down_at + train_on_s(ttl_s)
 
 
+@dataclass(frozen=True)
+class RoundStore:
+    """Where the nodes of a round tell each other their states. rank: of this node. nodes: of the round."""
+
+    host: str
+    port: int
+    rank: int
+    nodes: int
+
+
 class Fence:
-    """One thread beside the rendezvous: what it asks of the store may hang on a cut link, and nothing else must wait for it.
+    """One thread beside the rendezvous: its calls of the store may hang on a cut link, and nothing else must wait for them.
 
     Attributes:
         closed: the workers must not run.
@@ -79,26 +93,26 @@ class Fence:
         self._ttl_s = ttl_s
         self._on_change = on_change
         self.closed = False
-        self._round: tuple[tuple[str, int], int, int] | None = None
-        self._store: tuple[tuple[str, int], TCPStore] | None = None  # kept open from trouble on; with its address
-        self._said = WELL
-        self._late = False  # in this trouble half of the lease's time was over
+        self._round: RoundStore | None = None
+        self._store: tuple[RoundStore, TCPStore] | None = None  # kept open from trouble on; with its round
+        self._written = WELL  # this node's state as last written; BACK, once it is written, counts as WELL
+        self._late = False  # in this trouble half of the lease time was over
         self._all_down_at: float | None = None  # when a look began that saw all in trouble, the last one of this trouble
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
         self._thread.start()
 
-    def watch(self, store: tuple[str, int] | None, rank: int, nodes: int) -> None:
-        """The round that this node is in: address and port of its store, this node's rank, how many nodes; None: in none."""
+    def watch(self, round_: RoundStore | None) -> None:
+        """Guard the workers of this round; None: this node is in no round."""
         with self._wake:
-            self._round = (store, rank, nodes) if store is not None else None
+            self._round = round_
             self.closed = False
-            self._said = WELL  # in a new store nobody has said anything
+            self._written = WELL  # nobody has written anything into a new store
             self._wake.notify()
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Its thread may be in a call of the store that nobody answers: that is left to itself after timeout_s."""
+        """End the thread. It may be in a call of the store that nobody answers: after timeout_s it is left to itself."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -112,7 +126,7 @@ class Fence:
                 _, alive_until = self._lease()
                 share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
-                if round_ is None or (share > TROUBLE_SHARE and self._said == WELL):
+                if round_ is None or (share > TROUBLE_SHARE and self._written == WELL):
                     endless = round_ is None or share == float("inf")
                     self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
                     continue
@@ -121,47 +135,47 @@ class Fence:
                 if not self._ended:
                     self._wake.wait(LOOK_SHARE * self._ttl_s)
 
-    def _look(self, round_: tuple[tuple[str, int], int, int], share: float) -> None:
-        """Say what there is to say, and decide."""
+    def _look(self, round_: RoundStore, share: float) -> None:
+        """Write this node's state into the store, and decide."""
         began = time.monotonic()
-        word = self._word(share)
-        others = self._tell(round_, word)
-        if word == TROUBLE and others is not None and all(each == TROUBLE for each in others):
+        state = self._state(share)
+        others = self._swap_states(round_, state)
+        if state == TROUBLE and others is not None and all(each == TROUBLE for each in others):
             self._all_down_at = began
         closed = share <= CLOSE_SHARE and not excused(others, self._all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_:
                 return  # of a round that is over
-            # Once it is out of trouble and has told so it has no more to say, and that stands until the next trouble.
-            self._said = TROUBLE if word == TROUBLE or others is None else WELL
+            # Once the node is out of trouble and has written so, it writes no more until the next trouble.
+            self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed
         if closed and changed:
             logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
             self._on_change()
 
-    def _word(self, share: float) -> str:
+    def _state(self, share: float) -> str:
         if share > TROUBLE_SHARE:
             return BACK if self._late and self._all_down_at is not None else WELL
-        if self._said == WELL:
+        if self._written == WELL:
             self._late, self._all_down_at = False, None
         self._late = self._late or share <= 1 - LATE_SHARE
         return TROUBLE
 
-    def _tell(self, round_: tuple[tuple[str, int], int, int], state: str) -> list[str] | None:
-        """Write this node's state into the round's store; return those of the others, who are well if they have never told."""
-        (host, port), rank, nodes = round_
+    def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:
+        """Write this node's state into the round's store; return those of the others; None: the store does not answer."""
         try:
-            store = self._connected(host, port)
-            store.set(f"elastic_ext/trouble/{rank}", state)
-            keys = [f"elastic_ext/trouble/{other}" for other in range(nodes) if other != rank]
+            store = self._connected(round_)
+            store.set(f"{_KEYS}{round_.rank}", state)
+            keys = [f"{_KEYS}{other}" for other in range(round_.nodes) if other != round_.rank]
             return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
         except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
-            logger.debug("the store of the round at %s:%s does not answer: %s", host, port, error)
+            logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error)
             self._store = None
             return None
 
-    def _connected(self, host: str, port: int) -> TCPStore:
-        if self._store is None or self._store[0] != (host, port):
+    def _connected(self, round_: RoundStore) -> TCPStore:
+        if self._store is None or self._store[0] != round_:
             timeout = timedelta(seconds=max(1.0, self._ttl_s / 10))
-            self._store = (host, port), TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = round_, store
         return self._store[1]

@@ -1,4 +1,4 @@
-"""What etcd tells of a job, for people: who is in it, what happened, when, where, what was decided and why."""
+"""The state of a job in etcd, for people: who is in it, what happened, when, where, what was decided and why."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.etcd import EtcdClient, EtcdError
+from elastic_ext.etcd import EtcdClient, EtcdError, KeyValue
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
-from elastic_ext.rendezvous.etcd.participant import ROOT
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """As of one moment. nodes, parts: by id of the node. refused: why, by host. faults: what cannot be read, a line each."""
+    """The state at one moment.
+
+    Attributes:
+        nodes, parts: records and assignments, by id of the node.
+        refused: the reason, by host.
+        faults: one line for each record that cannot be read.
+    """
 
     run_id: str
     header: Header
@@ -30,10 +36,10 @@ class JobStatus:
 
 
 def read(client: EtcdClient, run_id: str) -> JobStatus:
-    """Raises UsageError: there is no such job, or etcd does not tell."""
-    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
+    """Raises UsageError: there is no such job, or etcd does not answer."""
+    keys = JobKeys(run_ids.checked(run_id))
     try:
-        kvs = client.get_prefix(prefix).kvs
+        kvs = client.get_prefix(keys.prefix).kvs
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
@@ -45,23 +51,27 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     parts: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
     for kv in kvs:
-        folder, slash, _ = kv.key[len(prefix) :].decode(errors="replace").partition("/")
-        if kv.key == f"{prefix}round".encode():
+        if kv.key == keys.header.encode():
             header = reader.header(kv) or header
-        elif kv.key == f"{prefix}ledger".encode():
+        elif kv.key == keys.ledger.encode():
             ledger = reader.ledger(kv) or ledger
-        elif folder in ("nodes", "assign", "refused") and slash and (id_ := reader.id_of(f"{prefix}{folder}/", kv.key)):
-            if folder == "refused":
-                refused[id_] = kv.value.decode(errors="replace")
-            elif folder == "nodes" and (node := reader.node(kv)) is not None:
+        elif (host := _name_in(keys.refusals, kv, reader)) is not None:
+            refused[host] = kv.value.decode(errors="replace")
+        elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
+            if (node := reader.node(kv)) is not None:
                 nodes[id_] = node
-            elif folder == "assign" and (part := reader.assignment(kv)) is not None:
-                parts[id_] = part
+        elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (part := reader.assignment(kv)) is not None:
+            parts[id_] = part
     return JobStatus(run_id, header, nodes, parts, ledger, refused, tuple(faults))
 
 
+def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
+    """What follows the prefix `folder` in the key; None: another key, or no name."""
+    return reader.id_of(folder, kv.key) if kv.key.startswith(folder.encode()) else None
+
+
 def lines(job: JobStatus) -> Iterator[str]:
-    """For a terminal: whoever may write to etcd must not be able to do more there than to be read."""
+    """Lines fit for a terminal: whoever may write to etcd must not be able to do more there than to be read."""
     return map(shown, _lines(job))
 
 
@@ -82,7 +92,7 @@ def _lines(job: JobStatus) -> Iterator[str]:
     if not job.ledger.verdicts:
         yield "no failure is on record"
     for verdict in job.ledger.verdicts:
-        yield from _told(verdict)
+        yield from _verdict_lines(verdict)
 
 
 def _rank(job: JobStatus, id_: str) -> int:
@@ -90,7 +100,7 @@ def _rank(job: JobStatus, id_: str) -> int:
     return part.rank if part is not None and part.of(job.header) else len(job.parts)
 
 
-def _told(verdict: JobVerdict) -> Iterator[str]:
+def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     decision = verdict.decision
     what = decision.verdict.value if decision.verdict is not None else decision.action.value
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""

@@ -1,4 +1,4 @@
-"""Ask a job that runs on etcd for a save on demand, from outside of it. Knows nothing of torch."""
+"""Asks a job that runs on etcd for a save on demand, from outside of the job. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from elastic_ext.etcd import (
     EtcdClient,
     EtcdError,
     KeyValue,
-    Put,
     Snapshot,
     UnsupportedVersion,
-    unchanged,
 )
 from elastic_ext.rendezvous import run_id as run_ids
-from elastic_ext.rendezvous.etcd.participant import ROOT, wanted
+from elastic_ext.rendezvous.etcd.header_record import swap, with_save
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 
 
 @dataclass(frozen=True)
@@ -34,86 +33,83 @@ class Outcome:
     reason: str
 
 
-def outcome(asked: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
-    """What became of the request that `asked` carries; None: it is under way.
+def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
+    """The outcome of the request that `requested` carries; None: it is under way.
 
     Args:
         header: as it is now; None: it is gone, with its job.
-        nodes: all that are there.
+        nodes: all nodes that are there.
     """
     for node in nodes:
-        # What a node says is of the round that it is in; one that waits for a later one has left it.
-        if node.after < asked.round and node.saved >= asked.save:
+        # A node's record is about the round that it is in; a node that waits for a later one has left it.
+        if node.after < requested.round and node.saved >= requested.save:
             return Outcome(node.saved_step, f"step {node.saved_step} is saved")
     if header is None:
         return Outcome(None, "the job is gone")
-    if header.round != asked.round:
-        return Outcome(None, f"round {asked.round} ended before the save, the job is in round {header.round}")
+    if header.round != requested.round:
+        return Outcome(None, f"round {requested.round} ended before the save, the job is in round {header.round}")
     if header.state is not State.RUNNING:
-        return Outcome(None, f"round {asked.round} ended before the save: {header.reason}")
+        return Outcome(None, f"round {requested.round} ended before the save: {header.reason}")
     return None
 
 
 def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outcome:
-    """Ask for a save, and wait until it is complete, cannot be any more, or the time is over.
+    """Ask for a save, and wait until it is complete, has become impossible, or the time is over.
 
-    Raises UsageError: etcd refuses, or what is there is of another version.
+    Raises UsageError: etcd refuses, or the records are of another version.
     """
     deadline = time.monotonic() + timeout_s
-    prefix = f"{ROOT}/{run_ids.checked(run_id)}/"
+    keys = JobKeys(run_ids.checked(run_id))
     try:
-        asked = _ask(client, prefix, reason, deadline)
-        return asked if isinstance(asked, Outcome) else _await(client, prefix, asked, deadline)
+        requested = _ask(client, keys, reason, deadline)
+        return requested if isinstance(requested, Outcome) else _await(client, keys, requested, deadline)
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
         return Outcome(None, str(error))
 
 
-def _ask(client: EtcdClient, prefix: str, reason: str, deadline: float) -> Header | Outcome:
-    """The header as it was written, with the request."""
-    key = prefix + "round"
+def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Header | Outcome:
+    """Write the request into the header; return that header."""
     while (left_s := deadline - time.monotonic()) > 0:
-        found = client.get(key, timeout_s=min(left_s, client.timeout_s)).kv
-        header = decode(Header, found.value, key) if found is not None else None
+        found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
+        header = decode(Header, found.value, keys.header) if found is not None else None
         if found is None or header is None:
             return Outcome(None, "the job does not run: there is no round of it")
         if header.state is not State.RUNNING:
             return Outcome(None, f"the job does not run, it is {header.state.value}: {header.reason}")
-        asked = wanted(header, reason)
-        put = Put(key, encode(asked), lease_id=found.lease_id)
-        left_s = max(0.01, deadline - time.monotonic())
-        if client.txn([unchanged(key, found.mod_revision)], [put], timeout_s=min(left_s, client.timeout_s)).succeeded:
-            return asked
-    return Outcome(None, "the job's header changed all the time, nothing was asked for")
+        requested = with_save(header, reason)
+        timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
+        if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
+            return requested
+    return Outcome(None, "the job's header kept changing, so no save was asked for")
 
 
-def _await(client: EtcdClient, prefix: str, asked: Header, deadline: float) -> Outcome:
-    header: Header | None = asked
+def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float) -> Outcome:
+    header: Header | None = requested
     reader = RecordReader()
-    folder = f"{prefix}nodes/"
-    with client.watch_with_snapshot(prefix) as news:
+    with client.watch_with_snapshot(keys.prefix) as watch:
         while (left_s := deadline - time.monotonic()) > 0:
-            item = news.get(left_s)
+            item = watch.get(left_s)
             if isinstance(item, Snapshot):
                 header = None
-            # One by one: what a node says of its save comes before what becomes of the round.
+            # One by one: a node's report of its save comes before the end of the round.
             for kind, kv in _changes(item):
                 nodes = []
-                if kv.key == f"{prefix}round".encode():
-                    # One that cannot be read says nothing: the job's leader writes it again as it was.
-                    header = (reader.header(kv) or header or asked) if kind == "put" else None
-                elif kv.key.startswith(folder.encode()) and kind == "put" and reader.id_of(folder, kv.key):
+                if kv.key == keys.header.encode():
+                    # One that cannot be read changes nothing: the job's leader writes it again as it was.
+                    header = (reader.header(kv) or header or requested) if kind == "put" else None
+                elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
                     nodes += [node for node in [reader.node(kv)] if node is not None]
-                if (over := outcome(asked, asked if isinstance(item, Snapshot) else header, nodes)) is not None:
+                if (over := outcome(requested, requested if isinstance(item, Snapshot) else header, nodes)) is not None:
                     return over
-            if (over := outcome(asked, header, [])) is not None:
+            if (over := outcome(requested, header, [])) is not None:
                 return over
     return Outcome(None, "the save is not complete in time; the job may still make it")
 
 
 def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
-    """Keys that are there, or what was done to them: "put" or "delete"."""
+    """What was done to each key, "put" or "delete"; keys of a snapshot count as put."""
     if isinstance(item, Snapshot):
         yield from (("put", kv) for kv in item.kvs)
     elif item is not None:

@@ -16,9 +16,12 @@ import pytest
 
 from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures import ledger as job_records
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, GLOO, Nodes, reports, seen, wait_for_nodes
+
+KEYS = JobKeys("job")
 
 CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
 
@@ -121,7 +124,7 @@ def test_the_budget_of_a_job_outlives_its_agents(server, nodes, tmp_path):
         assert "rank 0 on a: rank 0 ended with exit code 3" in told
         assert "stop, exit code 1\n" in told
         with EtcdClient(server.endpoint) as client:
-            kv = client.get("/elastic_ext/job/ledger").kv
+            kv = client.get(KEYS.ledger).kv
             assert kv is not None
             assert kv.lease_id != 0  # it expires
             assert len(job_records.decode_ledger(kv.value.decode()).failures) == 4
@@ -152,7 +155,7 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         assert decision["reason"].startswith(f"the agent got {sig.name}: ")
         stays.wait_for(seen(1, 2))
         with EtcdClient(server.endpoint) as client:
-            assert client.get("/elastic_ext/job/ledger").kv is None
+            assert client.get(KEYS.ledger).kv is None
         nodes.open_gate()
         assert stays.finish().returncode == 0
 
@@ -186,8 +189,8 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
         job = start(stack, server, tmp_path, "a", "1", ELASTIC, GATE=str(nodes.gate.path))
         job.wait_for(seen(1, 0))
         with EtcdClient(server.endpoint) as client:
-            others = Put("/elastic_ext/job/job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
-            client.txn([], [Delete("/elastic_ext/job/round"), others])
+            others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
+            client.txn([], [Delete(KEYS.header), others])
         job.wait_for("another job, with other settings")
         nodes.open_gate()
         assert job.finish(60).returncode == 78
@@ -200,13 +203,13 @@ def test_a_restart_counts_for_as_long_as_the_window_says(server, nodes, tmp_path
         job = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit3:0", "exit4:1", **env)
         job.wait_for(seen(1, 2))
         with EtcdClient(server.endpoint) as client:
-            with client.watch_with_snapshot("/elastic_ext/job/charges/") as watch:
-                while client.get_prefix("/elastic_ext/job/charges/").kvs:
+            with client.watch_with_snapshot(KEYS.charges) as watch:
+                while client.get_prefix(KEYS.charges).kvs:
                     assert watch.get(60) is not None
             job.process.kill()
             job.process.wait()
             again = start(stack, server, tmp_path, "a", "1", ELASTIC, "exit5:3", **env)
             again.wait_for(seen(1, 4))
-            assert len(client.get_prefix("/elastic_ext/job/charges/").kvs) <= 1
+            assert len(client.get_prefix(KEYS.charges).kvs) <= 1
         nodes.open_gate()
         assert again.finish().returncode == 0

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.rendezvous.rounds import Node, decode
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Node, decode
 from tests.etcd.proxy import Proxy
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Gate, Job, run, wait_gone
+
+KEYS = JobKeys("job")
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
@@ -55,8 +58,8 @@ def seen(world: int, attempt: int) -> str:
 
 def wait_for_nodes(server: EtcdServer, count: int) -> None:
     """Until so many nodes are registered, waiting ones too."""
-    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot("/elastic_ext/job/nodes/") as watch:
-        while len(client.get_prefix("/elastic_ext/job/nodes/").kvs) < count:
+    with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+        while len(client.get_prefix(KEYS.nodes).kvs) < count:
             assert watch.get(60) is not None, f"fewer than {count} nodes after 60 s without news"
 
 
@@ -145,7 +148,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         second.wait_for(seen(2, 3))
         first.wait_for(seen(2, 3))
         with EtcdClient(server.endpoint) as client:
-            found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix("/elastic_ext/job/nodes/").kvs]
+            found = [decode(Node, kv.value, "nodes") for kv in client.get_prefix(KEYS.nodes).kvs]
         assert sorted(node.cut for node in found) == [0, 2]
         nodes.open_gate()
         assert [job.finish().returncode for job in (first, second)] == [0, 0]

@@ -18,16 +18,19 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.etcd import EtcdError, Event, QuotaExceeded
+from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Limits
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen
 
-PREFIX = "/elastic_ext/job/"
+PREFIX = JobKeys("job").prefix
 LEASE_S = 10
 CONF = f"lease_ttl={LEASE_S},last_call=0.5,stop_grace=2"
 OUTAGE_S = 1.5 * LEASE_S  # long enough for every lease to end, if it can
@@ -297,10 +300,11 @@ def test_an_agent_frozen_for_longer_than_its_lease_stops_its_old_workers_and_joi
 def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_did(server):
     """What a leader leaves that was frozen for longer than its lease between writing the parts and the header: its own part."""
     joined = threading.Event()
-    loop = Dispatcher()
+    dispatcher = Dispatcher()
     with EtcdClient(server.endpoint) as client:
         inside, woken = (
-            Participant(client, loop, "job", name, Limits(1, 1, 0.0), LEASE_S, joined.set) for name in ("in", "woken")
+            Participant(client, dispatcher, NodeConfig("job", name, Limits(1, 1, 0.0), LEASE_S), joined.set)
+            for name in ("in", "woken")
         )
         inside.ready(Node(after=0, workers=1, role="", address="127.0.0.1", port=1))
         assert joined.wait(NEWS_S)
@@ -308,12 +312,12 @@ def test_a_part_in_a_round_that_never_came_to_be_is_no_part_in_the_round_that_di
         waits = Node(after=0, workers=1, role="", address="127.0.0.1", port=2)
         read = threading.Event()
         woken.ready(waits)
-        woken.post(woken.read_header)
+        woken.tasks.post(woken.header_record.read)
         woken.ready(waits)
-        woken.post(read.set)
+        woken.tasks.post(read.set)
         assert read.wait(NEWS_S)
         found, header = woken.joined, woken.header
-        loop.close()
+        dispatcher.close()
     assert (header.round, header.state) == (1, State.RUNNING)
     assert found is None
 
@@ -337,11 +341,11 @@ def test_a_link_that_is_cut_while_a_node_is_elected_does_not_leave_the_job_witho
                 proxy.start()
 
     with Proxy(int(server.endpoint.rpartition(":")[2])) as proxy, Cut(proxy.endpoint) as client:
-        loop = Dispatcher()
-        node = Participant(client, loop, "job", "only", Limits(1, 1, 0.0), LEASE_S, joined.set)
+        dispatcher = Dispatcher()
+        node = Participant(client, dispatcher, NodeConfig("job", "only", Limits(1, 1, 0.0), LEASE_S), joined.set)
         node.ready(Node(after=0, workers=1, role="", address="127.0.0.1", port=1))
         assert joined.wait(NEWS_S), "no round: nobody leads"
-        loop.close()
+        dispatcher.close()
     assert client.calls > 1
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, excused, train_on_s
-from elastic_ext.rendezvous.etcd.participant import returning_s
+from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, RoundStore, excused, train_on_s
+from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
 LONG_S = 30.0
@@ -20,7 +20,7 @@ class Node:
         self.lease = (rank + 1, time.monotonic() + LONG_S)
         self.changed = threading.Event()
         self.fence = Fence(lambda: self.lease, TTL_S, self.changed.set)
-        self.fence.watch(("localhost", store.port), rank, nodes)
+        self.fence.watch(RoundStore("localhost", store.port, rank, nodes))
 
     def ends_in(self, seconds, lease_id=None):
         self.lease = (lease_id or self.lease[0], time.monotonic() + seconds)
@@ -112,10 +112,10 @@ def test_what_could_not_be_said_is_said_later(nodes, store):
     """Else a node would look to be in trouble for ever, and a node that is cut off alone would train on."""
     nodes[0].ends_in(TTL_S / 2)
     said(store, 0, b"1")
-    tell, nodes[0].fence._tell = nodes[0].fence._tell, lambda *_: None
+    swap, nodes[0].fence._swap_states = nodes[0].fence._swap_states, lambda *_: None
     nodes[0].ends_in(LONG_S)
     assert not nodes[0].changed.wait(TTL_S / 4)
-    nodes[0].fence._tell = tell
+    nodes[0].fence._swap_states = swap
     said(store, 0, b"0")
 
 

@@ -21,9 +21,13 @@ import pytest
 from elastic_ext.etcd import Compare, Delete, Put, Unavailable
 from elastic_ext.etcd.values import Op, TxnResult
 from elastic_ext.failures.ledger import decode_ledger
+from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
-from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import RETRY_S
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Limits
 from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
@@ -31,7 +35,7 @@ from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes
 
-PREFIX = "/elastic_ext/job/"
+PREFIX = JobKeys("job").prefix
 NAMES = ("a", "b", "c")
 BACK_S = 60.0  # for all to be as before; a failed test waits for it, no other
 GRACE_S = 20.0  # that an agent has to end: stop_grace, and what its threads may be in
@@ -242,13 +246,13 @@ def test_an_etcd_that_was_set_up_anew_and_has_been_written_to_since(server, stac
     alone = Alone(stack, server, ttl_s=2)
     written = threading.Event()
     stack.callback(written.set)
-    alone.node.post(lambda: None if written.wait(BACK_S) else pytest.fail("the test did not let it go on"))
+    alone.node.tasks.post(lambda: None if written.wait(BACK_S) else pytest.fail("the test did not let it go on"))
     server.kill()
     server.wipe()
     server.start()
     with EtcdClient(server.endpoint) as others:
         others.put(PREFIX + "round", encode(alone.node.header))
-        for _ in range(alone.node.header_revision + 20):
+        for _ in range(alone.node.header_record.revision + 20):
             others.put("/others", "")
     written.set()
     alone.node.end_round(1, State.BROKEN, "over")
@@ -303,7 +307,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
         if wait_gone([pid], timeout_s=0):
             os.kill(pid, signal.SIGKILL)
     for name in "bc":
-        trio.jobs[name].wait_for("etcd has not told the job's verdict yet")
+        trio.jobs[name].wait_for("the job's verdict is not in etcd yet")
         trio.jobs[name].process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
@@ -311,7 +315,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.handler").format(told="etcd has not told")
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(told="is not in etcd yet")
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     gate = Gate(tmp_path / "gate")
@@ -339,9 +343,9 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     silent.settimeout(BACK_S)
     host = stack.enter_context(EtcdClient(server.endpoint))
-    loop = Dispatcher()
-    stack.callback(loop.close, GRACE_S)
-    first = Participant(host, loop, "job", "silent", Limits(2, 2, 0.0), 10, lambda: None)
+    dispatcher = Dispatcher()
+    stack.callback(dispatcher.close, GRACE_S)
+    first = Participant(host, dispatcher, NodeConfig("job", "silent", Limits(2, 2, 0.0), 10), lambda: None)
     mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
     first.ready(mine)
     wait_for_nodes(server, 1)  # it leads, and will have rank 0
@@ -356,15 +360,16 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
 
 
 class Alone:
-    """The only node of a job, without workers, on its loop."""
+    """The only node of a job, without workers, on its dispatcher."""
 
     def __init__(self, stack: ExitStack, server: EtcdServer, ttl_s: int = 10, nodes: int = 1) -> None:
         """nodes: that the job needs; with one it is in round 1 at once."""
         self.client = stack.enter_context(EtcdClient(server.endpoint))
         self._changed = threading.Condition()
-        self.loop = Dispatcher()
-        stack.callback(self.loop.close, GRACE_S)
-        self.node = Participant(self.client, self.loop, "job", "alone", Limits(nodes, nodes, 0.0), ttl_s, self._notify)
+        dispatcher = Dispatcher()
+        stack.callback(dispatcher.close, GRACE_S)
+        config = NodeConfig("job", "alone", Limits(nodes, nodes, 0.0), ttl_s)
+        self.node = Participant(self.client, dispatcher, config, self._notify)
         if nodes == 1:
             self.join(0)
 
@@ -459,12 +464,12 @@ def test_who_had_to_register_again_writes_nothing_before_it_is_known_who_leads(s
     written: Future[bool] = Future()
 
     def register_again() -> None:
-        leader = alone.node._leader
+        leader = alone.node.election.leader
         alone.client.delete(PREFIX + "nodes/alone")
-        alone.node.write_again()
-        written.set_result(leader._write_header(dataclasses.replace(alone.node.header, state=State.CLOSED)))
+        alone.node.recovery.write_own_key()
+        written.set_result(leader.write_header(dataclasses.replace(alone.node.header, state=State.CLOSED)))
 
-    alone.node.post(register_again)
+    alone.node.tasks.post(register_again)
     assert written.result(BACK_S) is False
     alone.node.end_round(1, State.BROKEN, "it leads again")
     alone.join(1)
@@ -546,22 +551,22 @@ def test_another_job_has_taken_the_run_id_and_its_round_is_news_before_its_setti
     assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
 
 
-def test_a_loop_is_closed_while_its_thread_sits_in_a_call():
+def test_a_dispatcher_is_closed_while_its_thread_sits_in_a_call():
     class Sits:
         def run(self, work: Callable[[], None]) -> None:
             work()
 
-        def on_time(self) -> None:
+        def on_timer(self) -> None:
             pass
 
     def sit() -> None:
         entered.set()
         released.wait()
 
-    loop, entered, released = Dispatcher(), threading.Event(), threading.Event()
-    loop.post(Sits(), sit)
+    dispatcher, entered, released = Dispatcher(), threading.Event(), threading.Event()
+    dispatcher.post(Sits(), sit)
     assert entered.wait(BACK_S)
     began = time.monotonic()
-    loop.close(0.1)
+    dispatcher.close(0.1)
     assert time.monotonic() - began < BACK_S / 2
     released.set()

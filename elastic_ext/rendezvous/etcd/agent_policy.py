@@ -1,0 +1,66 @@
+"""What the leader's agent answers the leader: whether nodes may join now, and the verdict on a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from elastic_ext.base.kinds import Response
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures import ledger
+from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
+from elastic_ext.rendezvous.round_records import State
+
+
+class AgentPolicy:
+    """A `verdict.LeaderPolicy`, from the settings of this agent.
+
+    Attributes, set by the agent before the first round:
+        max_restarts: the job's budget.
+        newest_checkpoint: finds the newest complete checkpoint.
+    """
+
+    def __init__(self, settings: Settings, min_nodes: int) -> None:
+        self.max_restarts = 0
+        self.newest_checkpoint: Callable[[], str | None] = lambda: None
+        self._settings = settings
+        self._min_nodes = min_nodes
+        self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint at the first question in it
+
+    def may_grow(self, round_: int) -> bool:
+        """Now, or once there is a checkpoint that was not there when the nodes came."""
+        if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
+            return True
+        path = self.newest_checkpoint()
+        if self._first_seen is None or self._first_seen[0] != round_:
+            self._first_seen = (round_, path)
+        return path != self._first_seen[1]
+
+    def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
+        """One verdict for all nodes."""
+        given = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
+        rules = replace(self._rules(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost)
+        window_s = self._settings.budget_window or 0
+        if window_s:
+            rules = replace(rules, charges=reports.charges)
+        after, verdict = ledger.judge(given, judging.ledger_of(ledger_text), rules, reports.round)
+        return Judgement(
+            State.CLOSED if verdict.ends_job else State.BROKEN,
+            verdict.decision.reason,
+            ledger.encode_verdict(verdict),
+            ledger.encode_ledger(after),
+            charged=verdict.decision.charged,
+            refunded=reports.charges > 0 and after.charged == verdict.decision.charged,
+            window_s=window_s,
+            refused=verdict.host if verdict.decision.verdict is Response.REPLACE_NODE else "",
+            refused_s=self._settings.refuse_node,
+        )
+
+    def judge_alone(self, node_id: str, report: ledger.Report, round_: int) -> ledger.JobVerdict:
+        """The verdict of a node that does not get the job's."""
+        _, verdict = ledger.judge({node_id: report}, ledger.Ledger(), self._rules(1), round_)
+        return verdict
+
+    def _rules(self, nodes: int) -> ledger.Rules:
+        return judging.rules(self._settings, self.max_restarts, nodes=nodes)

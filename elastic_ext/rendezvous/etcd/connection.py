@@ -1,0 +1,188 @@
+"""An agent's place in a job on etcd, from the agent's start to its leaving: what outlives every round."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from elastic_ext.base.errors import NodeRefused, UsageError
+from elastic_ext.base.printable import shown
+from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import EtcdError, QuotaExceeded
+from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
+from elastic_ext.rendezvous import run_id
+from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
+from elastic_ext.rendezvous.etcd.connect import connect
+from elastic_ext.rendezvous.etcd.context import NodeConfig
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.fence import Fence
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import Refused
+from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.rounds import Limits
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
+LEAVE_TIMEOUT_S = 3.0
+WAITED_S = 10.0  # for a verdict; more than workers on other nodes take to end: then a warning says what the agent waits for
+
+
+class JobConnection:
+    """The agent's node in etcd, the thread that does its work, and the fence.
+
+    Attributes:
+        address: by which the other nodes reach this one.
+        changed: notified when anything of the participant or the fence has changed.
+    """
+
+    def __init__(
+        self,
+        params: RendezvousParameters,
+        settings: Settings,
+        policy: LeaderPolicy,
+        on_event: Callable[[], None],
+        on_wait: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            on_event: called from any thread after `changed` was notified.
+            on_wait: called while the main thread waits; it may raise.
+
+        Raises:
+            UsageError: no run id, or etcd cannot be used with these settings; the message says why.
+        """
+        if params.run_id in ("", "none"):
+            raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+        self.run_id = run_id.checked(params.run_id)
+        self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
+        self._will = _will(params.endpoint, settings)
+        client = connect(params.endpoint, settings)
+        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
+        self.address = run_id.checked_address(address)
+        check_own(params.local_addr, self.address)
+        self._on_event = on_event
+        self._left = False
+        self.changed = InterruptibleCondition(on_wait)
+        self._dispatcher = Dispatcher()
+        self.host = run_id.host_name(settings)
+        self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
+        limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
+        config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
+        self.participant = Participant(client, self._dispatcher, config, self._notify, policy)
+        self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, self._notify)
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+        self._on_event()
+
+    # Waits of the main thread.
+
+    def await_round(self, after: int) -> tuple[Header, Assignment]:
+        """Return the next round after number `after` and this node's part in it.
+
+        Raises:
+            JobStopped: a verdict has ended the job.
+            NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
+        """
+        participant = self.participant
+        deadline = time.monotonic() + self._join_timeout_s
+        with self.changed:
+            while True:
+                joined = participant.joined
+                if joined is not None and joined[0].round > after:
+                    return joined
+                self.raise_failure(started=after > 0)
+                if (verdict := self._verdict_that_ends()) is not None:
+                    raise JobStopped(verdict)
+                if participant.header.state in (State.CLOSED, State.DONE):
+                    raise RendezvousClosedError(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    why = f": {participant.full}" if participant.full is not None else ""
+                    raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
+                self.changed.wait(left)
+
+    def _verdict_that_ends(self) -> JobVerdict | None:
+        header = self.participant.header
+        if header.state is not State.CLOSED or not header.verdict:
+            return None
+        # A job can also be closed between a verdict that lets it go on and the next round.
+        verdict = decode_verdict(header.verdict)
+        return verdict if verdict.ends_job else None
+
+    def await_verdict(self, round_: int) -> JobVerdict | None:
+        """Return the job's verdict on this round; None: there is none, and there will be none in time."""
+        participant = self.participant
+        now = time.monotonic()
+        deadline, warn_at = now + self._join_timeout_s, now + WAITED_S
+        with self.changed:
+            while True:
+                header = participant.header
+                if header.round == round_ and header.verdict:
+                    return decode_verdict(header.verdict)
+                over = header.round != round_ or header.state in (State.CLOSED, State.DONE)
+                now = time.monotonic()
+                if over or participant.failure is not None or now >= deadline:
+                    return None
+                if now >= warn_at:
+                    logger.warning("the workers of round %s have failed, and the job's verdict is not in etcd yet", round_)
+                    warn_at = deadline
+                self.changed.wait(min(deadline, warn_at) - now)
+
+    def raise_failure(self, started: bool = True) -> None:
+        """Raise why this node can take no further part in the job, if so. started: it has been in a round."""
+        failure = self.participant.failure
+        if failure is None:
+            return
+        if isinstance(failure, QuotaExceeded) and not started:  # nothing has been started yet: an operator must act first
+            raise UsageError(str(failure))
+        if isinstance(failure, Refused):
+            raise NodeRefused(str(failure))
+        raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
+
+    # The end.
+
+    def last_will(self) -> dict[str, object] | None:
+        """What the reaper needs to revoke this node's lease; None: it has none. Secrets go through the reaper's pipe only."""
+        lease_id, _ = self.participant.lease
+        if lease_id is None:
+            return None
+        return {**self._will, "lease": lease_id}
+
+    def leave(self) -> None:
+        """Leave the job to the others. A second call does nothing."""
+        if self._left:
+            return
+        self._left = True
+        self.fence.close(LEAVE_TIMEOUT_S)
+        self.participant.leave(LEAVE_TIMEOUT_S)
+        self.participant.client.close()  # before the dispatcher, which may be in a call that nobody answers
+        self._dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def _will(endpoint: str, settings: Settings) -> dict[str, object]:
+    """How the reaper reaches etcd."""
+    scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
+    endpoints = [each.strip() for each in endpoint.split(",")]
+    return {
+        "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
+        "ca": settings.etcd_ca,
+        "cert": settings.etcd_cert,
+        "key": settings.etcd_key,
+        "user": settings.etcd_user,
+        "password": settings.etcd_password,
+    }

@@ -1,0 +1,118 @@
+"""Who leads the job: the node whose key was created first. Every other node watches only the node created before it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ext.etcd import Batch, Watch
+from elastic_ext.etcd.values import KeyValue
+from elastic_ext.etcd.watch import Item
+from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.registration import Registration
+
+logger = logging.getLogger(__name__)
+
+FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
+
+
+class Leading(Protocol):
+    """The leader's work, for as long as this node leads."""
+
+    def act(self, now: float) -> float:
+        """Do all that there is to do; return the monotonic time of the next look."""
+
+    def close(self) -> None: ...
+
+
+class Election:
+    """One node's place in it. For the rendezvous thread."""
+
+    def __init__(self, context: NodeContext, registration: Registration, lead: Callable[[], Leading]) -> None:
+        """lead: called when this node becomes the leader."""
+        self._context = context
+        self._registration = registration
+        self._lead = lead
+        self.leader: Leading | None = None
+        self._predecessor: Watch | None = None
+        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it was there
+
+    def find_predecessor(self, last: KeyValue | None = None) -> None:
+        """Lead if no node was here before this one, else watch the last one that was (as etcd's client/v3/concurrency does).
+
+        Asking for it makes etcd sort all nodes. `last` names it for free: a node that was there when this one was created, since
+        that key is under the lease of the node that it names.
+        """
+        if self._registration.node is None:
+            return None  # it has left meanwhile
+        self.close()
+        self._to_follow = None
+        if last is not None and last.lease_id:  # without a lease somebody else has written it
+            key = self._context.keys.node(last.value.decode(errors="replace"))
+            if key != self._context.own_key and self._names_node(key.encode()):
+                self._to_follow = (key, self._registration.created)
+                # Or once this node is in a round: forming it comes first.
+                return self._context.tasks.wake_at(time.monotonic() + FOLLOW_S)
+        self._to_follow = self._node_before()
+        if self._to_follow is not None:
+            return self.follow()
+        logger.info("node %s leads the rendezvous", self._context.config.node_id)
+        self.leader = self._lead()
+        return self.on_timer()
+
+    def on_timer(self) -> None:
+        """The leader's look; of any other node, the time to watch its predecessor."""
+        if self.leader is not None:
+            self._context.tasks.wake_at(self.leader.act(time.monotonic()))
+        else:
+            self.follow()
+
+    def follow(self) -> None:
+        """Begin to watch the predecessor, if that has not been done."""
+        if self._to_follow is None or self._registration.node is None:
+            return
+        (key, revision), self._to_follow = self._to_follow, None
+        tasks = self._context.tasks
+        self._predecessor = Watch(
+            self._context.client,
+            key,
+            start_revision=revision + 1,
+            callback=lambda item: tasks.post(lambda: self._on_predecessor(item)),
+        )
+
+    def _on_predecessor(self, item: Item) -> None:
+        """It is gone; or it has registered again, and is a predecessor no more."""
+        if not isinstance(item, Batch) or any(
+            event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
+        ):
+            self.find_predecessor()
+
+    def _node_before(self) -> tuple[str, int] | None:
+        """Key of the node that was created last before this one, and a revision at which it was there.
+
+        A key that holds no node leads nobody: then all keys are read, to find one that does.
+        """
+        folder, created = self._context.keys.nodes, self._registration.created
+        found = self._context.client.last_created_before(folder, created)
+        if found.kv is not None and not self._is_node(found.kv):
+            found = self._context.client.get_prefix(folder)
+        nodes = [kv for kv in found.kvs if kv.create_revision < created and self._is_node(kv)]
+        before = max(nodes, key=lambda kv: kv.create_revision, default=None)
+        return (before.key.decode(), found.revision) if before is not None else None
+
+    def _is_node(self, kv: KeyValue) -> bool:
+        return self._names_node(kv.key) and self._context.reader.node(kv) is not None
+
+    def _names_node(self, key: bytes) -> bool:
+        return self._context.reader.id_of(self._context.keys.nodes, key) is not None
+
+    def close(self) -> None:
+        """Follow nobody and lead no more."""
+        if self._predecessor is not None:
+            self._predecessor.close()
+            self._predecessor = None
+        if self.leader is not None:
+            self.leader.close()
+            self.leader = None

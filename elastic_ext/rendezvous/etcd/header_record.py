@@ -1,0 +1,200 @@
+"""The header of a job's rounds: read, cached, and written by one compare-and-swap.
+
+Invariant: the header that a node acts on never becomes an older one of the same job, so a round that is over stays over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged
+from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.job_records import JobSnapshot
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.outage import Outage
+from elastic_ext.rendezvous.etcd.tasks import LostRace
+from elastic_ext.rendezvous.round_records import Header, State, encode
+
+logger = logging.getLogger(__name__)
+
+
+def swap(
+    client: EtcdClient,
+    keys: JobKeys,
+    header: Header,
+    *,
+    over: tuple[int, int],
+    compares: Sequence[Compare] = (),
+    puts: Sequence[Op] = (),
+    timeout_s: float | None = None,
+) -> TxnResult:
+    """Write the header, if the one in etcd is still the one that it follows from. Nothing else writes that key.
+
+    Args:
+        over: revision of the header that it replaces (0: there is none), and the lease of the job's records.
+        compares, puts: what else must hold, and is written with it, in one transaction.
+        timeout_s: of the call; None: the client's.
+    """
+    revision, lease_id = over
+    put = Put(keys.header, encode(header), lease_id=lease_id)
+    return client.txn([unchanged(keys.header, revision), *compares], [put, *puts], timeout_s=timeout_s)
+
+
+def with_save(header: Header, reason: str) -> Header:
+    """The header with one more save on demand."""
+    return dataclasses.replace(header, save=header.save + 1, reason=f"a save was asked for: {reason}")
+
+
+class Listener(Protocol):
+    """Who acts on the header; called on the rendezvous thread."""
+
+    def on_header(self) -> None:
+        """A newer header is known."""
+
+    def on_own_assignment(self, kv: KeyValue) -> None:
+        """This node's assignment was read."""
+
+    def on_lost_record(self) -> None:
+        """Records of the job are missing, cannot be read, or are older than what this node knows."""
+
+
+class HeaderRecord:
+    """One node's knowledge of the header. For the rendezvous thread, but for `value`.
+
+    Attributes:
+        value: the newest header that this node knows; replaced, never changed in place; readable from any thread.
+        revision: of the header in etcd; 0: there is none.
+        lease_id: lease of the records that belong to no node.
+        job: name of the job that this node has entered. Another may begin under its run id while it is cut off.
+    """
+
+    def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
+        self.value = Header()
+        self.revision = 0
+        self.lease_id = 0
+        self.job = ""
+        self._context = context
+        self._outage = outage
+        self._listener = listener
+        self._heard = 0  # revision of the last event of the header; that it is gone is one too
+        self._unreadable_at = 0  # revision of a header that cannot be read
+
+    def enter(self, found: JobSnapshot) -> None:
+        """Begin with the job as this node found it."""
+        self.lease_id, self.value, self.revision = found.lease_id, found.header, found.revision
+        self._heard = max(self._heard, found.revision)
+        self.job = found.header.job
+
+    # Reading.
+
+    def read(self) -> None:
+        """Read the header, and this node's assignment as of the same revision."""
+        context = self._context
+        found = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key)])
+        header, assignment = (reading.kv for reading in found.readings)
+        if assignment is not None:
+            self._listener.on_own_assignment(assignment)
+        self.observe(header, found.revision)
+        if rounds.brings_back(self.readable(header) if header is not None else None, self.value):
+            self._listener.on_lost_record()
+
+    def observe(self, header: KeyValue | None, revision: int) -> None:
+        """Take in what a reading found at this revision; None: no header. Older than what is known, it changes nothing."""
+        if (header.mod_revision if header is not None else revision) < self._heard:
+            # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
+            self._heard = 0
+        if header is not None:
+            self._take(self.readable(header), header.mod_revision)
+        elif revision > self._heard:
+            self._heard, self.revision = revision, 0
+            if rounds.brings_back(None, self.value):
+                self._outage.expect_members()
+
+    def on_event(self, event: Event) -> None:
+        """Take in an event of the watch on the header."""
+        if event.kind == "put":
+            self._saw(self.readable(event.kv), event.kv.mod_revision)
+        elif event.kv.mod_revision > self._heard:
+            self.observe(None, event.kv.mod_revision)
+            if rounds.brings_back(None, self.value):
+                self._listener.on_lost_record()
+
+    def readable(self, kv: KeyValue) -> Header:
+        """Decode it. One that cannot be read changes nothing: the known one holds, and the leader writes it again."""
+        header = self._context.reader.header(kv)
+        if header is None and kv.mod_revision > self._heard:
+            self._unreadable_at = kv.mod_revision
+        return header if header is not None else self.value
+
+    @property
+    def unreadable(self) -> bool:
+        """The header in etcd cannot be read; `value` is the one before it."""
+        return 0 < self._unreadable_at == self.revision
+
+    def _saw(self, header: Header, revision: int) -> None:
+        if self._take(header, revision) and rounds.precedes(header, self.value):
+            self._listener.on_lost_record()
+
+    def _take(self, header: Header, revision: int) -> bool:
+        """Returns whether etcd wrote it after all that is known."""
+        if revision <= self._heard:
+            return False
+        self._heard = self.revision = revision
+        if not rounds.precedes(header, self.value):
+            self.value = header
+            self.job = self.job or header.job
+            self._listener.on_header()
+        return True
+
+    # Writing.
+
+    @property
+    def unchanged(self) -> Compare:
+        """Holds while the header in etcd is the one that is known here."""
+        return unchanged(self._context.keys.header, self.revision)
+
+    def write(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> bool:
+        """Put this header in place of the one that is known. Returns False if another one is there. See `swap`."""
+        written = self._swap(header, compares, puts)
+        if written.succeeded:
+            self._saw(header, written.revision)
+        return written.succeeded
+
+    def write_again(self) -> None:
+        """Put the header that is known in place of what is there: nothing, or an older one.
+
+        Raises:
+            LostRace: another node writes at the same time.
+        """
+        written = self._swap(self.value)
+        if not written.succeeded:
+            raise LostRace("the header was written by another node at the same time")
+        self._heard = self.revision = written.revision
+        self._outage.expect_members()
+        logger.warning("the job's records in etcd were lost: round %s is written again", self.value.round)
+
+    def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
+        """Write what `change` makes of the header, while that round runs. in_any_round: while the job is not closed.
+
+        Raises:
+            LostRace: the header in etcd changes, but not to what this node would see; to be tried again.
+        """
+        while self.value.state is not State.CLOSED and (in_any_round or self._runs(round_)):
+            before = self.revision
+            if self.write(change(self.value)):
+                return
+            self.read()
+            if self.revision == before:
+                raise LostRace("the header was written by another node at the same time")
+
+    def _runs(self, round_: int) -> bool:
+        return self.value.state is State.RUNNING and self.value.round == round_
+
+    def _swap(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> TxnResult:
+        over = (self.revision, self.lease_id)
+        return swap(self._context.client, self._context.keys, header, over=over, compares=compares, puts=puts)

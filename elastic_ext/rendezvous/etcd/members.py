@@ -1,0 +1,52 @@
+"""The members of the current round, as its leader knows them: from sealing it, or from the assignments in etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
+from elastic_ext.rendezvous.etcd.outage import Outage
+from elastic_ext.rendezvous.round_records import Assignment, Header
+
+
+class Members:
+    """For the rendezvous thread.
+
+    Attributes:
+        ranks: rank of each node in the round, by id; of nodes that are lost, too.
+    """
+
+    def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
+        self.ranks: dict[str, int] = {}
+        self._context = context
+        self._header = header
+        self._outage = outage
+        self._round: tuple[int, str] = (0, "")  # number and seal of the round that they are of
+        self._load_at = 0.0
+
+    def refresh(self, now: float) -> None:
+        """Load them for a round that this leader has not sealed, and again while assignments of the round are missing."""
+        header = self._header.value
+        missing = len(self.ranks) < header.nodes
+        if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
+            self.load()
+            self._load_at = now + rounds.PARTS_LOOK_S
+
+    def load(self) -> None:
+        """Read the assignments."""
+        folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
+        before, self.ranks = self._round, {}
+        for kv in self._context.client.get_prefix(folder).kvs:
+            id_, part = reader.id_of(folder, kv.key), reader.assignment(kv)
+            if id_ is not None and part is not None and part.of(header):
+                self.ranks[id_] = part.rank
+        self._round = (header.round, header.seal)
+        if before != self._round and len(self.ranks) < header.nodes:
+            self._outage.expect_members()  # some assignments are lost; each node writes its own again
+
+    def sealed(self, header: Header, parts: Mapping[str, Assignment]) -> None:
+        """This leader has written these assignments."""
+        self.ranks = {id_: part.rank for id_, part in parts.items()}
+        self._round = (header.round, header.seal)

@@ -1,0 +1,92 @@
+"""A node's part in the current round: the assignment that the leader wrote for it, and whether the node has taken it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from elastic_ext.etcd import Batch
+from elastic_ext.etcd.values import KeyValue
+from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
+from elastic_ext.rendezvous.etcd.registration import Registration
+from elastic_ext.rendezvous.round_records import Assignment, Header, State
+
+
+class OwnAssignment:
+    """For the rendezvous thread, but for `joined`.
+
+    Attributes:
+        value: the last assignment of this node that could be read.
+        joined: the round in which this node has taken its part since it was last ready, and that part; None while it waits.
+            Replaced, never changed in place; readable from any thread.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        header: HeaderRecord,
+        registration: Registration,
+        on_joined: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            on_joined: this node has taken its part in a round that runs.
+            on_lost: the assignment for the current round is missing from etcd, or cannot be read there.
+        """
+        self.value: Assignment | None = None
+        self.joined: tuple[Header, Assignment] | None = None
+        self._context = context
+        self._header = header
+        self._registration = registration
+        self._on_joined = on_joined
+        self._on_lost = on_lost
+        self._unreadable = False  # what etcd holds in its place cannot be read
+
+    @property
+    def current(self) -> Assignment | None:
+        """The assignment, if it is for the round of the header."""
+        return self.value if self.value is not None and self.value.of(self._header.value) else None
+
+    def take(self, kv: KeyValue) -> None:
+        """Take in what etcd holds."""
+        part = self._context.reader.assignment(kv)
+        self._unreadable = part is None
+        self.value = part if part is not None else self.value
+        if part is None:
+            self._lost()
+
+    def on_batch(self, batch: Batch) -> None:
+        """Take in events of the watch."""
+        event = batch.events[-1]
+        if event.kind == "put":
+            self.take(event.kv)
+            self.consider()
+        else:
+            self._lost()
+
+    def _lost(self) -> None:
+        if self.current is not None and self._registration.node is not None:
+            self._on_lost()
+
+    def consider(self) -> None:
+        """If this node waits and has a part in the round that runs, take it. If that round is over already, say so.
+
+        Both on this thread: a node that has taken its part never claims to wait.
+        """
+        node, header = self._registration.node, self._header.value
+        if node is None or self.joined is not None or node.after >= header.round:
+            return
+        part = self.current
+        if part is None:
+            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn how
+                self._wait_for_the_next(header)
+        elif header.state is State.RUNNING:
+            self.joined = (header, part)
+            self._on_joined()
+        elif header.state is State.BROKEN:
+            self._wait_for_the_next(header)
+
+    def _wait_for_the_next(self, header: Header) -> None:
+        self._registration.update(lambda node: dataclasses.replace(node, after=header.round))

@@ -1,0 +1,131 @@
+"""Writes again what is lost in etcd while the nodes of the job live.
+
+Leases end when etcd is out of reach for longer than they last, and anybody may delete a key. A record that is not there is a
+state like any other:
+
+    nodes/ID        its node writes it again, under a new lease where the old one is gone; the election goes by the new key
+    job             the leader writes it again, under the old lease or a new one; another node that misses it, somewhat later
+    round           the same. What is written is what the node remembers. A header that `precedes` what a node remembers was
+                    brought back by one that had missed events: it is replaced. So the newest that any node knows comes back.
+    assign/ID       its node writes it again, while the header is still of that round
+    last, ledger, charges, refused: what is lost is forgotten
+
+Invariant: each of these writes compares that the record is still missing.
+
+A round that runs goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
+members time to come back (`Outage.returning_until`) before it breaks the round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from elastic_ext.etcd import Batch, Get, LeaseSession, Put, unchanged
+from elastic_ext.etcd.values import KeyValue
+from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.etcd.context import NodeContext
+from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
+from elastic_ext.rendezvous.etcd.job_records import JobRecords
+from elastic_ext.rendezvous.etcd.outage import Outage
+from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
+from elastic_ext.rendezvous.etcd.registration import Registration
+from elastic_ext.rendezvous.etcd.tasks import LostRace
+from elastic_ext.rendezvous.round_records import encode
+
+
+class Recovery:
+    """One node's share of it. For the rendezvous thread."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        job_records: JobRecords,
+        header: HeaderRecord,
+        registration: Registration,
+        assignment: OwnAssignment,
+        outage: Outage,
+        leads: Callable[[], bool],
+    ) -> None:
+        """leads: whether this node is the leader."""
+        self._context = context
+        self._job_records = job_records
+        self._header = header
+        self._registration = registration
+        self._assignment = assignment
+        self._outage = outage
+        self._leads = leads
+
+    def restore_soon(self) -> None:
+        """The leader restores now; if it lives, there is nothing left to do for another node but its own keys."""
+        if self._leads():
+            self._context.tasks.post(self.restore)
+        else:
+            self._context.tasks.retry(self.restore)
+
+    def restore(self) -> None:
+        """Write again what of the job's records and of this node's is missing and known here. Does nothing where all is there.
+
+        Raises:
+            LostRace: another node writes at the same time; to be tried again.
+        """
+        context, header = self._context, self._header
+        if self._registration.node is None or self._registration.created == 0:
+            return
+        header.lease_id = self._job_records.bring_back(header.lease_id, header.job)
+        read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
+        found, assignment, own = (reading.kv for reading in read.readings)
+        header.observe(found, read.revision)
+        header.job = header.value.job  # it has the same settings
+        if rounds.brings_back(header.readable(found) if found is not None else None, header.value):
+            header.write_again()
+        self._restore_assignment(assignment)
+        if own is None:
+            self.write_own_key()
+
+    def _restore_assignment(self, found: KeyValue | None) -> None:
+        context, header = self._context, self._header
+        part = self._assignment.current
+        if part is None or (found is not None and context.reader.assignment(found) is not None):
+            return
+        key = context.own_assignment_key
+        same = unchanged(key, found.mod_revision if found is not None else 0)
+        put = Put(key, encode(part), lease_id=header.lease_id)
+        if not context.client.txn([same, header.unchanged], [put]).succeeded:
+            raise LostRace("the header changed while this node's part was written again")
+
+    def write_own_key(self) -> None:
+        """The node's own key is gone or written over. The record tells which round its workers are in: nothing else may know of
+        that round.
+        """
+        node, joined = self._registration.node, self._assignment.joined
+        if node is not None and self._registration.session is not None:
+            self._registration.write_again(dataclasses.replace(node, round=joined[0].round if joined is not None else 0))
+
+    def on_own_key_deleted(self, batch: Batch) -> None:
+        """Take in events of the watch on the deletes of the node's own key."""
+        if batch.revision > self._registration.created and self._registration.node is not None:
+            self.restore_soon()
+
+    def lease_lost(self) -> None:
+        """A write has failed because its lease is gone: this node's own, or that of the job's records."""
+        session = self._registration.session
+        if session is None or self._registration.node is None:
+            return
+        if self._context.client.lease_keep_alive([session.lease_id]).ttl_s.get(session.lease_id, 0) <= 0:
+            self.register_again(session)
+        elif self._registration.created:
+            self.restore()
+
+    def register_again(self, lost: LeaseSession) -> None:
+        """The lease is lost, this process is not: the same node with a new lease."""
+        registration, tasks = self._registration, self._context.tasks
+        if registration.session is not lost or registration.node is None:
+            return
+        lost.orphan()
+        registration.grant()
+        if registration.created == 0:  # it was about to enter; that is tried again
+            return
+        self._outage.expect_members()
+        tasks.run(self.write_own_key)  # each is tried again by itself: this lease is not lost again
+        tasks.run(self.restore)

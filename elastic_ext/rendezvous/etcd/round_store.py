@@ -1,0 +1,74 @@
+"""Connects to the store of a round, which the node of rank 0 serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from elastic_ext.rendezvous.round_records import Header
+
+logger = logging.getLogger(__name__)
+
+TRIES = 3  # of rounds in a row
+CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for calls after that, torch's default
+
+
+class StoreConnector:
+    """One agent's; it counts the stores in a row that did not answer."""
+
+    def __init__(self, changed: threading.Condition, break_round: Callable[[str], None]) -> None:
+        """
+        Args:
+            changed: notified when `over` may return something else.
+            break_round: called with the reason where the store does not answer.
+        """
+        self._changed = changed
+        self._break_round = break_round
+        self._unreachable = 0
+
+    def connect(self, header: Header, over: Callable[[], object | None]) -> TCPStore | None:
+        """Connect to the store of this round; None: it does not answer, or the round is over.
+
+        Its host may have died just now, and torch tries for minutes: a thread does, and this one goes on once the round is over.
+
+        Args:
+            over: None while the round runs.
+
+        Raises:
+            RendezvousConnectionError: this is the last of TRIES stores in a row that did not answer.
+        """
+        answer: Future[TCPStore] = Future()
+        threading.Thread(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
+        with self._changed:
+            while not answer.done():
+                if over() is not None:
+                    return None
+                self._changed.wait()
+        if (error := answer.exception()) is None:
+            self._unreachable = 0
+            return answer.result()
+        self._unreachable += 1
+        if self._unreachable == TRIES:  # the others are better off without this node
+            raise RendezvousConnectionError(
+                f"the stores of {TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}"
+                f": {error}; expected that this host reaches all others of the job"
+            ) from error
+        logger.warning("the store of round %s does not answer: %s", header.round, error)
+        self._break_round("the store of rank 0 does not answer")
+        return None
+
+    def _try(self, header: Header, answer: Future[TCPStore]) -> None:
+        try:
+            store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+            store.set_timeout(STORE)
+            answer.set_result(store)
+        except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
+            answer.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,136 @@
+"""Runs the work of one node on the rendezvous thread. An error means another try, or the end of this node's part in the job."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.base.records import RecordError
+from elastic_ext.etcd import EtcdError, LeaseLost, QuotaExceeded, Unavailable
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5  # after a call that no endpoint answered (its own deadline has passed by then), or that a full etcd refused
+
+Task = Callable[[], None]
+
+
+class LostRace(ElasticExtError):
+    """Another node wrote first: the task is tried again, on what is there by then."""
+
+
+class Refused(ElasticExtError):
+    """This host was told to leave the job and may not come back yet: the node's part ends."""
+
+
+class TaskRunner:
+    """One node's `dispatcher.Runner`.
+
+    Attributes (readable from any thread):
+        failure: why this node can take no further part in the job; None while it can.
+        full: the error of an etcd that takes no writes now and so holds up work of this node; None while it takes them.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        node_id: str,
+        *,
+        in_job: Callable[[], bool],
+        on_lease_lost: Task,
+        on_timer: Task,
+        on_failure: Task,
+    ) -> None:
+        """
+        Args:
+            in_job: whether the node has registered.
+            on_lease_lost: work to run once a write has failed because its lease is gone.
+            on_timer: work to run at the time given to `wake_at`.
+            on_failure: called when `failure` is set.
+        """
+        self.failure: Exception | None = None
+        self.full: QuotaExceeded | None = None
+        self._dispatcher = dispatcher
+        self._node_id = node_id
+        self._in_job = in_job
+        self._on_lease_lost = on_lease_lost
+        self._on_timer = on_timer
+        self._on_failure = on_failure
+        self._retried: set[Task] = set()  # tasks that wait for their next try
+        self._held_up: set[Task] = set()  # tasks that etcd was too full for at their last try
+
+    def post(self, task: Task) -> None:
+        """Run a task on the rendezvous thread; from any thread, returns at once."""
+        self._dispatcher.post(self, task)
+
+    # Everything below is for the rendezvous thread only.
+
+    def wake_at(self, at: float | None) -> None:
+        """Run `on_timer` at this monotonic time; None: do not."""
+        self._dispatcher.wake_at(self, at)
+
+    def on_timer(self) -> None:
+        self._on_timer()
+
+    def run(self, task: Task) -> None:
+        """Run a task now. Try it again later if etcd cannot do it now; end this node's part if etcd never can.
+
+        A full etcd counts as the first for a node that is in the job (somebody will make room, and until then the node must not
+        be missing where it leads), and as the second for a node that enters.
+        """
+        if self.failure is not None:
+            return
+        try:
+            task()
+            self._note_done(task)
+        except LeaseLost:
+            self.post(self._on_lease_lost)
+            self.retry(task)
+        except LostRace as error:
+            logger.debug("rendezvous: %s", error)
+            self.retry(task)
+        except (EtcdError, RecordError, Refused, UsageError) as error:
+            if isinstance(error, Unavailable):
+                logger.debug("rendezvous: %s", error)
+                self.retry(task)
+            elif isinstance(error, QuotaExceeded) and self._in_job():
+                self._note_full(error, task)
+                self.retry(task)
+            else:
+                self._fail(error)
+        except Exception as error:  # the top of the rendezvous thread: the agent must learn of it
+            logger.exception("the rendezvous of node %s failed", self._node_id)
+            self._fail(error)
+
+    def retry(self, task: Task) -> None:
+        """Run a task in RETRY_S. A task that waits already (such as the leader's look, which each event asks for) waits once."""
+        if task in self._retried:
+            return
+        self._retried.add(task)
+        timer = threading.Timer(RETRY_S, self.post, (lambda: self._run_again(task),))
+        timer.daemon = True
+        timer.start()
+
+    def _run_again(self, task: Task) -> None:
+        self._retried.discard(task)
+        self.run(task)
+
+    def _note_full(self, error: QuotaExceeded, task: Task) -> None:
+        """Log one line when the trouble begins; `_note_done` logs one when it ends."""
+        if self.full is None:
+            logger.warning("%s; what runs goes on, but no new round can be formed until then", error)
+        self.full = error
+        self._held_up.add(task)
+
+    def _note_done(self, task: Task) -> None:
+        self._held_up.discard(task)
+        if self.full is not None and not self._held_up:
+            logger.info("etcd takes writes again")
+            self.full = None
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._on_failure()

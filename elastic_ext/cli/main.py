@@ -119,11 +119,11 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
     """What `explain` prints for one case. Raises UsageError for what is no evidence."""
     diagnosis = root_cause([classify(case.evidence(value), rules)])
     decision = decide(diagnosis, exit_codes=exit_codes)
-    assert decision.verdict is not None
+    assert decision.response is not None
     return {
         "id": value.get("id"),
         "kind": decision.kind,
-        "decision": decision.verdict.value,
+        "decision": decision.response.value,
         "exit_code": decision.exit_code,
         "reason": decision.reason,
         "rule": decision.rule,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
+from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
 
 Fields = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
@@ -111,9 +111,9 @@ def evidence(case: Any) -> Evidence:
     )
 
 
-def _past(past: Mapping[str, Any], number: int) -> Past:
+def _past(past: Mapping[str, Any], number: int) -> Precedent:
     _check(past, PAST, f"history[{number}].")
-    return Past(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
+    return Precedent(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
 
 
 def _check(values: Mapping[str, Any], fields: Fields, prefix: str) -> None:

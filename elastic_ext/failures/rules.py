@@ -11,7 +11,6 @@ Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 from elastic_ext.base.kinds import (
@@ -36,10 +35,9 @@ from elastic_ext.failures.matching import (
     HARDWARE_SAID,
     PROGRAM_SAID,
     Condition,
-    Facts,
+    EvidenceView,
     Rule,
     Text,
-    Texts,
     contains,
 )
 
@@ -101,48 +99,48 @@ def held_by_another_process(text: str) -> str | None:
     return held[0] if held and not held[1].startswith("0.") else None
 
 
-def _reason(facts: Facts) -> str:
-    return facts.evidence.platform.reason.upper()
+def _reason(view: EvidenceView) -> str:
+    return view.evidence.platform.reason.upper()
 
 
 def _platform_says(*words: str) -> Condition:
-    return lambda facts: any(word in _reason(facts) for word in words)
+    return lambda view: any(word in _reason(view) for word in words)
 
 
 def _agent_got(*signals: str) -> Condition:
-    return lambda facts: facts.evidence.agent_signal in signals
+    return lambda view: view.evidence.agent_signal in signals
 
 
-def _before_first_step(facts: Facts) -> bool:
-    return facts.evidence.first_step_done is False
+def _before_first_step(view: EvidenceView) -> bool:
+    return view.evidence.first_step_done is False
 
 
-def _illegal_access(facts: Facts) -> bool:
-    return "illegal memory access" in facts.text or "illegal address" in facts.text
+def _illegal_access(view: EvidenceView) -> bool:
+    return "illegal memory access" in view.text or "illegal address" in view.text
 
 
-def _is_import_error(facts: Facts) -> bool:
-    return "ImportError" in facts.exception_names
+def _is_import_error(view: EvidenceView) -> bool:
+    return "ImportError" in view.exception_names
 
 
-def _shared_object(facts: Facts) -> bool:
+def _shared_object(view: EvidenceView) -> bool:
     """An undefined symbol names a shared object too, but the file was read: the versions do not fit, now and for ever."""
-    return _is_import_error(facts) and ".so" in facts.text and "undefined symbol" not in facts.text
+    return _is_import_error(view) and ".so" in view.text and "undefined symbol" not in view.text
 
 
-def _in_a_storage_client(facts: Facts) -> bool:
-    exception = facts.evidence.exception
+def _in_a_storage_client(view: EvidenceView) -> bool:
+    exception = view.evidence.exception
     frames = " ".join(exception.frames).lower() if exception else ""
-    return any(name in frames or name in facts.text for name in _STORAGE_NAMES)
+    return any(name in frames or name in view.text for name in _STORAGE_NAMES)
 
 
-def _loading(facts: Facts) -> bool:
-    return facts.evidence.checkpoint_load is True
+def _loading(view: EvidenceView) -> bool:
+    return view.evidence.checkpoint_load is True
 
 
-def _eof_of_data(facts: Facts) -> bool:
+def _eof_of_data(view: EvidenceView) -> bool:
     """A parser's "unexpected EOF while ..." is of a script, not of a checkpoint."""
-    return "unexpected eof while" not in facts.text
+    return "unexpected eof while" not in view.text
 
 
 _PEER_SAID = ("connection closed by peer", "connection reset by peer", "broken pipe")
@@ -151,9 +149,9 @@ _PEER_OR_LAYER: tuple[Text, ...] = tuple(
 )
 
 
-def _peer_connection(facts: Facts) -> bool:
+def _peer_connection(view: EvidenceView) -> bool:
     """gloo and NCCL raise RuntimeError; what another class or a log line says of a connection must name the layer, too."""
-    return contains(facts.text, _PEER_SAID if "RuntimeError" in facts.exception_names else _PEER_OR_LAYER)
+    return contains(view.text, _PEER_SAID if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
 
 
 # The slurmd log says "CANCELLED AT ... DUE TO TIME LIMIT" of what no user has cancelled.
@@ -163,12 +161,12 @@ _PREEMPTED = (
 )  # fmt: skip
 
 
-def _platform_preempted(facts: Facts) -> bool:
-    return _reason(facts) == "TIMEOUT" or _platform_says(*_PREEMPTED)(facts)
+def _platform_preempted(view: EvidenceView) -> bool:
+    return _reason(view) == "TIMEOUT" or _platform_says(*_PREEMPTED)(view)
 
 
-def _cancelled(facts: Facts) -> bool:
-    return _platform_says("CANCELLED", "SCANCEL")(facts) and not _platform_preempted(facts)
+def _cancelled(view: EvidenceView) -> bool:
+    return _platform_says("CANCELLED", "SCANCEL")(view) and not _platform_preempted(view)
 
 
 _PREEMPTED_BECAUSE = "the platform takes the allocation away; restarting inside it cannot help"
@@ -179,10 +177,10 @@ TIER_1 = (
     _asked("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM")),
     _asked("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
-         when=lambda facts: facts.evidence.platform.disruption_target is True),
+         when=lambda view: view.evidence.platform.disruption_target is True),
     _asked("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
     _asked("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
-         when=lambda facts: facts.evidence.stopped_by_agent),
+         when=lambda view: view.evidence.stopped_by_agent),
 )  # fmt: skip
 
 XIDS_REPLACE = frozenset(
@@ -204,13 +202,13 @@ TIER_2 = (
     _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only service cures", "X",
          xids=XIDS_REPLACE),
     _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver says that a GPU of this node needs a reset", "X",
-         when=lambda facts: not _RECOVERY_REPLACE.isdisjoint(facts.evidence.gpu_recovery)),
+         when=lambda view: not _RECOVERY_REPLACE.isdisjoint(view.evidence.gpu_recovery)),
     _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
          "X B", xids=XIDS_ILLEGAL, when=_illegal_access),
     _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart cures", "X",
          xids=XIDS_RESTART),
     _hardware("oom-killed", HOST_MEMORY, CONFIRM, "the kernel killed it for memory, which repeats almost always", "P D",
-         when=lambda facts: (facts.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(facts)),
+         when=lambda view: (view.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(view)),
     _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
          texts=("uncorrectable ecc", "uncorrectable nvlink", "fallen off the bus", ("nvlink", "fatal"),
                 "cuda_error_ecc_uncorrectable",
@@ -218,7 +216,7 @@ TIER_2 = (
     _hardware("hardware-exit", HARDWARE, REPLACE_NODE, "this exit code means a broken InfoROM, driver, or residue", "D",
          exit_codes=frozenset({14, 201, 202})),
     _hardware("node-check", HARDWARE, REPLACE_NODE, "this node's health check failed before the start",
-         when=lambda facts: facts.evidence.node_health_failed is True),
+         when=lambda view: view.evidence.node_health_failed is True),
 )  # fmt: skip
 
 _ALWAYS = _names(
@@ -240,7 +238,7 @@ _LATER = "it may come back: one more try tells"
 
 TIER_3 = (
     _said("hang", HANG, RESTART, "the hang detector ended it",
-         when=lambda facts: facts.evidence.hang is True),
+         when=lambda view: view.evidence.hang is True),
     _said("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
     _said("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
          when=_shared_object),
@@ -248,7 +246,7 @@ TIER_3 = (
          texts=_FILE_SYSTEM_ILL, when=_is_import_error),
     _said("code-always", CODE, STOP, "an error of this type comes back on every try", "A", exceptions=_ALWAYS),
     _said("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
-         when=lambda facts: contains(facts.text, ("usage:",))),
+         when=lambda view: contains(view.text, ("usage:",))),
     _said("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
     _said("file-system-ill", STORAGE, RESTART, "a network file system is ill", texts=_FILE_SYSTEM_ILL),
@@ -264,7 +262,7 @@ TIER_3 = (
          checkpoints_back=1),
     _said("device-memory-held", DEVICE_MEMORY, RESTART, "another process held memory of the GPU",
          exceptions=_names("OutOfMemoryError"), texts=("cuda out of memory", "cuda error: out of memory"),
-         when=lambda facts: held_by_another_process(facts.text.text) is not None),
+         when=lambda view: held_by_another_process(view.text.ascii) is not None),
     _said("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU's memory does not suffice",
          exceptions=_names("OutOfMemoryError"),
          texts=("cuda out of memory", "cuda error: out of memory", "cublas_status_alloc_failed")),
@@ -323,16 +321,7 @@ TIER_4 = (
     _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks for another try",
          exit_codes=frozenset({75})),
     _exited("no-progress", CODE, STOP, "this exit code means: no progress", "N", exit_codes=frozenset({93})),
-    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing says that another try would fail", when=lambda facts: True),
+    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing says that another try would fail", when=lambda view: True),
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
-
-
-def _texts() -> Iterator[str]:
-    for rule in RULES:
-        for text in rule.texts:
-            yield from (text,) if isinstance(text, str) else text
-
-
-TEXTS = Texts(_texts())

@@ -26,7 +26,7 @@ from elastic_ext.base import user_files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import CASCADE, KINDS, Response
 from elastic_ext.base.printable import literal, printable
-from elastic_ext.failures.matching import Facts
+from elastic_ext.failures.matching import EvidenceView
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +38,7 @@ CONDITIONS = ("pattern", "exit_code", "exception", "signal")
 MOST_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
-USER_DECISIONS = tuple(verdict.value for verdict in Response if verdict is not Response.FOLLOW)
+USER_DECISIONS = tuple(response.value for response in Response if response is not Response.FOLLOW)
 MAX_PATTERN = 500  # characters
 MAX_BYTES = 1 << 20  # of a file
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
@@ -50,7 +50,7 @@ class UserRule:
 
     name: str
     kind: str
-    verdict: Response
+    response: Response
     origin: str = ""
     pattern: str | None = None
     exit_code: int | None = None
@@ -63,13 +63,13 @@ class UserRule:
     def because(self) -> str:
         return f"the rule {self.name!r} of {printable(self.origin) or 'the user'}"
 
-    def matches(self, facts: Facts) -> bool:
-        evidence = facts.evidence
+    def matches(self, view: EvidenceView) -> bool:
+        evidence = view.evidence
         return (
             (self.exit_code is None or self.exit_code == evidence.exit_code)
-            and (self.exception is None or self.exception in facts.exception_names)
-            and (self.signal is None or self.signal == facts.signal)
-            and (self.pattern is None or found(self.pattern.lower(), facts.text.written))
+            and (self.exception is None or self.exception in view.exception_names)
+            and (self.signal is None or self.signal == view.signal)
+            and (self.pattern is None or found(self.pattern.lower(), view.text.lower))
         )
 
 

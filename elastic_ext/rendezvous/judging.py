@@ -16,6 +16,7 @@ from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures import judgement
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
@@ -26,9 +27,9 @@ logger = logging.getLogger(__name__)
 LEDGER_BYTES = 16 << 20
 
 
-def rules(settings: Settings, max_restarts: int, **more: Any) -> job.Rules:
-    """more: the other fields of job.Rules."""
-    return job.Rules(
+def rules(settings: Settings, max_restarts: int, **more: Any) -> judgement.Rules:
+    """more: the other fields of judgement.Rules."""
+    return judgement.Rules(
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),

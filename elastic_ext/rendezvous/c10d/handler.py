@@ -42,6 +42,7 @@ from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.kinds import Response as Asked
 from elastic_ext.base.records import Count, Name, Port
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
+from elastic_ext.failures import judgement
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import JobStopped
 from elastic_ext.rendezvous import judging, plain, run_id
@@ -275,10 +276,10 @@ class EmbeddedRendezvous(RendezvousHandler):
             begin = time.monotonic() - self.settings.budget_window
             self._charged_at = [at for at in self._charged_at if at > begin]
             rules = replace(rules, charges=len(self._charged_at))
-        after, verdict = job.judge(reports, ledger, rules, self.round)
-        if verdict.decision.verdict is Asked.REPLACE_NODE and verdict.node == store_host:
+        after, verdict = judgement.judge(reports, ledger, rules, self.round)
+        if verdict.decision.response is Asked.REPLACE_NODE and verdict.node == store_host:
             # The store would go with it, and no node could start again.
-            after, verdict = job.judge(reports, ledger, replace(rules, min_nodes=nodes), self.round)
+            after, verdict = judgement.judge(reports, ledger, replace(rules, min_nodes=nodes), self.round)
         return after, verdict
 
     def _learn(self, ledger: job.Ledger, verdict: job.JobVerdict) -> None:
@@ -290,7 +291,7 @@ class EmbeddedRendezvous(RendezvousHandler):
             self._charged_at.clear()
         if verdict.decision.charged:
             self._charged_at.append(time.monotonic())
-        if verdict.decision.verdict is Asked.REPLACE_NODE:
+        if verdict.decision.response is Asked.REPLACE_NODE:
             self._stays_open = verdict.node == self.node_id
             self._refusals.append((time.monotonic() + self.settings.refuse_node, verdict.host, verdict.decision.reason))
 

@@ -205,7 +205,7 @@ class StoreJob:
     def _publish(self, part: Part, verdict: job.JobVerdict) -> None:
         """What others may read once they know of the verdict comes before it."""
         text = job.encode_verdict(verdict)
-        if verdict.decision.verdict is kinds.Response.REPLACE_NODE:
+        if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self.calls.put(f"refused/{verdict.host}", verdict.decision.reason)
         if verdict.ends_job:
             self.calls.put("stopped", text)

@@ -31,6 +31,7 @@ from elastic_ext.base.kinds import Response as Asked
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, QuotaExceeded
+from elastic_ext.failures import judgement
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.ledger import JobStopped
 from elastic_ext.rendezvous import judging, plain, run_id
@@ -271,7 +272,7 @@ class EtcdRendezvous(RendezvousHandler):
                 now = time.monotonic()
                 if over or participant.failure is not None or now >= deadline:
                     logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
-                    _, verdict = job.judge({self.node_id: report}, job.Ledger(), self._rules(nodes=1), self.round)
+                    _, verdict = judgement.judge({self.node_id: report}, job.Ledger(), self._rules(nodes=1), self.round)
                     break
                 if now >= quiet_until:
                     logger.warning("the workers of round %s have failed, etcd has not told the job's verdict yet", self.round)
@@ -280,7 +281,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._stays_open = not verdict.ends_job
         return verdict
 
-    def _rules(self, **more: Any) -> job.Rules:
+    def _rules(self, **more: Any) -> judgement.Rules:
         return judging.rules(self.settings, self._max_restarts, **more)
 
     def _judge(self, reports: Reports, ledger: str) -> Judged:
@@ -291,8 +292,8 @@ class EtcdRendezvous(RendezvousHandler):
         window_s = self.settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)
-        after, verdict = job.judge(told, before, rules, reports.round)
-        leaves = verdict.decision.verdict is Asked.REPLACE_NODE
+        after, verdict = judgement.judge(told, before, rules, reports.round)
+        leaves = verdict.decision.response is Asked.REPLACE_NODE
         return Judged(
             State.CLOSED if verdict.ends_job else State.BROKEN,
             verdict.decision.reason,

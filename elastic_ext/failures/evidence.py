@@ -163,7 +163,7 @@ def read_error_file(path: str) -> ErrorFile:
     return ErrorFile(path, data, "", exception, raised_ns)
 
 
-def _fit_for_torch(data: Any) -> bool:
+def _fit_for_torch(data: object) -> bool:
     """Whether torch's ProcessFailure and ChildFailedError can show this (both index into it without a check)."""
     if not isinstance(data, dict):
         return False

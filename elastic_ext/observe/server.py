@@ -127,7 +127,7 @@ def _refusal(status: HTTPStatus, text: str) -> _Page:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, cut off at `deadline` (time.monotonic()). unsent: the rest of the answer; None: still reading the request."""
+    """One connection, cut off at `deadline` (time.monotonic()). unsent: the rest of the answer; None: still reading."""
 
     connection: socket.socket
     deadline: float

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.base.kinds import KINDS, Response
-from elastic_ext.cli.main import explained
+from elastic_ext.cli.explain import explained
 from elastic_ext.failures import classify as classify_module
 from elastic_ext.failures import fingerprint, ledger, matching, policy, rules, tracebacks, user_rules
 from elastic_ext.failures.classify import classify, root_cause

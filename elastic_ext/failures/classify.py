@@ -14,7 +14,7 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, EvidenceView, Rule, SearchText
+from elastic_ext.failures.matching import ASKED, EXIT_STATUS, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EvidenceView, Rule, SearchText
 from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 
@@ -23,7 +23,9 @@ MAX_MESSAGE = 8 * 1024  # of a longer message only both ends are searched
 
 # These signals come from outside Python: a traceback on stderr need not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
-_BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in (ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY)}
+_BY_TIER = {
+    tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,11 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     program = [EvidenceView(evidence, names, SearchText(message), signal_name)] if exception else []
     if tail:
         program.append(EvidenceView(evidence, frozenset(), everything.text, signal_name))
-    for tier, views in ((HARDWARE_SAID, [everything]), (PROGRAM_SAID, program or [everything]), (EXIT_ONLY, [everything])):
+    for tier, views in (
+        (HARDWARE_EVIDENCE, [everything]),
+        (PROGRAM_OUTPUT, program or [everything]),
+        (EXIT_STATUS, [everything]),
+    ):
         for view in views:
             for rule in _BY_TIER[tier]:
                 if rule.matches(view):
@@ -157,9 +163,9 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
 def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:
     cascade = diagnosis.kind == CASCADE
-    asked = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
+    requested = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
     evidence = diagnosis.evidence
-    return cascade, not asked, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
+    return cascade, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:

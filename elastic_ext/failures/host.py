@@ -51,10 +51,10 @@ class Host:
     def ask(self) -> None:
         """Start to ask the platform and the GPU driver, in threads of their own; see `says`."""
         self._platform, self._gpu_recovery = Platform(), ()
-        asked: list[Callable[[], None]] = [self._ask_platform]
+        questions: list[Callable[[], None]] = [self._ask_platform]
         if os.path.exists(self._driver):
-            asked.append(self._ask_driver)
-        self._asking = [threading.Thread(target=ask, name="elastic_ext-host", daemon=True) for ask in asked]
+            questions.append(self._ask_driver)
+        self._asking = [threading.Thread(target=ask, name="elastic_ext-host", daemon=True) for ask in questions]
         for thread in self._asking:
             thread.start()
 

@@ -16,7 +16,7 @@ from elastic_ext.failures.evidence import Evidence
 Text = str | tuple[str, ...]
 """A text to search for, ASCII and lower case; a tuple: all of its texts in one line."""
 
-USERS, ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY = range(5)  # the tiers, in the order of `classify`
+USER_RULES, ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)  # the tiers; user rules come after ASKED
 
 
 @dataclass(frozen=True)

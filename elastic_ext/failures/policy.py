@@ -23,7 +23,7 @@ from elastic_ext.base.kinds import (
 from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
-from elastic_ext.failures.matching import USERS
+from elastic_ext.failures.matching import USER_RULES
 from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
@@ -281,7 +281,7 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preced
 
 def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
     """Before the first step a warm standby itself may be the cause: the failure is no bug until a cold start fails, too."""
-    ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USERS
+    ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USER_RULES
     cold_start_failed = any(each.same_fingerprint and each.warm is False for each in past)
     if not ends or cold_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
         return outcome

@@ -32,9 +32,9 @@ from elastic_ext.base.kinds import (
 )
 from elastic_ext.failures.matching import (
     ASKED,
-    EXIT_ONLY,
-    HARDWARE_SAID,
-    PROGRAM_SAID,
+    EXIT_STATUS,
+    HARDWARE_EVIDENCE,
+    PROGRAM_OUTPUT,
     Condition,
     EvidenceView,
     Rule,
@@ -45,8 +45,8 @@ from elastic_ext.failures.matching import (
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
-_asked, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_SAID)
-_said, _exited = partial(Rule, PROGRAM_SAID), partial(Rule, EXIT_ONLY)
+_requested, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_EVIDENCE)
+_program, _exited = partial(Rule, PROGRAM_OUTPUT), partial(Rule, EXIT_STATUS)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -144,15 +144,15 @@ def _eof_of_data(view: EvidenceView) -> bool:
     return "unexpected eof while" not in view.text
 
 
-_PEER_SAID = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 _PEER_OR_LAYER: tuple[Text, ...] = tuple(
-    (said, layer) for said in _PEER_SAID for layer in ("gloo", "nccl", "processgroup", "collective")
+    (text, layer) for text in _PEER_TEXTS for layer in ("gloo", "nccl", "processgroup", "collective")
 )
 
 
 def _peer_connection(view: EvidenceView) -> bool:
     """gloo and NCCL raise RuntimeError; another class, or a log line, must name the layer besides the connection."""
-    return contains(view.text, _PEER_SAID if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
+    return contains(view.text, _PEER_TEXTS if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
 
 
 # slurmd logs "CANCELLED AT ... DUE TO TIME LIMIT" though no user has cancelled the job.
@@ -173,14 +173,14 @@ def _cancelled(view: EvidenceView) -> bool:
 _PREEMPTED_BECAUSE = "the platform takes the allocation away, so a restart inside it cannot help"
 
 TIER_1 = (
-    _asked("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
-    _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
-    _asked("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent got SIGTERM: " + _PREEMPTED_BECAUSE, "S K",
+    _requested("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
+    _requested("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
+    _requested("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to stop: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM")),
-    _asked("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
+    _requested("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda view: view.evidence.platform.disruption_target is True),
-    _asked("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
-    _asked("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
+    _requested("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
+    _requested("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
          when=lambda view: view.evidence.stopped_by_agent),
 )  # fmt: skip
 
@@ -240,70 +240,71 @@ _AT_START = "before the first optimizer step: it would happen on every try"
 _LATER = "one more try shows whether it happens again"
 
 TIER_3 = (
-    _said("hang", HANG, RESTART, "the hang detector ended it",
+    _program("hang", HANG, RESTART, "the hang detector ended it",
          when=lambda view: view.evidence.hang is True),
-    _said("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
-    _said("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
+    _program("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
+    _program("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
          when=_shared_object),
-    _said("import-file-system", STORAGE, RESTART, "an import failed because of the file system", "",
+    _program("import-file-system", STORAGE, RESTART, "an import failed because of the file system", "",
          texts=_FILE_SYSTEM_ILL, when=_is_import_error),
-    _said("code-always", CODE, STOP, "an error of this type would happen on every try", "A", exceptions=_ALWAYS),
-    _said("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
+    _program("code-always", CODE, STOP, "an error of this type would happen on every try", "A", exceptions=_ALWAYS),
+    _program("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
          when=lambda view: contains(view.text, ("usage:",))),
-    _said("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
+    _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
-    _said("file-system-ill", STORAGE, RESTART, "a network file system is in trouble", texts=_FILE_SYSTEM_ILL),
-    _said("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
-    _said("storage-busy", STORAGE, RESTART, "the server asked to try again later", texts=_BUSY_SERVER),
-    _said("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
+    _program("file-system-ill", STORAGE, RESTART, "a network file system is in trouble", texts=_FILE_SYSTEM_ILL),
+    _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
+    _program("storage-busy", STORAGE, RESTART, "the server asked to try again later", texts=_BUSY_SERVER),
+    _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client),
-    _said("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
+    _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
          exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
          texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
-    _said("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
+    _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
          texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
          checkpoints_back=1),
-    _said("device-memory-held", DEVICE_MEMORY, RESTART, "another process held GPU memory",
+    _program("device-memory-held", DEVICE_MEMORY, RESTART, "another process held GPU memory",
          exceptions=_names("OutOfMemoryError"), texts=("cuda out of memory", "cuda error: out of memory"),
          when=lambda view: held_by_another_process(view.text.ascii) is not None),
-    _said("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU ran out of memory",
+    _program("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU ran out of memory",
          exceptions=_names("OutOfMemoryError"),
          texts=("cuda out of memory", "cuda error: out of memory", "cublas_status_alloc_failed")),
-    _said("loader-shm", HOST_MEMORY, CONFIRM,
+    _program("loader-shm", HOST_MEMORY, CONFIRM,
          "a DataLoader worker died; the usual cause is that /dev/shm is too small",
          texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"))),
-    _said("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
+    _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
          texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"))),
-    _said("numeric", NUMERIC, CONFIRM, "the loss or a gradient became NaN or infinite; the checkpoint before the last is tried",
+    _program("numeric", NUMERIC, CONFIRM,
+         "the loss or a gradient became NaN or infinite; the checkpoint before the last is tried",
          exceptions=_names("FloatingPointError"), checkpoints_back=1,
          texts=("loss is nan", "loss is inf", "nan loss", "returned nan values", "is non-finite", "gradient is nan",
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
                 "inf in gradient", "nan/inf", "inf/nan", "nan or inf", "inf or nan")),
-    _said("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
+    _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
          texts=("unspecified launch failure", "cudnn_status_internal_error", ("unhandled cuda error", "nccl"))),
-    _said("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access or a failed assertion", "B",
+    _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access or a failed assertion", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered")),
-    _said("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared in the middle of a collective; the cause is elsewhere", "T",
+    _program("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared during a collective; the cause is elsewhere", "T",
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("remote process exited", "nccl"))),
-    _said("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
+    _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection),
-    _said("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
+    _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
-    _said("network", NETWORK, RESTART, "the network failed",
+    _program("network", NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
          texts=("name or service not known", "temporary failure in name resolution")),
-    _said("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
+    _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
          when=_before_first_step),
-    _said("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),
-    _said("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
+    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),
+    _program("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
          when=_before_first_step),
-    _said("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
-    _said("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
+    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
+    _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
-    _said("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
+    _program("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
 )  # fmt: skip
 
 

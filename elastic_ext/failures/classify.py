@@ -23,9 +23,8 @@ MAX_MESSAGE = 8 * 1024  # of a longer message only both ends are searched
 
 # These signals come from outside Python: a traceback on stderr need not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
-_BY_TIER = {
-    tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
-}
+_TIERS = (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
+_BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,8 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     program = [EvidenceView(evidence, names, SearchText(message), signal_name)] if exception else []
     if tail:
         program.append(EvidenceView(evidence, frozenset(), everything.text, signal_name))
-    for tier, views in (
-        (HARDWARE_EVIDENCE, [everything]),
-        (PROGRAM_OUTPUT, program or [everything]),
-        (EXIT_STATUS, [everything]),
-    ):
+    whole = [everything]
+    for tier, views in ((HARDWARE_EVIDENCE, whole), (PROGRAM_OUTPUT, program or whole), (EXIT_STATUS, whole)):
         for view in views:
             for rule in _BY_TIER[tier]:
                 if rule.matches(view):

@@ -4,7 +4,10 @@ Importing this package does not import torch: every torchrun on the machine load
 """
 
 import importlib
-from typing import Any
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing: helper programs import this, too
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -22,7 +25,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a name that training scripts use when it is first asked for. Any: type checkers must let scripts call it."""
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")

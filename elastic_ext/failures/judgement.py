@@ -14,7 +14,7 @@ from elastic_ext.failures.ledger import MOST_FAILURES, MOST_STACKS, MOST_VERDICT
 
 
 @dataclass(frozen=True)
-class Rules:
+class Circumstances:
     """What a judgement depends on besides reports and ledger.
 
     Attributes:
@@ -39,7 +39,7 @@ class Rules:
     jitter: float = 0.0
 
 
-def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: int) -> tuple[Ledger, JobVerdict]:
+def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
     """Return the ledger after this round, and the verdict that all agents carry out.
 
     Args:
@@ -47,49 +47,50 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, rules: Rules, round_: i
         ledger: the job's history before this round.
         round_: the round that has ended.
     """
-    node, cause = _cause(reports, rules)
+    node, cause = _cause(reports, circumstances)
     report = reports[node]
     now = history.record(cause, report.resumed_at, report.resumed_from)
-    budget = _budget(ledger, now, rules)
+    budget = _budget(ledger, now, circumstances)
     decision = policy.decide(
         cause,
         budget,
         history.seen_from(now, ledger.failures),
-        policy.Nodes(rules.nodes, rules.min_nodes),
-        rules.exit_codes,
-        rules.backoff,
-        rules.jitter,
+        policy.Nodes(circumstances.nodes, circumstances.min_nodes),
+        circumstances.exit_codes,
+        circumstances.backoff,
+        circumstances.jitter,
     )
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
     stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MOST_STACKS]
-    verdict = JobVerdict(decision, round_, node, report.host, cause.evidence.rank, charged, rules.max_restarts, rules.at, stacks)
+    verdict = JobVerdict(
+        decision, round_, node, report.host, cause.evidence.rank, charged, circumstances.max_restarts, circumstances.at, stacks
+    )
     return (
         Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
         verdict,
     )
 
 
-def _cause(reports: Mapping[str, Report], rules: Rules) -> tuple[str, Diagnosis]:
+def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
-    if rules.lost and report.follows:
-        reason = f"{report.diagnosis.reason}: node {rules.lost[0]} was lost or cut off"
+    if circumstances.lost and report.follows:
+        reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
         cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
     return node, cause
 
 
-def _budget(ledger: Ledger, now: PastFailure, rules: Rules) -> policy.Budget:
+def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:
     """Return what the job may still spend: a checkpoint saved since refunds earlier charges, and the window forgets old ones."""
     if _saved_since(ledger.failures, now):
         charged = 0
     else:
-        charged = ledger.charged if rules.charges is None else min(ledger.charged, rules.charges)
-    kinds = [failure.kind for failure in reversed(ledger.failures) if failure.charged][
-        :charged
-    ]  # the newest are those that count
-    return policy.Budget(rules.max_restarts, charged, rules.kind_limits, Counter(kinds))
+        charged = ledger.charged if circumstances.charges is None else min(ledger.charged, circumstances.charges)
+    # The newest charges count: those before were refunded, or their time is over.
+    kinds = [failure.kind for failure in reversed(ledger.failures) if failure.charged][:charged]
+    return policy.Budget(circumstances.max_restarts, charged, circumstances.kind_limits, Counter(kinds))
 
 
 def _saved_since(earlier: Sequence[PastFailure], now: PastFailure) -> bool:

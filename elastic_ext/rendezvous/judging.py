@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 LEDGER_BYTES = 16 << 20
 
 
-def rules(settings: Settings, max_restarts: int, **more: Any) -> judgement.Rules:
-    """more: the other fields of judgement.Rules."""
-    return judgement.Rules(
+def rules(settings: Settings, max_restarts: int, **more: Any) -> judgement.Circumstances:
+    """more: the other fields of judgement.Circumstances."""
+    return judgement.Circumstances(
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),

@@ -82,7 +82,7 @@ HEADER = Header(round=3, state=State.RUNNING, nodes=2, world=4, address="10.0.0.
 PART = Assignment(round=3, rank=1, base_rank=2, base_role_rank=2, role_world=4, seal="ab")
 EVIDENCE = Evidence(rank=3, exit_code=1, exception=RaisedException("builtins.KeyError", "'x'", ("train.py:7 step",)), step=12)
 REPORT = job.Report("host1", classify(EVIDENCE), resumed_at=10, stacks="rank 1 was at train.py:7", resumed_from="/c/step_10")
-LEDGER, VERDICT = judgement.judge({"n1": REPORT}, job.Ledger(), judgement.Rules(3), 2)
+LEDGER, VERDICT = judgement.judge({"n1": REPORT}, job.Ledger(), judgement.Circumstances(3), 2)
 LIMITS = Limits(1, 4, 1.0)
 RECORDS = {
     "round": rounds.encode(HEADER),
@@ -116,7 +116,7 @@ def use_part(data: bytes) -> None:
 
 def use_report(data: bytes) -> None:
     report = job.decode_report(data.decode(errors="replace"))
-    judgement.judge({"n1": report, "n2": REPORT}, LEDGER, judgement.Rules(3), 3)
+    judgement.judge({"n1": report, "n2": REPORT}, LEDGER, judgement.Circumstances(3), 3)
 
 
 def use_verdict(data: bytes) -> None:
@@ -129,7 +129,7 @@ def use_verdict(data: bytes) -> None:
 
 def use_ledger(data: bytes) -> None:
     ledger = job.decode_ledger(data.decode(errors="replace"))
-    judgement.judge({"n1": REPORT}, ledger, judgement.Rules(3), 3)
+    judgement.judge({"n1": REPORT}, ledger, judgement.Circumstances(3), 3)
     shown(job_status.JobStatus("job", HEADER, {"n1": NODE}, {"n1": PART}, ledger, {}))
 
 

@@ -10,7 +10,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
-from elastic_ext.failures.judgement import Rules, judge
+from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
     MOST_FAILURES,
     Ledger,
@@ -25,7 +25,7 @@ from elastic_ext.failures.ledger import (
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
 
-RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
+RULES = Circumstances(max_restarts=3, nodes=3, min_nodes=2)
 
 
 def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
@@ -109,7 +109,7 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
 
 
 def test_the_ledger_is_bounded():
-    ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Rules(NO_LIMIT))
+    ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
     assert len(encode_ledger(ledger)) < 200_000
     assert len(ledger.failures) == MOST_FAILURES
 
@@ -146,7 +146,7 @@ def test_what_is_no_record_is_refused(decode, text):
 
 
 def test_a_limit_for_one_kind_leaves_the_others_alone():
-    rules = Rules(NO_LIMIT, kind_limits={"network": 2})
+    rules = Circumstances(NO_LIMIT, kind_limits={"network": 2})
     ledger, ended = Ledger(), []
     for number in range(3):
         told = {"a": report("ha", "ConnectionError", "refused " + "abc"[number])}
@@ -159,7 +159,7 @@ def test_a_limit_for_one_kind_leaves_the_others_alone():
 
 def test_progress_pays_for_the_limit_of_a_kind_too():
     """Two of two are spent, then a checkpoint is kept: two more, not one."""
-    rules, ledger, ended = Rules(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
+    rules, ledger, ended = Circumstances(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
     for number, resumed_at in enumerate((0, 0, 7, 7, 7)):
         told = {"a": report("ha", "ConnectionError", "refused " + "abcde"[number], resumed_at=resumed_at)}
         ledger, verdict = judge(told, ledger, rules, number)
@@ -196,7 +196,7 @@ def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
 
 
 def test_the_wait_grows_to_its_limit_and_progress_ends_it():
-    rules = Rules(NO_LIMIT, backoff=Backoff(1.0, 60.0))
+    rules = Circumstances(NO_LIMIT, backoff=Backoff(1.0, 60.0))
     ledger, waits = Ledger(), []
     for number in range(9):
         ledger, verdict = judge({"a": report("ha", exit_code=20 + number, resumed_at=0)}, ledger, rules, number)
@@ -238,10 +238,10 @@ def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):
 def test_a_charge_whose_time_is_over_no_longer_counts():
     ledger = Ledger()
     for code in (20, 21):
-        ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Rules(2), code)
+        ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Circumstances(2), code)
     assert ledger.charged == 2
     told = {"a": report("ha", exit_code=22)}
-    assert judge(told, ledger, Rules(2), 3)[1].decision.rule == "budget"
-    assert judge(told, ledger, Rules(2, charges=2), 3)[1].decision.rule == "budget"
-    after, verdict = judge(told, ledger, Rules(2, charges=1), 3)
+    assert judge(told, ledger, Circumstances(2), 3)[1].decision.rule == "budget"
+    assert judge(told, ledger, Circumstances(2, charges=2), 3)[1].decision.rule == "budget"
+    after, verdict = judge(told, ledger, Circumstances(2, charges=1), 3)
     assert (verdict.decision.action, verdict.restarts, after.charged) == (Action.RESTART, 2, 2)

@@ -281,7 +281,7 @@ class EtcdRendezvous(RendezvousHandler):
         self._stays_open = not verdict.ends_job
         return verdict
 
-    def _rules(self, **more: Any) -> judgement.Rules:
+    def _rules(self, **more: Any) -> judgement.Circumstances:
         return judging.rules(self.settings, self._max_restarts, **more)
 
     def _judge(self, reports: Reports, ledger: str) -> Judged:

@@ -1,4 +1,4 @@
-"""What commands show on a terminal: lines, errors, and a progress bar."""
+"""Terminal output of the commands: lines, errors, and a progress bar."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ErrorFile:
 
 @dataclass(frozen=True)
 class Platform:
-    """What Kubernetes or Slurm says about the end of this node's part of the job.
+    """The report of Kubernetes or Slurm on the end of this node's part of the job.
 
     Attributes:
         name: "kubernetes" or "slurm"; "" if not known.

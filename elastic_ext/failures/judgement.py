@@ -15,7 +15,7 @@ from elastic_ext.failures.ledger import MOST_FAILURES, MOST_STACKS, MOST_VERDICT
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a judgement depends on besides reports and ledger.
+    """The input of a judgement besides reports and ledger.
 
     Attributes:
         nodes: nodes that are here now, those with a report and spares included.

@@ -35,7 +35,7 @@ MOST_CHARGED = 10**6  # restarts
 
 @dataclass(frozen=True)
 class Report:
-    """What one node says about its failed workers: its own root cause.
+    """A node's report about its failed workers: its own root cause.
 
     Attributes:
         host: the node's name.
@@ -64,7 +64,7 @@ class Report:
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """What all agents do at the end of a round, and why.
+    """The job's verdict on the end of a round, which all agents carry out.
 
     Attributes:
         decision: see `policy.Decision`; its exit code is that of every agent that leaves because of it.
@@ -95,6 +95,7 @@ class JobVerdict:
 
     @property
     def ends_job(self) -> bool:
+        """All agents leave."""
         return self.decision.action is Action.STOP and self.decision.response is not Response.REPLACE_NODE
 
     @property

@@ -64,7 +64,7 @@ _EXIT_OF_KIND = {CODE: EX_CODE, DATA: EX_CODE, USER_STOP: EX_USER, HARDWARE: EX_
 
 
 class Action(Enum):
-    """What this agent does: leave, or start its workers again. `Decision.response` says what the job does."""
+    """The action of one agent: leave, or start its workers again. `Decision.response` is that of the whole job."""
 
     STOP = "stop"
     RESTART = "restart"
@@ -82,13 +82,13 @@ ACTIONS = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What the agent does now, and why.
+    """The decision for one agent, with its reason.
 
     Attributes:
         exit_code: of the agent if it leaves, else None.
         rule: of the table, or of this module where it overruled the table.
         charged: the restart counts against the budget.
-        response: what the job does; None where no rule was asked.
+        response: of the whole job; None where no rule was applied.
         checkpoints_back: 1: resume from the checkpoint before the newest.
         delay_s: seconds to wait before the restart.
         cold: start the workers without warm standbys.
@@ -124,6 +124,7 @@ class Budget:
 
     @property
     def left(self) -> bool:
+        """Another restart may be charged."""
         return self.max_restarts == NO_LIMIT or self.charged < self.max_restarts
 
 

@@ -61,9 +61,11 @@ class UserRule:
 
     @property
     def because(self) -> str:
+        """The end of the reason that users read."""
         return f"the rule {self.name!r} of {printable(self.origin) or 'the user'}"
 
     def matches(self, view: EvidenceView) -> bool:
+        """Whether all conditions hold."""
         evidence = view.evidence
         return (
             (self.exit_code is None or self.exit_code == evidence.exit_code)

@@ -23,9 +23,10 @@ from typing import Any
 import measure
 
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import BLOCK, stored_files, verify
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.formats.files import BLOCK, checksum
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
+from elastic_ext.checkpoints.formats.verify import verify
+from elastic_ext.checkpoints.storage import Storage, open_storage
 
 MOST_RATIO = 1.3  # of verifying to reading
 MOST_SECONDS = 1.0  # for a choice among 10,000
@@ -38,6 +39,13 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def stored_file(storage: Storage, name: str, file: str) -> StoredFile:
+    """The record of a file in the manifest."""
+    with storage.open(f"{name}/{file}") as opened:
+        digest = checksum(opened)
+        return StoredFile(file, opened.tell(), digest)
+
+
 # Choosing.
 
 
@@ -46,7 +54,7 @@ def write_own(root: Path, step: int, content: bytes) -> None:
     name = directory_name(step, 1)
     (root / name).mkdir()
     (root / name / "__0_0.distcp").write_bytes(content)
-    (root / name / MANIFEST).write_bytes(encode(Manifest(step, 1, stored_files(storage, name, ["__0_0.distcp"]))))
+    (root / name / MANIFEST).write_bytes(encode(Manifest(step, 1, (stored_file(storage, name, "__0_0.distcp"),))))
 
 
 def write_file(root: Path, step: int, content: bytes) -> None:
@@ -110,7 +118,7 @@ def compare(megabytes: int, repeat: int, threads: int) -> dict[str, Any]:
             with storage.write(f"{name}/{each}") as file:
                 for _ in range(megabytes // SHARDS):
                     file.write(block)
-        storage.put(f"{name}/{MANIFEST}", encode(Manifest(1, 1, stored_files(storage, name, names))))
+        storage.put(f"{name}/{MANIFEST}", encode(Manifest(1, 1, tuple(stored_file(storage, name, each) for each in names))))
         entry = next(storage.entries())
         paths = [Path(directory, name, each) for each in names]
         assert verify(storage, entry, threads=threads).sound

@@ -129,8 +129,8 @@ class SaveOnDemand:
             try:
                 if store is None:
                     store = round_store.connect(*self._store_at)
-                if store.add(f"save/{number}/acks", 1) == self._nodes:
-                    store.set(f"save/{number}/go", "1")
+                if store.add(round_store.save_acks(number), 1) == self._nodes:
+                    store.set(round_store.save_go(number), "1")
             except (RuntimeError, ValueError) as error:
                 logger.warning("no save on demand, the store of the round does not answer: %s", error)
                 return

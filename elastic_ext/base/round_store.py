@@ -1,16 +1,79 @@
-"""Where the agents and workers of a round tell each other what torch's own keys do not: a part of the round's store."""
+"""Register of our keys in a round's store, and the connection to them.
+
+A round's store is a TCPStore in the agent of group rank 0. It lives for one round. Torch's process groups keep their own keys in
+it, and torch's agent those under `elastic_ext/torchelastic/`. All of ours begin with `elastic_ext/`:
+
+    key                         value                                       written by              read by
+    event/N                     N-th event of the round, from 1: a record   agents (ext_c10d)       agents (ext_c10d)
+                                of `rendezvous.c10d.round_events`
+    done                        number of nodes whose workers finished      agents (ext_c10d)       agents (ext_c10d)
+    stalled                     number of nodes that claim a stall now      agents (ext_c10d)       agents (ext_c10d)
+    save/N/acks                 number of agents whose workers see the      agents                  agents
+                                N-th save on demand
+    save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
+    save/N/at                   "BOUNDARY NUMBER": the step boundary of     worker of rank 0        workers
+                                the save, and the last request it answers
+    health/RESTARTS/N/RANK      "", once RANK has reached its N-th barrier  that worker             workers
+    health/RESTARTS/N/count     number of ranks that have reached it        workers                 workers
+    health/RESTARTS/N/all       "", once all have                           the last worker         workers
+
+A TCPStore has no authentication: whoever reaches its port can write to it. Readers must survive any value.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, cast
 
-ANSWER = timedelta(seconds=10)  # that the store has to answer
+ANSWER = timedelta(seconds=10)  # the store must answer within this time
 PREFIX = "elastic_ext"
 
+# The keys below are relative to PREFIX; `connect` adds it.
+DONE = "done"
+STALLED = "stalled"
 
-def connect(host: str, port: int) -> Any:
-    """A torch Store. Raises RuntimeError or ValueError when the round's store does not answer."""
-    from torch.distributed import PrefixStore, TCPStore  # not before a worker asks: this is imported by what needs no torch
 
-    return PrefixStore(PREFIX, TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER))
+def event(number: int) -> str:
+    """number: from 1."""
+    return f"event/{number}"
+
+
+def save_acks(number: int) -> str:
+    return f"save/{number}/acks"
+
+
+def save_go(number: int) -> str:
+    return f"save/{number}/go"
+
+
+def save_at(number: int) -> str:
+    return f"save/{number}/at"
+
+
+def health(restarts: str, number: int) -> str:
+    """Folder of one health barrier. restarts: TORCHELASTIC_RESTART_COUNT; stock torchrun has one store for all attempts."""
+    return f"health/{restarts}/{number}"
+
+
+class Store(Protocol):
+    """The part of a torch Store that is used here; torch's own types are not checked."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+def connect(host: str, port: int) -> Store:
+    """Open a new connection to the round's store. Raises RuntimeError or ValueError if the store does not answer."""
+    from torch.distributed import PrefixStore, TCPStore  # not at import: processes without torch import this module
+
+    tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
+    return cast(Store, PrefixStore(PREFIX, tcp))

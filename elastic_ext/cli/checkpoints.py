@@ -14,8 +14,8 @@ from elastic_ext.base import settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import discovery, listing
-from elastic_ext.checkpoints.choice.listing import Row
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
+from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
@@ -109,7 +109,7 @@ def _storage_errors_named(run: Callable[[argparse.Namespace], int], args: argpar
 def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     with ProgressBar("checking") as bar:
-        rows = listing.rows(storage, args.pattern, bar.counts)
+        rows = listing.list_checkpoints(storage, args.pattern, bar.counts)
     choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
     chosen = choice.resume.path if choice.resume else None
     if args.json:
@@ -125,7 +125,7 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(row: Row, chosen: bool) -> dict[str, Any]:
+def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
     record = {key: value for key, value in asdict(row).items() if key not in ("entry", "family")}
     return {"name": row.name, "path": row.entry.path, **record, "resume": chosen}
 
@@ -133,7 +133,7 @@ def _as_json(row: Row, chosen: bool) -> dict[str, Any]:
 HEADER = ("", "name", "step", "epoch", "gen", "size", "format", "marks", "state")
 
 
-def _columns(rows: Sequence[Row], chosen: str | None) -> list[str]:
+def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
@@ -152,7 +152,7 @@ def _columns(rows: Sequence[Row], chosen: str | None) -> list[str]:
 
 def _verify(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    rows = listing.rows(storage, args.pattern)
+    rows = listing.list_checkpoints(storage, args.pattern)
     if args.names:
         chosen = _named(rows, args.names, storage)
     elif args.all:
@@ -171,7 +171,7 @@ def _verify(args: argparse.Namespace) -> int:
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: Row, found: Verification, as_json: bool) -> None:
+def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **asdict(found)}), flush=True)
@@ -188,21 +188,21 @@ def _show(row: Row, found: Verification, as_json: bool) -> None:
 
 def _pin(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    for row in _named(listing.rows(storage, args.pattern), args.names, storage):
-        catalog.pin(storage, row.name, args.reason, getpass.getuser())
+    for row in _named(listing.list_checkpoints(storage, args.pattern), args.names, storage):
+        marks.pin(storage, row.name, args.reason, getpass.getuser())
     return 0
 
 
 def _unpin(args: argparse.Namespace) -> int:
-    return _lift(args, catalog.unpin, "pinned")
+    return _lift(args, marks.unpin, "pinned")
 
 
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
-        return _lift(args, catalog.unquarantine, "quarantined")
+        return _lift(args, marks.lift_quarantine, "quarantined")
     storage = open_storage(args.directory)
-    for row in _named(listing.rows(storage, args.pattern), args.names, storage):
-        catalog.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
+    for row in _named(listing.list_checkpoints(storage, args.pattern), args.names, storage):
+        marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
     return 0
 
 
@@ -219,7 +219,9 @@ def _lift(args: argparse.Namespace, lift: Callable[[Storage, str], None], state:
 
 def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    plan = catalog.plan_prune((row.kept for row in listing.rows(storage, args.pattern)), args.keep_last, args.keep_every)
+    plan = pruning.plan_prune(
+        (row.prune_candidate for row in listing.list_checkpoints(storage, args.pattern)), args.keep_last, args.keep_every
+    )
     for each in plan:
         say(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
@@ -229,20 +231,20 @@ def _prune(args: argparse.Namespace) -> int:
     with ProgressBar("removing") as bar:
         # The oldest first: an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
-            catalog.delete(storage, name)
+            pruning.delete(storage, name)
             bar.counts(done, len(doomed))
     return 0
 
 
 def _cp(args: argparse.Namespace) -> int:
     source, target = open_storage(args.directory), open_storage(args.to)
-    for row in _named(listing.rows(source, args.pattern), args.names, source):
+    for row in _named(listing.list_checkpoints(source, args.pattern), args.names, source):
         if not row.complete:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
             with ProgressBar(row.name) as bar:
-                sent = catalog.copy(source, target, row.entry, bar.bytes)
-        except (catalog.CopyError, ManifestError) as error:
+                sent = transfer.copy(source, target, row.entry, bar.bytes)
+        except (transfer.CopyError, ManifestError) as error:
             say(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
         say(f"{target.path(row.name)}: {size_of(sent)} sent")
@@ -263,7 +265,7 @@ def _save(args: argparse.Namespace) -> int:
     return 0
 
 
-def _named(rows: Iterable[Row], names: Sequence[str], storage: Storage) -> list[Row]:
+def _named(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
     found = {row.name: row for row in rows}
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:

@@ -2,11 +2,14 @@
 
     with EtcdClient("etcd0:2379,etcd1:2379") as client:
         session = LeaseSession(client, ttl_s=10)
-        client.put("/job/node", b"here", lease_id=session.lease_id)
+        client.txn([], [Put("/job/node", b"here", lease_id=session.lease_id)])
         for item in client.watch_with_snapshot("/job/"):
             ...
 
-Nothing here knows of torch. Importing this package imports neither grpc nor etcd3: the first client does.
+Nothing here knows of torch. Importing this package imports neither grpc nor etcd3; the first client does.
+
+Files import each other in one direction: errors, messages, values; vendor, endpoints; calls; lease, lease_renewer; watch, stream,
+snapshot; client.
 """
 
 from elastic_ext.etcd.client import EtcdClient

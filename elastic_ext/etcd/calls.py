@@ -1,4 +1,4 @@
-"""One unary call, carried to whichever endpoint answers within the deadline; and the token it travels with."""
+"""One unary call, sent to one endpoint after another until one answers within the deadline; and the token it carries."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from typing import Any, TypeVar
 
 from elastic_ext.etcd import errors, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints
-from elastic_ext.etcd.errors import Kind, Meaning
+from elastic_ext.etcd.errors import Kind, RpcFailure
 from elastic_ext.etcd.messages import etcdrpc
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The member answers UNAVAILABLE at once when it has no leader (minority, election), where it would else hold the call.
+# With this a member without a leader (minority, election) answers UNAVAILABLE at once; without it the call would hang.
 HAS_LEADER = ("hasleader", "true")
 
 _RENEWALS_PER_CALL = 2
 _MIN_ATTEMPT_S = 0.2
-_PAUSE_S = (0.05, 1.0)  # between two tours of all endpoints: first, last
-_CONNECT_S = 0.5  # on which to wait for a connection, from the second tour on
-_FRESH_S = 1.0  # a write goes out only where there was an answer in this time
+_PAUSE_S = (0.05, 1.0)  # between two tours of all endpoints: the first pause, and the longest
+_CONNECT_S = 0.5  # for a connection, from the second tour on
+_FRESH_S = 1.0  # a write goes out only to an endpoint that has answered within this time
 
 
 @dataclass(frozen=True)
 class User:
+    """The password is in no repr."""
+
     name: str
     password: str = field(repr=False)
 
 
 class CallFailed(Exception):
-    """One attempt failed; internal to this package. It keeps no reference to gRPC's error, whose state holds the request."""
+    """One attempt failed; internal to this package. It does not refer to gRPC's error, which holds the request."""
 
-    def __init__(self, failure: Meaning) -> None:
+    def __init__(self, failure: RpcFailure) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
 
 class Tokens:
-    """The token of the user, the same for all threads. One thread at a time authenticates, the others wait for its result."""
+    """The token of the user, shared by all threads. One thread at a time authenticates; the others wait for its result."""
 
     def __init__(self, user: User | None) -> None:
         self.user = user
@@ -56,7 +58,7 @@ class Tokens:
         return f"Tokens({self.user!r})"
 
     def metadata(self, connection: Connection, timeout_s: float) -> list[tuple[str, str]]:
-        """What a call must carry; empty without a user. Asks the server for a token where there is none yet.
+        """Metadata of a call; empty without a user. Asks the server for a token if there is none yet.
 
         Raises:
             CallFailed: the server did not give one.
@@ -64,7 +66,7 @@ class Tokens:
         if self.user is None:
             return []
         if not self._lock.acquire(timeout=timeout_s):
-            raise CallFailed(Meaning(Kind.NOT_TAKEN, connection.name, "no token in time"))
+            raise CallFailed(RpcFailure(Kind.NOT_TAKEN, connection.name, "no token in time"))
         try:
             if self._token is None:
                 self._token = self._authenticate(connection, self.user, timeout_s)
@@ -73,7 +75,7 @@ class Tokens:
             self._lock.release()
 
     def drop(self, metadata: list[tuple[str, str]]) -> None:
-        """The server refused this token. Nothing happens if another thread has already replaced it."""
+        """The server refused this token. Does nothing if another thread has already replaced it."""
         with self._lock:
             if dict(metadata).get("token") == (self._token or None):
                 self._token = None
@@ -84,7 +86,7 @@ class Tokens:
         request = rpc.AuthenticateRequest(name=user.name, password=user.password)
         try:
             # Not through etcd3: its constructor authenticates once, for good.
-            token = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
+            token: str = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
         except CallFailed as error:
             if error.failure.kind is not Kind.AUTH_OFF:
                 raise
@@ -95,13 +97,13 @@ class Tokens:
 
 
 def answer(connection: Connection, send: Callable[[], T]) -> T:
-    """What `send` returns; each error of gRPC or etcd3 becomes a CallFailed."""
+    """Return what `send` returns. Errors of gRPC and etcd3 become CallFailed."""
     import grpc  # type: ignore[import-untyped]
 
     try:
         return send()
     except (grpc.RpcError, vendor.etcd3().Etcd3Exception) as error:
-        # etcd3 replaces some of gRPC's errors by its own, which hold no text; gRPC's is then the context.
+        # etcd3 replaces some of gRPC's errors with its own, which have no text; gRPC's is then the context.
         cause: Any = error if isinstance(error, grpc.RpcError) else error.__context__
         failure = errors.classify(cause.code().name, cause.details() or "", connection.name)
     raise CallFailed(failure)
@@ -110,10 +112,10 @@ def answer(connection: Connection, send: Callable[[], T]) -> T:
 def prove(connection: Connection, timeout_s: float, again: bool) -> None:
     """Raise CallFailed unless the server answers, UnsupportedVersion if it is too old.
 
-    With this a write goes out only on a connection that works, so that a dead host costs it a detour and not its outcome.
+    So a write goes out only on a connection that works: a dead host costs it a detour, and its outcome stays known.
 
-    again: it has just failed, so wait for the connection, if only shortly. Else the call fails at once as long as gRPC holds the
-    endpoint for bad; and old versions of it (1.48, 1.62) connect only while a call waits: they would never find out.
+    again: the endpoint has just failed, so wait a moment for the connection. Otherwise the call would fail at once while gRPC
+    believes the endpoint is down; and old versions of gRPC (1.48, 1.62) connect only while a call waits.
     """
     rpc = etcdrpc()
     stub = rpc.MaintenanceStub(connection.channel)
@@ -125,14 +127,19 @@ def prove(connection: Connection, timeout_s: float, again: bool) -> None:
             raise
         if error.failure.kind is Kind.VERSION:
             raise errors.fatal_error(error.failure, "status", None) from None
-        # Any other answer is one too: it lives.
+        # Any other answer will do: the server is alive.
     else:
         errors.check_version(status.version, connection.name)
     connection.answered_at = time.monotonic()
 
 
 class Caller:
-    """Deadline, rotation over the endpoints, and token of every unary call."""
+    """Gives every unary call its deadline, its endpoint and its token. Safe to share among threads.
+
+    Attributes:
+        timeout_s: default for each call.
+        closed: set when the client is closed.
+    """
 
     def __init__(self, endpoints: Endpoints, tokens: Tokens, timeout_s: float, closed: threading.Event) -> None:
         self.endpoints = endpoints
@@ -153,13 +160,16 @@ class Caller:
         """Send until an endpoint answers.
 
         Args:
-            what: the call, for messages, as in `put /a/b`.
+            what: the call, for messages, as in `get /a/b`.
             send: gets an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
-            repeatable: it may be sent again where it is not known whether it was carried out. What the server has certainly
-                not taken is sent again in any case.
+            repeatable: the call may be sent again even if it may have been carried out. A call that the server has certainly not
+                taken is sent again in any case.
             timeout_s: for all attempts together.
-            attempt_s: at most, for one attempt; by default what is left, shared among the endpoints not tried yet.
+            attempt_s: limit for one attempt; by default the time left, shared among the endpoints not tried yet.
             leader: fail fast on a member without a leader.
+
+        Raises:
+            EtcdError: as its subclasses say.
         """
         run = _Run(what, time.monotonic() + (timeout_s or self.timeout_s), timeout_s or self.timeout_s, repeatable)
         while True:
@@ -171,7 +181,7 @@ class Caller:
             except CallFailed as error:
                 failed = error.failure
             except ValueError as error:
-                if not self.closed.is_set():  # gRPC says "Cannot invoke RPC on closed channel!" in this way
+                if not self.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                     raise
                 raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
             self._after(failed, connection, run)
@@ -186,14 +196,14 @@ class Caller:
             prove(connection, _until(end), again=run.tried >= len(self.endpoints))
         run.metadata = self.tokens.metadata(connection, _until(end))
         if not run.repeatable:
-            end = run.deadline  # there is no second attempt to save time for
+            end = run.deadline  # no second attempt needs the time
         run.sent = True
         bound = connection.bound(_until(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
         result = answer(connection, lambda: send(bound))
         connection.answered_at = time.monotonic()
         return result
 
-    def _after(self, failure: Meaning, connection: Connection, run: _Run) -> None:
+    def _after(self, failure: RpcFailure, connection: Connection, run: _Run) -> None:
         """Return if the call is to be sent again, else raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
@@ -206,7 +216,7 @@ class Caller:
         if self.closed.is_set():
             raise errors.ClientClosed(f"{run.what}: the etcd client was closed")
         if failure.silent and not run.sent:
-            failure = run.failures.get(failure.endpoint, failure)  # no connection in time; the reason was seen before
+            failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt has seen the reason
         self.endpoints.failed(connection, silent=failure.silent)
         run.failures[failure.endpoint] = failure
         run.tried += 1
@@ -220,7 +230,7 @@ class Caller:
 
 
 def _until(end: float) -> float:
-    """Seconds left, never none: gRPC would not even try."""
+    """Seconds left, never 0: gRPC would not even try."""
     return max(0.001, end - time.monotonic())
 
 
@@ -237,13 +247,14 @@ class _Run:
     tried: int = 0
     renewals: int = 0
     metadata: list[tuple[str, str]] = field(default_factory=list, repr=False)
-    failures: dict[str, Meaning] = field(default_factory=dict)
+    failures: dict[str, RpcFailure] = field(default_factory=dict)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
 
 def pause_s(tour: int) -> float:
-    """Seconds to wait after the tour-th failure (from 0) in a row: doubled each time, capped, with jitter against herds."""
+    """Seconds to wait after this many tours without success (from 0): doubled each time, capped, with jitter."""
     first, last = _PAUSE_S
-    return min(last, first * 2 ** min(tour, 16)) * random.uniform(0.5, 1.0)
+    pause: float = min(last, first * 2 ** min(tour, 16))
+    return pause * random.uniform(0.5, 1.0)

@@ -1,12 +1,12 @@
 """EtcdClient: the calls of etcd v3 that elastic_ext needs, each with a deadline, over any number of endpoints.
 
-Reads are repeated on another endpoint within the deadline. Writes are repeated only where the server has certainly not taken
-them: a put, delete or transaction that fails with `Unavailable.maybe_applied` may have been carried out. Whoever must know
-reads again; whoever must not do it twice compares (`txn` with `unchanged` or `absent`), so that a second try does no harm.
+Reads are repeated on another endpoint within the deadline. Transactions that write are repeated only if the server has certainly
+not taken them: one that fails with `Unavailable.maybe_applied` may have been carried out. A caller that must know reads again. A
+caller that must not write twice compares (`unchanged`, `absent`), so that a second try does no harm.
 
-etcd3 does the connection (channel, certificates, stubs) and the plain calls. Ours are those where it loses something: ranges (no
-limit, no revision, a prefix that ends in 0xff fails), transactions (no header revision), keep-alive (one lease at a time), status
-(asks for the members as well) and authentication (once, in its constructor).
+etcd3 does the connection (channel, certificates, stubs) and the plain calls. This module does those where etcd3 loses something:
+ranges (no limit, no revision, a prefix that ends in 0xff fails), transactions (no header revision), keep-alive (one lease at a
+time), status (asks for the members as well) and authentication (once, in its constructor).
 """
 
 from __future__ import annotations
@@ -26,22 +26,17 @@ from elastic_ext.etcd.stream import WatchStream
 from elastic_ext.etcd.values import (
     Alarm,
     Compare,
-    Deleted,
     Get,
     KeptAlive,
     Key,
     Lease,
-    LeaseState,
-    Member,
     Op,
     Reading,
     Status,
     TxnResult,
-    Written,
     range_of_prefix,
     to_bytes,
 )
-from elastic_ext.etcd.watch import Item, Watch
 
 PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once
 
@@ -49,7 +44,12 @@ PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below
 class EtcdClient:
     """Safe to share among threads; one per process is enough. Never fork with one open: gRPC's threads do not survive it.
 
-    Every method takes `timeout_s` for all attempts together and raises a member of `errors.EtcdError`.
+    Every method takes `timeout_s` for all attempts together and raises subclasses of `errors.EtcdError`.
+
+    Attributes:
+        timeout_s: default for each call.
+        renewer: keeps the leases of `LeaseSession`s alive.
+        watches: the stream of all watches.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class EtcdClient:
         self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)
         self._caller = Caller(self._endpoints, self._tokens, timeout_s, self._closed)
         self.timeout_s = timeout_s
-        self.keeper = LeaseRenewer(self, self._closed)
-        self.watches = WatchStream(self, self._endpoints, self._tokens, self._closed)
+        self.renewer = LeaseRenewer(self.lease_keep_alive, self._closed)
+        self.watches = WatchStream(self._caller, self.revision)
 
     def __repr__(self) -> str:
         return f"EtcdClient({', '.join(map(str, self._endpoints.endpoints))})"
@@ -94,16 +94,16 @@ class EtcdClient:
         self._closed.set()
         self._endpoints.close()  # first: it cancels the calls that the two threads may be in
         self.watches.close()
-        self.keeper.close()
+        self.renewer.close()
 
     # Keys
 
     def get(self, key: Key, *, revision: int = 0, timeout_s: float | None = None) -> Reading:
-        """The key as of now (linearizable), or as of `revision`; `.kv` is None where it does not exist."""
+        """The key as of now (linearizable), or as of `revision`; `.kv` is None if it does not exist."""
         return self._range(to_bytes(key), b"", {"revision": revision}, f"get {_show(key)}", timeout_s)
 
     def revision(self, key: Key, *, timeout_s: float | None = None) -> int:
-        """The store's revision now. key: any that the user may read."""
+        """The store's revision now. key: any key that the user may read."""
         return self._range(to_bytes(key), b"", {"count_only": True}, "get the revision", timeout_s).revision
 
     def get_prefix(self, prefix: Key, *, keys_only: bool = False, timeout_s: float | None = None) -> Reading:
@@ -117,7 +117,7 @@ class EtcdClient:
                     raise
 
     def last_created_before(self, prefix: Key, create_revision: int, *, timeout_s: float | None = None) -> Reading:
-        """Of the keys with this prefix that were created before a revision, the one created last; `.kv` is None without any."""
+        """Of the keys with this prefix created before a revision, the one created last; `.kv` is None if there is none."""
         start, end = range_of_prefix(prefix)
         request = etcdrpc().RangeRequest
         options = {
@@ -149,32 +149,6 @@ class EtcdClient:
 
         return self._caller.call(what, send, repeatable=True, timeout_s=timeout_s)
 
-    def put(self, key: Key, value: Key, *, lease_id: int = 0, prev_kv: bool = False, timeout_s: float | None = None) -> Written:
-        """Raises LeaseLost where there is no such lease (any more)."""
-
-        def send(etcd: Any) -> Written:
-            response = etcd.put(key, value, lease=lease_id, prev_kv=prev_kv)
-            return Written.parse(response, response.header.revision)
-
-        return self._caller.call(f"put {_show(key)}", send, repeatable=False, timeout_s=timeout_s)
-
-    def delete(self, key: Key, *, prev_kv: bool = False, timeout_s: float | None = None) -> Deleted:
-        def send(etcd: Any) -> Deleted:
-            response = etcd.delete(key, prev_kv=prev_kv, return_response=True)
-            return Deleted.parse(response, response.header.revision)
-
-        return self._caller.call(f"delete {_show(key)}", send, repeatable=False, timeout_s=timeout_s)
-
-    def delete_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Deleted:
-        start, end = range_of_prefix(prefix)
-        request = etcdrpc().DeleteRangeRequest(key=start, range_end=end)
-
-        def send(etcd: Any) -> Deleted:
-            response = etcd.kvstub.DeleteRange(request, etcd.timeout, metadata=etcd.metadata)
-            return Deleted.parse(response, response.header.revision)
-
-        return self._caller.call(f"delete {_show(prefix)}*", send, repeatable=False, timeout_s=timeout_s)
-
     def txn(
         self,
         compares: Sequence[Compare],
@@ -183,7 +157,10 @@ class EtcdClient:
         *,
         timeout_s: float | None = None,
     ) -> TxnResult:
-        """If all comparisons hold do the one list, else the other, in one revision. etcd's limit is 128 operations in a list."""
+        """Do one list of operations if all comparisons hold, else the other, in one revision.
+
+        etcd's limit is 128 operations in a list. Raises LeaseLost if a `Put` names a lease that does not exist (any more).
+        """
         request = etcdrpc().TxnRequest(
             compare=[compare.message() for compare in compares],
             success=[op.message() for op in on_success],
@@ -198,52 +175,31 @@ class EtcdClient:
 
         return self._caller.call(what, send, repeatable=not writes, timeout_s=timeout_s)
 
-    def watch(
-        self,
-        key: Key,
-        *,
-        prefix: bool = False,
-        start_revision: int | None = None,
-        prev_kv: bool = False,
-        callback: Callable[[Item], None] | None = None,
-    ) -> Watch:
-        """See `Watch`. Without `start_revision`: all that is written after this call has returned."""
-        return Watch(self, key, prefix=prefix, start_revision=start_revision, prev_kv=prev_kv, callback=callback)
-
     def watch_with_snapshot(self, prefix: Key, on_news: Callable[[], None] | None = None) -> SnapshotWatch:
         """See `SnapshotWatch`: the keys first, then their changes."""
         return SnapshotWatch(self, prefix, on_news)
 
-    def compact(self, revision: int, *, timeout_s: float | None = None) -> None:
-        """Drop the history before `revision`."""
-        self._caller.call(f"compact to {revision}", lambda etcd: etcd.compact(revision), repeatable=False, timeout_s=timeout_s)
-
     # Leases
 
     def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease:
+        """Grant a lease that nobody renews; see `LeaseSession`. ttl_s: seconds."""
+
         def send(etcd: Any) -> Lease:
             sent_at = time.monotonic()
             lease = etcd.lease(ttl_s)
             return Lease(lease.id, lease.ttl, sent_at)
 
-        # Repeatable: a lease that was granted twice expires by itself.
+        # Repeatable: a second lease expires by itself.
         return self._caller.call("grant a lease", send, repeatable=True, timeout_s=timeout_s)
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
-        """Delete the lease and its keys; nothing happens where there is none."""
+        """Delete the lease and its keys; does nothing if there is no such lease."""
         try:
             self._caller.call(
                 f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), repeatable=True, timeout_s=timeout_s
             )
         except LeaseLost:
-            pass  # revoked by an attempt whose answer was lost, or expired: what was asked for holds
-
-    def lease_ttl(self, lease_id: int, *, keys: bool = False, timeout_s: float | None = None) -> LeaseState:
-        def send(etcd: Any) -> LeaseState:
-            info = etcd.get_lease_info(lease_id)
-            return LeaseState(lease_id, info.TTL, info.grantedTTL, tuple(info.keys) if keys else ())
-
-        return self._caller.call(f"look at lease {lease_id:x}", send, repeatable=True, timeout_s=timeout_s)
+            pass  # expired, or revoked by an attempt whose answer was lost
 
     def lease_keep_alive(
         self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
@@ -263,7 +219,7 @@ class EtcdClient:
     # The cluster
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """Of the member that is in use now; answered by one without a leader too."""
+        """Status of the member in use now; a member without a leader answers, too."""
         request = etcdrpc().StatusRequest()
 
         def send(etcd: Any) -> Status:
@@ -273,13 +229,8 @@ class EtcdClient:
 
         return self._caller.call("status", send, repeatable=True, timeout_s=timeout_s, leader=False)
 
-    def members(self, *, timeout_s: float | None = None) -> tuple[Member, ...]:
-        def send(etcd: Any) -> tuple[Member, ...]:
-            return tuple(Member(m.id, m.name, tuple(m.peer_urls), tuple(m.client_urls)) for m in etcd.members)
-
-        return self._caller.call("list the members", send, repeatable=True, timeout_s=timeout_s)
-
     def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
+        """All alarms of the cluster that are raised now."""
         kinds = etcdrpc().AlarmMember.DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
 
         def send(etcd: Any) -> tuple[Alarm, ...]:

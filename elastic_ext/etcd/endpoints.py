@@ -1,4 +1,4 @@
-"""Where etcd is: addresses, one gRPC channel for each, and which of them to use now."""
+"""The addresses of etcd, one gRPC channel for each, and which of them to use now."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ DEFAULT_PORT = 2379
 # Without the two http2 options a frozen server is noticed after 60 s or more; pings closer than 5 s draw a GOAWAY from etcd.
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    (
-        "grpc.min_reconnect_backoff_ms",
-        3000,
-    ),  # what one connection attempt may take, 20 s by default: too long to find a host back
+    ("grpc.min_reconnect_backoff_ms", 3000),  # limit of one connection attempt; the default of 20 s finds a host too late
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 3000),
@@ -35,16 +32,19 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # 30 s by default; a restarted pod comes back under a new address
-    ("grpc.max_receive_message_length", -1),  # 4 MiB by default; etcd puts up to 1,000 revisions into one watch answer
-    ("grpc.enable_http_proxy", 0),  # http_proxy of the image is for the outside, not for the cluster's own etcd
+    ("grpc.max_receive_message_length", -1),  # 4 MiB by default; etcd puts up to 1,000 revisions into one watch response
+    ("grpc.enable_http_proxy", 0),  # an image's http_proxy is for the outside, not for the cluster's own etcd
 )
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Paths of PEM files. Without `ca` the system's own list is used. `cert` and `key`: the client's own, both or none.
+    """Paths of PEM files.
 
-    server_name: the name the server's certificate must hold, where it is not the endpoint's host.
+    Attributes:
+        ca: of the server's certificate; by default the system's list.
+        cert, key: the client's own, both or neither.
+        server_name: name in the server's certificate, if it is not the endpoint's host.
     """
 
     ca: str | None = None
@@ -55,7 +55,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """host: a name or an address, IPv6 without brackets. tls: None leaves it to whether TLS settings were given."""
+    """host: a name or an address, IPv6 without brackets. tls: None means TLS if TLS settings were given."""
 
     host: str
     port: int
@@ -66,6 +66,7 @@ class Endpoint:
 
     @property
     def grpc_host(self) -> str:
+        """The host as gRPC wants it: IPv6 in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
@@ -76,10 +77,10 @@ _ENDPOINT = re.compile(
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host`, `host:port`, `[v6]:port`, with or without http:// or https://; the port is 2379 where none is given.
+    """Parse `host`, `host:port` or `[v6]:port`, with or without http:// or https://. The default port is 2379.
 
     Raises:
-        ConfigError: it is none of these. The text is not repeated where it may hold a password (`user:secret@host`).
+        ConfigError: it is none of these. The message leaves out text that may hold a password (`user:secret@host`).
     """
     if "@" in text:
         raise ConfigError("an etcd endpoint holds a user or password: expected host:port, give the user and password apart")
@@ -91,7 +92,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
-    """A comma list or several texts; doubles count once."""
+    """Parse a comma list or several texts; duplicates count once. Raises ConfigError."""
     texts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
     parsed = tuple(dict.fromkeys(parse_endpoint(text) for text in texts if text.strip()))
     if not parsed:
@@ -100,10 +101,10 @@ def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
 
 
 class Connection:
-    """One endpoint: an etcd3 client, which holds the channel, the certificates and the stubs, and what is known of the server.
+    """One endpoint, with its etcd3 client, which holds the channel, the certificates and the stubs.
 
     Attributes:
-        answered_at: when the server answered last, monotonic; minus infinity where it has not since the last failure.
+        answered_at: when the server last answered, monotonic; minus infinity if it has not since its last failure.
     """
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None) -> None:
@@ -116,13 +117,14 @@ class Connection:
 
     @property
     def channel(self) -> Any:
+        """The gRPC channel."""
         return self._client.channel
 
     def bound(self, timeout_s: float, metadata: Sequence[tuple[str, str]]) -> Any:
         """The etcd3 client for one call, with the deadline and metadata (token) of that call.
 
-        A shallow copy: etcd3 keeps both in attributes, which threads with other deadlines must not see. Its call credentials
-        stay empty: gRPC refuses them on a channel without TLS, metadata travels on any.
+        A shallow copy, as etcd3 keeps both in attributes, which threads with other deadlines must not see. Its call credentials
+        stay empty: gRPC refuses them on a channel without TLS. Metadata travels on any channel.
         """
         client = copy.copy(self._client)
         client.timeout = timeout_s
@@ -151,7 +153,7 @@ def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
 
 
 def _check_pem(path: str, mark: bytes) -> None:
-    """gRPC takes any bytes, and each call then fails with a text that names no file."""
+    """Raises ConfigError. gRPC takes any bytes, and each call then fails with a text that names no file."""
     try:
         with open(path, "rb") as file:
             found = mark in file.read()
@@ -176,7 +178,7 @@ def _options(tls: Tls | None) -> list[tuple[str, Any]]:
 
 
 class Endpoints:
-    """All connections, of which one is in use. Any thread that sees it fail moves all to the next.
+    """All connections, of which one is in use. Any thread that sees it fail moves all threads to the next.
 
     The first is drawn at random, so that the agents of a job spread over the members.
     """
@@ -192,15 +194,16 @@ class Endpoints:
         return len(self._connections)
 
     def current(self) -> Connection:
+        """The connection in use now."""
         with self._lock:
             return self._connections[self._index]
 
     def observe(self, on_silent: Callable[[Connection], None]) -> None:
-        """on_silent is called, on the thread that saw it, with a connection on which a call got no answer."""
+        """on_silent: called with a connection on which a call got no answer, on the thread that made the call."""
         self._observers.append(on_silent)
 
     def failed(self, connection: Connection, silent: bool) -> None:
-        """Use the next endpoint from now on. silent: there was no answer, as against an answer that speaks of trouble."""
+        """Use the next endpoint from now on. silent: there was no answer at all."""
         with self._lock:
             connection.answered_at = -math.inf
             if self._connections[self._index] is connection:

@@ -1,4 +1,4 @@
-"""The errors of the etcd client, and the table that tells what an answer of gRPC or etcd means.
+"""The errors of the etcd client, and the table that classifies errors of gRPC and etcd.
 
 A message is one line: what was seen, what was expected, what to do. No message ever holds a password or a token.
 """
@@ -13,7 +13,7 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 
 
 class EtcdError(ElasticExtError):
-    """Base of this family; raised itself where etcd refused a request as wrong (too large, too many operations)."""
+    """Base of this family. Raised itself if etcd refused a request as wrong (too large, too many operations)."""
 
 
 class ConfigError(EtcdError, UsageError):
@@ -41,14 +41,14 @@ class TlsError(EtcdError):
 
 
 class AuthError(EtcdError):
-    """Wrong password, no user given where one is needed, or no permission for this key."""
+    """Wrong password, no user given although one is needed, or no permission for this key."""
 
 
 class Compacted(EtcdError):
     """The history asked for is gone: read the keys again, then watch from there.
 
     Attributes:
-        revision: the server's compaction revision; 0 where it did not say.
+        revision: the server's compaction revision; 0 if it did not say.
     """
 
     def __init__(self, message: str, revision: int = 0) -> None:
@@ -69,7 +69,7 @@ class UnsupportedVersion(EtcdError):
 
 
 class Kind(enum.Enum):
-    """What a failed call means for the caller."""
+    """What a failed call means for its caller. Decided by `_KINDS`; the values are for people."""
 
     NOT_TAKEN = "the request was not taken: it may be repeated"
     UNSURE = "the request may have been carried out"
@@ -84,9 +84,9 @@ class Kind(enum.Enum):
     REFUSED = "refused as wrong"
 
 
-# gRPC status code, part of its text (any case; "" fits all), meaning. The first row that fits counts. The texts are those of
+# gRPC status code, part of its text (any case; "" fits all), kind. The first row that fits counts. The texts are those of
 # etcd's api/v3rpc/rpctypes/error.go (3.4, 3.5) and of gRPC's core, which has no code of its own for a failed handshake.
-_MEANINGS: list[tuple[str, str, Kind]] = [
+_KINDS: list[tuple[str, str, Kind]] = [
     ("UNAVAILABLE", "ssl_error", Kind.TLS),
     ("UNAVAILABLE", "ssl handshake failed", Kind.TLS),  # all that grpcio before 1.60 says
     ("UNAVAILABLE", "certificate", Kind.TLS),
@@ -123,8 +123,8 @@ TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoi
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """One failed attempt at one endpoint. text: one short line. silent: there was no answer at all."""
+class RpcFailure:
+    """How one call to one endpoint failed. text: one short line. silent: there was no answer at all."""
 
     kind: Kind
     endpoint: str
@@ -132,16 +132,16 @@ class Meaning:
     silent: bool = False
 
 
-def classify(code: str, details: str, endpoint: str) -> Meaning:
-    """Code: the name of the gRPC status. details: its text."""
+def classify(code: str, details: str, endpoint: str) -> RpcFailure:
+    """Return the failure for an error of gRPC. code: name of the status. details: its text."""
     text = details.lower()
-    fits = (kind for row_code, part, kind in _MEANINGS if row_code == code and part in text)
+    fits = (kind for row_code, part, kind in _KINDS if row_code == code and part in text)
     silent = code == "DEADLINE_EXCEEDED"
-    return Meaning(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else telling(details) or code, silent)
+    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else essence(details) or code, silent)
 
 
-def telling(details: str) -> str:
-    """The part of a text that says something: etcd puts it after its name, gRPC last, after the address."""
+def essence(details: str) -> str:
+    """The informative part of an error text. etcd puts it after its own name, gRPC at the end, after the address."""
     text = " ".join(details.split())
     for lead in ("etcdserver: ", "last error: ", "Failed to connect to remote host: "):
         text = text.rpartition(lead)[2]
@@ -149,8 +149,8 @@ def telling(details: str) -> str:
     return text.removesuffix(": OK")[:300]
 
 
-def fatal_error(failure: Meaning, what: str, user: str | None) -> EtcdError:
-    """The error for a failure that no other endpoint and no waiting will mend. what: the call, as in `put /a/b`."""
+def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
+    """The error for a failure that neither another endpoint nor waiting will fix. what: the call, as in `get /a/b`."""
     seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
     who = f"user {user!r}" if user else "no user given"
     if failure.kind in (Kind.AUTH, Kind.TOKEN):
@@ -166,10 +166,10 @@ def fatal_error(failure: Meaning, what: str, user: str | None) -> EtcdError:
     return EtcdError(f"{seen}; the request is wrong or beyond the server's limits")
 
 
-def unavailable(what: str, failures: list[Meaning], timeout_s: float, maybe_applied: bool) -> EtcdError:
-    """The error for a call whose time is over, or whose certificates were refused everywhere.
+def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool) -> EtcdError:
+    """The error for a call that ran out of time, or whose certificates were refused everywhere.
 
-    failures: the last one of each endpoint. timeout_s: what the call had.
+    failures: the last one of each endpoint. timeout_s: of the whole call.
     """
     seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt ended"
     if failures and all(failure.kind is Kind.TLS for failure in failures):
@@ -177,7 +177,7 @@ def unavailable(what: str, failures: list[Meaning], timeout_s: float, maybe_appl
     if maybe_applied:
         advice = "it may have been carried out: read again before a second try, or compare in it"
         return Unavailable(f"{what}: sent, but the answer of etcd did not come ({seen}); {advice}", maybe_applied=True)
-    # This is how a server with TLS answers a client without, and the other way round; a server that is just stopping as well.
+    # A server with TLS answers a client without it in this way, and the other way round; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
     hint = ", http:// against https://, the client certificate" if cut_off else ""
     advice = f"check the addresses{hint} and that etcd runs"
@@ -189,6 +189,6 @@ def check_version(version: str, endpoint: str) -> None:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     if not (major.isdigit() and minor.isdigit()):
-        return  # an unreleased build; what it lacks will say so itself
+        return  # an unreleased build; a missing call will fail by itself
     if (int(major), int(minor)) < (3, 4):
         raise UnsupportedVersion(f"etcd at {endpoint} is version {version}, expected 3.4 or later: upgrade it")

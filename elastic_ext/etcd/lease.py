@@ -6,31 +6,65 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 from elastic_ext.etcd.errors import ConfigError
-from elastic_ext.etcd.lease_renewer import Term
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd.client import EtcdClient
+from elastic_ext.etcd.values import Lease
 
 logger = logging.getLogger(__name__)
 
-LATE_SHARE = 0.5  # a renewal is due after a third, and one that fails is tried again at once
+LATE_SHARE = 0.5  # a renewal is due after a third of the TTL, and one that fails is retried at once
 MIN_TTL_S = 2  # etcd raises shorter ones to one and a half election timeouts, 2 s by default
 
 
-class LeaseSession:
-    """Granted by the constructor, renewed every third of its TTL by the client's keeper thread.
+@dataclass(frozen=True)
+class Term:
+    """What is known of one lease. Times are monotonic seconds.
 
-    Lost means: the server says that it is gone; or, unless `patient`, `alive_until` has passed without an answer. Trouble
+    Attributes:
+        next_at: when to renew it.
+        alive_until: until then the server certainly keeps it.
+        patient: silence of the server is no reason to give it up.
+    """
+
+    lease_id: int
+    ttl_s: int
+    next_at: float
+    alive_until: float
+    patient: bool
+
+
+class Renewer(Protocol):
+    """Renews sessions in the background: `lease_renewer.LeaseRenewer`."""
+
+    def add(self, session: LeaseSession) -> None: ...
+
+    def remove(self, session: LeaseSession) -> None: ...
+
+
+class LeaseClient(Protocol):
+    """What a session needs of its client."""
+
+    @property
+    def renewer(self) -> Renewer: ...
+
+    def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease: ...
+
+    def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None: ...
+
+
+class LeaseSession:
+    """Granted by the constructor, renewed every third of its TTL by the client's renewer.
+
+    Lost means: the server says that the lease is gone; or, unless `patient`, `alive_until` has passed without an answer. Trouble
     on the way to the server before that time is no loss. A lost lease stays lost; the caller grants a new one if it wants.
 
     A lease outlives an outage of all members: etcd gives each lease its full TTL again when a leader is elected. A `patient`
-    session uses that: it goes on asking, and only the server's word ends it; `alive_until` lies in the past meanwhile.
+    session uses that: it goes on asking, and only the server's answer ends it; `alive_until` lies in the past meanwhile.
 
     Attributes:
-        lease_id: for `put(..., lease_id=)`.
+        lease_id: for `Put(..., lease_id=)`.
         ttl_s: as granted by the server.
         lost: set when the lease is lost.
         lost_reason: one line, once lost.
@@ -39,18 +73,18 @@ class LeaseSession:
 
     def __init__(
         self,
-        client: EtcdClient,
+        client: LeaseClient,
         ttl_s: int,
         *,
         on_lost: Callable[[LeaseSession], None] | None = None,
         patient: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Grant it.
+        """Grant the lease.
 
         Args:
             ttl_s: seconds, at least 2.
-            on_lost: called once, on the keeper thread; it must return at once.
+            on_lost: called once, on the renewer's thread; it must return at once.
             timeout_s: for the grant.
 
         Raises:
@@ -60,16 +94,14 @@ class LeaseSession:
             raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, etcd cannot time less")
         self._client = client
         self._on_lost = on_lost
-        self._patient = patient
         self.lost = threading.Event()
         self.lost_reason: str | None = None
+        self.late_at: float | None = None
         granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
         self.lease_id = granted.lease_id
         self.ttl_s = granted.ttl_s
-        self.late_at: float | None = None
-        self._term: Term | None = None
-        self.renewed(granted.sent_at, granted.ttl_s)
-        client.keeper.add(self)
+        self.term = _term(granted.lease_id, granted.sent_at, granted.ttl_s, patient)
+        client.renewer.add(self)
 
     def __repr__(self) -> str:
         return f"LeaseSession({self.lease_id:x}, {self.ttl_s} s{', lost' if self.lost.is_set() else ''})"
@@ -78,7 +110,7 @@ class LeaseSession:
     def alive_until(self) -> float:
         """Monotonic seconds until which the lease is certainly alive on the server.
 
-        Counted from just before the last renewal that succeeded was sent: the server began to count later than that.
+        Counted from just before the last successful renewal was sent: the server began to count later than that.
         """
         return self.term.alive_until
 
@@ -88,30 +120,28 @@ class LeaseSession:
         return time.monotonic() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
-        """Delete the lease and its keys now. Raises EtcdError where that fails: then it expires by itself."""
+        """Delete the lease and its keys now. Raises EtcdError if that fails; then the lease expires by itself."""
         self.orphan()
         self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
 
     def orphan(self) -> None:
-        """Stop renewing: the server lets it expire, at `alive_until` or somewhat later."""
-        self._client.keeper.remove(self)
+        """Stop renewing: the server lets the lease expire, at `alive_until` or somewhat later."""
+        self._client.renewer.remove(self)
 
-    # For the keeper
-
-    @property
-    def term(self) -> Term:
-        assert self._term is not None  # from the constructor on
-        return self._term
+    # For the renewer
 
     def renewed(self, sent_at: float, ttl_s: int) -> None:
-        if self._term is not None and self.late:
+        """A renewal succeeded. sent_at: monotonic, before its request was sent."""
+        if self.late:
             self.late_at = time.monotonic()
-        self._term = Term(self.lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, self._patient)
+        self.term = _term(self.lease_id, sent_at, ttl_s, self.term.patient)
 
     def retry_at(self, at: float) -> None:
-        self._term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self._patient)
+        """A renewal failed; try again at this monotonic time."""
+        self.term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
 
     def end(self, reason: str) -> None:
+        """The lease is lost. reason: one line."""
         logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)
         self.lost_reason = reason
         self.lost.set()
@@ -120,3 +150,7 @@ class LeaseSession:
                 self._on_lost(self)
             except Exception:  # foreign code on the thread that keeps the other leases alive
                 logger.exception("on_lost of etcd lease %x failed", self.lease_id)
+
+
+def _term(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> Term:
+    return Term(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)

@@ -1,6 +1,6 @@
 """Keeps all leases of a client alive, from one daemon thread.
 
-A third of its TTL after the last renewal a lease is due; what is due at about the same time shares one short stream.
+A lease is due a third of its TTL after the last renewal. Leases that are due at about the same time share one short stream.
 """
 
 from __future__ import annotations
@@ -11,42 +11,37 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_ext.etcd.errors import ClientClosed, EtcdError
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd.client import EtcdClient
-    from elastic_ext.etcd.lease import LeaseSession
+from elastic_ext.etcd.lease import LeaseSession, Term
+from elastic_ext.etcd.values import KeptAlive
 
 logger = logging.getLogger(__name__)
 
 _MIN_ATTEMPT_S = 0.2
 _MAX_RETRY_S = 0.5
 _JOIN_S = 2.0
-_PER_CALL = 200  # leases: with thousands of them a slow call should not lose all
+_PER_CALL = 200  # leases: with thousands of them, a slow call should not lose all
 
 
-@dataclass(frozen=True)
-class Term:
-    """What is known of one lease, all in monotonic seconds.
+class KeepAlive(Protocol):
+    """`EtcdClient.lease_keep_alive`."""
 
-    Attributes:
-        next_at: when to renew it.
-        alive_until: until then the server holds it for alive, whatever happens.
-        patient: silence of the server is no reason to give it up.
-    """
-
-    lease_id: int
-    ttl_s: int
-    next_at: float
-    alive_until: float
-    patient: bool
+    def __call__(
+        self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
+    ) -> KeptAlive: ...
 
 
 @dataclass(frozen=True)
 class Plan:
-    """due: leases to renew now. given_up: silent for too long. wait_s: until there is something to do; None: nothing ever."""
+    """What to do now.
+
+    Attributes:
+        due: ids of leases to renew.
+        given_up: ids of leases whose server has been silent for too long.
+        wait_s: seconds until there is something to do; None: no lease needs anything.
+    """
 
     due: tuple[int, ...]
     given_up: tuple[int, ...]
@@ -54,12 +49,13 @@ class Plan:
 
 
 def plan(terms: Iterable[Term], now: float) -> Plan:
+    """now: monotonic seconds."""
     terms = list(terms)
     given_up = {term.lease_id for term in terms if not term.patient and now >= term.alive_until}
     kept = [term for term in terms if term.lease_id not in given_up]
     due: list[int] = []
     if any(term.next_at <= now for term in kept):
-        # With those that come next within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
+        # Take along those due within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
         due = [term.lease_id for term in kept if term.next_at <= now + term.ttl_s / 10]
     if due or given_up:
         return Plan(tuple(due), tuple(given_up), 0.0)
@@ -69,10 +65,11 @@ def plan(terms: Iterable[Term], now: float) -> Plan:
 
 
 class LeaseRenewer:
-    """Of one client; its thread starts with the first lease."""
+    """Renews the sessions of one client. Its thread starts with the first session."""
 
-    def __init__(self, client: EtcdClient, closed: threading.Event) -> None:
-        self._client = client
+    def __init__(self, keep_alive: KeepAlive, closed: threading.Event) -> None:
+        """closed: set when the client is closed."""
+        self._keep_alive = keep_alive
         self._closed = closed
         self._sessions: dict[int, LeaseSession] = {}
         self._changed = threading.Condition()
@@ -81,20 +78,22 @@ class LeaseRenewer:
         self._trouble: str | None = None
 
     def add(self, session: LeaseSession) -> None:
+        """Renew this session from now on."""
         with self._changed:
             self._sessions[session.lease_id] = session
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="etcd-lease-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="etcd-lease-renewer", daemon=True)
                 self._thread.start()
             elif session.term.next_at < self._wakes_at:
                 self._changed.notify()
 
     def remove(self, session: LeaseSession) -> None:
+        """Stop renewing this session; does nothing if it is not there."""
         with self._changed:
             self._sessions.pop(session.lease_id, None)
 
     def close(self) -> None:
-        """After the client was marked closed."""
+        """Call this after `closed` is set."""
         with self._changed:
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -131,12 +130,12 @@ class LeaseRenewer:
     def _renew(self, due: list[LeaseSession]) -> None:
         now = time.monotonic()
         shortest = min(session.ttl_s for session in due)
-        # Back in time to give up those whose time ends first.
+        # Return in time to give up the session that ends first.
         until_end = min((s.alive_until - now for s in due if s.alive_until > now), default=shortest / 3)
         timeout_s = max(_MIN_ATTEMPT_S, min(shortest / 3, until_end))
         attempt_s = max(_MIN_ATTEMPT_S, shortest / 6)
         try:
-            kept = self._client.lease_keep_alive([s.lease_id for s in due], timeout_s=timeout_s, attempt_s=attempt_s)
+            kept = self._keep_alive([s.lease_id for s in due], timeout_s=timeout_s, attempt_s=attempt_s)
         except ClientClosed:
             return
         except EtcdError as error:
@@ -160,9 +159,9 @@ class LeaseRenewer:
             session.retry_at(at)
 
     def _note(self, trouble: str | None) -> None:
-        """One line when trouble begins, one when it ends."""
+        """Log one line when trouble begins, and one when it ends."""
         if trouble is not None and self._trouble is None:
-            logger.warning("etcd leases are not being renewed, trying on: %s", trouble)
+            logger.warning("etcd leases are not being renewed, trying again: %s", trouble)
         elif trouble is None and self._trouble is not None:
             logger.info("etcd leases are renewed again")
         self._trouble = trouble

@@ -1,4 +1,4 @@
-"""The part of etcd's v3 wire protocol that is used here, as two tables: messages with their fields, and calls.
+"""The part of etcd's v3 wire protocol that is used here, as tables: messages with their fields, enums, and calls.
 
 Source: api/etcdserverpb/rpc.proto and api/mvccpb/kv.proto of etcd 3.4 and 3.5. Only field numbers, types and the paths of the
 calls travel; package and file names do not, so all messages share one private package here.
@@ -16,19 +16,17 @@ from typing import Any
 # message, then field:type=number. `type[]` is repeated, a trailing `|name` makes the field a member of that oneof.
 _MESSAGES = """
 KeyValue key:bytes=1 create_revision:int64=2 mod_revision:int64=3 version:int64=4 value:bytes=5 lease:int64=6
-Event type:Event.EventType=1 kv:KeyValue=2 prev_kv:KeyValue=3
+Event type:Event.EventType=1 kv:KeyValue=2
 ResponseHeader cluster_id:uint64=1 member_id:uint64=2 revision:int64=3 raft_term:uint64=4
 
 RangeRequest key:bytes=1 range_end:bytes=2 limit:int64=3 revision:int64=4 sort_order:RangeRequest.SortOrder=5
     sort_target:RangeRequest.SortTarget=6 serializable:bool=7 keys_only:bool=8 count_only:bool=9
     max_create_revision:int64=13
 RangeResponse header:ResponseHeader=1 kvs:KeyValue[]=2 more:bool=3 count:int64=4
-PutRequest key:bytes=1 value:bytes=2 lease:int64=3 prev_kv:bool=4
-PutResponse header:ResponseHeader=1 prev_kv:KeyValue=2
-DeleteRangeRequest key:bytes=1 range_end:bytes=2 prev_kv:bool=3
-DeleteRangeResponse header:ResponseHeader=1 deleted:int64=2 prev_kvs:KeyValue[]=3
-CompactionRequest revision:int64=1 physical:bool=2
-CompactionResponse header:ResponseHeader=1
+PutRequest key:bytes=1 value:bytes=2 lease:int64=3
+PutResponse header:ResponseHeader=1
+DeleteRangeRequest key:bytes=1 range_end:bytes=2
+DeleteRangeResponse header:ResponseHeader=1 deleted:int64=2
 
 Compare result:Compare.CompareResult=1 target:Compare.CompareTarget=2 key:bytes=3 version:int64=4|target_union
     create_revision:int64=5|target_union mod_revision:int64=6|target_union value:bytes=7|target_union lease:int64=8|target_union
@@ -42,7 +40,7 @@ TxnResponse header:ResponseHeader=1 succeeded:bool=2 responses:ResponseOp[]=3
 
 WatchRequest create_request:WatchCreateRequest=1|request_union cancel_request:WatchCancelRequest=2|request_union
 WatchCreateRequest key:bytes=1 range_end:bytes=2 start_revision:int64=3 progress_notify:bool=4
-    filters:WatchCreateRequest.FilterType[]=5 prev_kv:bool=6 watch_id:int64=7
+    filters:WatchCreateRequest.FilterType[]=5 watch_id:int64=7
 WatchCancelRequest watch_id:int64=1
 WatchResponse header:ResponseHeader=1 watch_id:int64=2 created:bool=3 canceled:bool=4 compact_revision:int64=5
     cancel_reason:string=6 events:Event[]=11
@@ -53,8 +51,6 @@ LeaseRevokeRequest ID:int64=1
 LeaseRevokeResponse header:ResponseHeader=1
 LeaseKeepAliveRequest ID:int64=1
 LeaseKeepAliveResponse header:ResponseHeader=1 ID:int64=2 TTL:int64=3
-LeaseTimeToLiveRequest ID:int64=1 keys:bool=2
-LeaseTimeToLiveResponse header:ResponseHeader=1 ID:int64=2 TTL:int64=3 grantedTTL:int64=4 keys:bytes[]=5
 
 Member ID:uint64=1 name:string=2 peerURLs:string[]=3 clientURLs:string[]=4
 MemberListRequest
@@ -80,18 +76,15 @@ Compare.CompareTarget VERSION CREATE MOD VALUE LEASE
 WatchCreateRequest.FilterType NOPUT NODELETE
 """
 
-# service.method request response; `*` marks a stream
+# service.method request response; `*` marks a stream. KV.Put: of benchmarks. Cluster: etcd3 needs the stub.
 _CALLS = """
 KV.Range RangeRequest RangeResponse
 KV.Put PutRequest PutResponse
-KV.DeleteRange DeleteRangeRequest DeleteRangeResponse
 KV.Txn TxnRequest TxnResponse
-KV.Compact CompactionRequest CompactionResponse
 Watch.Watch *WatchRequest *WatchResponse
 Lease.LeaseGrant LeaseGrantRequest LeaseGrantResponse
 Lease.LeaseRevoke LeaseRevokeRequest LeaseRevokeResponse
 Lease.LeaseKeepAlive *LeaseKeepAliveRequest *LeaseKeepAliveResponse
-Lease.LeaseTimeToLive LeaseTimeToLiveRequest LeaseTimeToLiveResponse
 Cluster.MemberList MemberListRequest MemberListResponse
 Maintenance.Alarm AlarmRequest AlarmResponse
 Maintenance.Status StatusRequest StatusResponse
@@ -103,7 +96,7 @@ _PACKAGE = "elastic_ext_etcdpb"
 
 @functools.lru_cache(maxsize=1)
 def etcdrpc() -> types.ModuleType:
-    """A module with the message classes, the values of AlarmType and the stubs, under the names of etcd3's own `etcdrpc`."""
+    """A module with the message classes, the values of AlarmType and the stubs, named as in etcd3's own `etcdrpc`."""
     from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped]
 
     file = file_descriptor()
@@ -165,7 +158,7 @@ def _add_field(message: Any, text: str, enums: dict[str, list[str]]) -> None:
 
 
 def _rows(table: str) -> list[list[str]]:
-    """Words of each row; an indented line continues the row above."""
+    """Split each row into words; an indented line continues the row above."""
     return [row.split() for row in table.replace("\n    ", " ").splitlines() if row]
 
 

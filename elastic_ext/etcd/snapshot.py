@@ -8,26 +8,29 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_ext.etcd.errors import Compacted, EtcdError
-from elastic_ext.etcd.values import Key, KeyValue
-from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Item, Watch
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd.client import EtcdClient
+from elastic_ext.etcd.values import Key, KeyValue, Reading
+from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Item, Watch, WatchClient
 
 logger = logging.getLogger(__name__)
 
-BEGAN_S = 0.1  # that a reading waits for the watch to begin, a millisecond as a rule
+BEGAN_S = 0.1  # a reading waits this long for the watch to begin, which usually takes a millisecond
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All keys with the prefix as of `revision`. What was known before is void: a key that is not here is gone."""
+    """All keys with the prefix as of `revision`. It replaces everything known before: a key that is not here is gone."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
+
+
+class SnapshotClient(WatchClient, Protocol):
+    """What a snapshot watch needs of its client."""
+
+    def get_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Reading: ...
 
 
 class SnapshotWatch:
@@ -36,14 +39,14 @@ class SnapshotWatch:
     Reading happens on the caller's thread, in `get`.
     """
 
-    def __init__(self, client: EtcdClient, prefix: Key, on_news: Callable[[], None] | None = None) -> None:
-        """on_news: called on another thread when `get` will have something, to wake whoever selects; it must return at once."""
+    def __init__(self, client: SnapshotClient, prefix: Key, on_news: Callable[[], None] | None = None) -> None:
+        """on_news: called on another thread when `get` has something to return; it must return at once."""
         self._client = client
         self._prefix = prefix
         self._on_news = on_news
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._watch: Watch | None = None
-        self._due = False  # the keys are to be read
+        self._due = False  # the keys must be read
         self._revision = 0  # of the last reading
         self._closed = False
 
@@ -59,12 +62,13 @@ class SnapshotWatch:
         return self._watch is not None and self._watch.live
 
     def get(self, timeout_s: float | None = None) -> Snapshot | Batch | None:
-        """The next of them; None when the time is over or it is closed. timeout_s: also for the
-        reading of a snapshot, where 0 stands for the client's default.
+        """The next item; None after timeout_s or if the watch is closed.
+
+        timeout_s holds for the reading of a snapshot, too; 0 stands for the client's default there.
 
         Raises:
-            EtcdError: the snapshot could not be read, the next `get` tries again; or the watch ended for another reason
-                than compaction.
+            EtcdError: the snapshot could not be read, and the next `get` tries again; or the watch ended for another reason than
+                compaction.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
@@ -77,8 +81,8 @@ class SnapshotWatch:
             except queue.Empty:
                 return None
             if isinstance(item, Batch):
-                if (news := self._since_reading(item)) is not None:
-                    return news
+                if (batch := self._since_reading(item)) is not None:
+                    return batch
             elif isinstance(item, Began):
                 self._due = item.revision > self._revision  # what was written in between was neither read nor watched
             else:
@@ -93,10 +97,10 @@ class SnapshotWatch:
     def _begin(self) -> Watch:
         """Watch from now on; the reading comes after that.
 
-        A watch from a revision that others have written after since is served by etcd ten times a second only, until it has
-        caught up (syncWatchersLoop of mvcc/watchable_store.go): when many nodes come at once, that was most of the wait.
+        etcd serves a watch from an older revision only ten times a second until it has caught up (syncWatchersLoop of
+        mvcc/watchable_store.go). When many nodes came at once, that was most of the wait.
         """
-        # A queue for each watch: what the one before left behind is older than the reading that follows.
+        # Each watch has its own queue: items left from the one before are older than the reading that follows.
         items = self._items = queue.SimpleQueue()
 
         def take(item: Item) -> None:
@@ -111,7 +115,7 @@ class SnapshotWatch:
         watch = Watch(self._client, self._prefix, prefix=True, start_revision=FROM_NOW, callback=take)
         if self._closed:
             watch.close()
-        with contextlib.suppress(queue.Empty):  # later, then: if somebody has written by then, that is another reading
+        with contextlib.suppress(queue.Empty):  # it begins later; if somebody writes before, the keys are read once more
             if not isinstance(first := items.get(timeout=BEGAN_S), Began):
                 items.put(first)  # the end of the watch, and nothing follows it
         return watch
@@ -122,7 +126,7 @@ class SnapshotWatch:
         return Snapshot(reading.revision, reading.kvs)
 
     def _since_reading(self, batch: Batch) -> Batch | None:
-        """Without what was read already."""
+        """The batch without the events that the last reading contains; None if none are left."""
         events = tuple(event for event in batch.events if event.kv.mod_revision > self._revision)
         return Batch(batch.revision, events) if events else None
 
@@ -131,7 +135,7 @@ class SnapshotWatch:
             yield item
 
     def close(self) -> None:
-        """From any thread; wakes whoever waits in `get`."""
+        """May be called from any thread. Wakes callers of `get`."""
         self._closed = True
         if self._watch is not None:
             self._watch.close()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import queue
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from elastic_ext.etcd import calls, errors
-from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, EtcdError, Kind, Meaning, Unavailable
+from elastic_ext.etcd.calls import Caller
+from elastic_ext.etcd.endpoints import Connection
+from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, EtcdError, Kind, RpcFailure, Unavailable
 from elastic_ext.etcd.messages import etcdrpc
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd.calls import Tokens
-    from elastic_ext.etcd.client import EtcdClient
-    from elastic_ext.etcd.endpoints import Connection, Endpoints
-    from elastic_ext.etcd.watch import Watch
+from elastic_ext.etcd.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -28,47 +25,79 @@ _STEADY_S = 1.0  # a stream that lasted longer was a good one: its end is no rea
 
 
 class _Broken(Exception):
-    """The stream must be opened again; what it was about is in the failure."""
+    """The stream must be opened again."""
 
-    def __init__(self, failure: Meaning) -> None:
+    def __init__(self, failure: RpcFailure) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
 
-class WatchStream:
-    """The one stream of a client; its thread starts with the first watch.
+class _Call:
+    """One call of etcd's Watch, from its opening until it breaks. Not thread-safe.
 
     Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. That is the
     only way to tell which watch was refused: the server then answers with the id -1.
     """
 
-    def __init__(self, client: EtcdClient, endpoints: Endpoints, tokens: Tokens, closed: threading.Event) -> None:
-        self._client = client
-        self._endpoints = endpoints
-        self._tokens = tokens
-        self._closed = closed
+    def __init__(self, connection: Connection, token: list[tuple[str, str]]) -> None:
+        self.connection = connection
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unanswered: deque[Watch] = deque()  # their creates were sent
+        self._opened_at = time.monotonic()
+        stub = etcdrpc().WatchStub(connection.channel)
+        self.responses = stub.Watch(iter(self._requests.get, None), metadata=[*token, calls.HAS_LEADER])
+
+    def create(self, watch: Watch) -> None:
+        self._unanswered.append(watch)
+        self._requests.put(watch.request())
+
+    def created(self) -> Watch:
+        """The watch that the next `created` of the server belongs to."""
+        return self._unanswered.popleft()
+
+    def remove(self, watch: Watch) -> None:
+        """Stop serving this watch; does nothing if it is not there."""
+        rpc = etcdrpc()
+        self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch.watch_id)))
+
+    def cancel(self) -> None:
+        self.responses.cancel()
+
+    def close(self) -> None:
+        self.cancel()
+        self._requests.put(None)  # ends gRPC's thread that reads the requests
+
+    @property
+    def steady(self) -> bool:
+        return time.monotonic() - self._opened_at > _STEADY_S
+
+
+class WatchStream:
+    """The one stream of a client. Its thread starts with the first watch."""
+
+    def __init__(self, caller: Caller, revision: Callable[[bytes], int]) -> None:
+        """caller: of the client. revision: reads the store's revision; the argument is a key that the user may read."""
+        self._caller = caller
+        self._revision = revision
         self._ids = itertools.count(1)
         self._watches: dict[int, Watch] = {}
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
-        self._connection: Connection | None = None
-        self._call: Any = None
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._created: deque[Watch] = deque()  # creates sent, not answered
-        self._refused: Watch | None = None  # was refused with the token before: once more, and it is final
+        self._call: _Call | None = None
+        self._refused: Watch | None = None  # with the token before; if it is refused again, that is final
         self._failures = 0  # in a row, of streams that did not last
-        self._opened_at = math.inf
         self._trouble: str | None = None
-        endpoints.observe(self._on_silent)
+        caller.endpoints.observe(self._on_silent)
 
     def add(self, watch: Watch) -> None:
+        """Serve this watch from its next_revision on. Raises ClientClosed."""
         with self._changed:
-            if self._closed.is_set():
+            if self._caller.closed.is_set():
                 raise ClientClosed("watch: the etcd client is closed")
             watch.watch_id = next(self._ids)
             self._watches[watch.watch_id] = watch
             if self._call is not None:
-                self._create(watch)
+                self._call.create(watch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
                 self._thread.start()
@@ -77,14 +106,14 @@ class WatchStream:
     def remove(self, watch: Watch) -> None:
         with self._changed:
             if self._watches.pop(watch.watch_id, None) is not None and self._call is not None:
-                rpc = etcdrpc()
-                self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch.watch_id)))
+                self._call.remove(watch)
 
     def close(self) -> None:
-        """After the client was marked closed."""
+        """Call this after the client was marked closed."""
         with self._changed:
             self._changed.notify()
-            self._cancel()
+            if self._call is not None:
+                self._call.cancel()
             watches = list(self._watches.values())
             self._watches.clear()
         for watch in watches:
@@ -92,19 +121,11 @@ class WatchStream:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def _create(self, watch: Watch) -> None:
-        self._created.append(watch)
-        self._requests.put(watch.request())
-
-    def _cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-
     def _on_silent(self, connection: Connection) -> None:
-        """A call on our endpoint got no answer: move now, gRPC's pings would take 13 s to notice."""
+        """A call to the endpoint in use got no answer: move now, gRPC's pings would take 13 s to notice."""
         with self._changed:
-            if self._connection is connection:
-                self._cancel()
+            if self._call is not None and self._call.connection is connection:
+                self._call.cancel()
 
     # The thread
 
@@ -127,26 +148,27 @@ class WatchStream:
 
     def _await_work(self) -> bool:
         with self._changed:
-            while not self._watches and not self._closed.is_set():
+            while not self._watches and not self._caller.closed.is_set():
                 self._changed.wait()
-            return not self._closed.is_set()
+            return not self._caller.closed.is_set()
 
     def _serve(self) -> None:
-        """Open the stream and hand out what it brings; ends with an exception, or without when the client is closed."""
+        """Open the stream and deliver what it brings. Ends with an exception, or by returning once the client is closed."""
         import grpc  # type: ignore[import-untyped]
 
-        connection = self._endpoints.current()
-        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        connection = self._caller.endpoints.current()
         token: list[tuple[str, str]] = []
         try:
-            calls.prove(connection, self._client.timeout_s / len(self._endpoints), again=self._failures > 0)
-            token = self._tokens.metadata(connection, self._client.timeout_s)
-            stub = etcdrpc().WatchStub(connection.channel)
-            call = stub.Watch(iter(requests.get, None), metadata=[*token, calls.HAS_LEADER])
-            self._open(call, requests, connection)
-            for response in call:
-                self._handle(response, connection)
-            raise _Broken(Meaning(Kind.UNSURE, connection.name, "the server ended the stream"))
+            calls.prove(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
+            token = self._caller.tokens.metadata(connection, self._caller.timeout_s)
+            call = _Call(connection, token)
+            try:
+                self._begin(call)
+                for response in call.responses:
+                    self._handle(response, call)
+            finally:
+                self._shut(call)
+            raise _Broken(RpcFailure(Kind.UNSURE, connection.name, "the server ended the stream"))
         except calls.CallFailed as error:
             failure = error.failure
         except grpc.RpcError as error:
@@ -154,83 +176,81 @@ class WatchStream:
         except _Broken as broken:
             failure = broken.failure
         except ValueError:
-            if not self._closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
+            if not self._caller.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                 raise
             return
-        finally:
-            requests.put(None)  # ends gRPC's thread that reads the requests
-            self._shut()
         if failure.kind is Kind.TOKEN:
-            self._tokens.drop(token)
+            self._caller.tokens.drop(token)
         elif failure.kind is not Kind.AUTH:
-            self._endpoints.failed(connection, silent=False)
+            self._caller.endpoints.failed(connection, silent=False)
         raise _Broken(failure)
 
-    def _open(self, call: Any, requests: queue.SimpleQueue[Any], connection: Connection) -> None:
+    def _begin(self, call: _Call) -> None:
         with self._changed:
-            if self._closed.is_set():
+            if self._caller.closed.is_set():
                 call.cancel()
-            self._call, self._requests, self._connection = call, requests, connection
-            self._opened_at = time.monotonic()
+            self._call = call
             for watch in self._watches.values():
-                self._create(watch)
+                call.create(watch)
 
-    def _shut(self) -> None:
+    def _shut(self, call: _Call) -> None:
         with self._changed:
-            self._cancel()
-            self._call = self._connection = None
-            self._created.clear()
+            call.close()
+            self._call = None
+            if call.steady:
+                self._failures = 0
             for watch in self._watches.values():
                 watch.live = False
 
-    def _handle(self, response: Any, connection: Connection) -> None:
-        connection.answered_at = time.monotonic()
+    def _handle(self, response: Any, call: _Call) -> None:
+        call.connection.answered_at = time.monotonic()
         with self._changed:
-            watch = self._created.popleft() if response.created else self._watches.get(response.watch_id)
+            watch = call.created() if response.created else self._watches.get(response.watch_id)
             if watch is None or watch.watch_id not in self._watches:
                 return  # closed meanwhile
         if response.canceled:
-            self._canceled(watch, response, connection)
+            self._canceled(watch, response, call.connection)
         elif response.created:
             if self._refused is watch:
                 self._refused = None
             self._check_history(watch, response.header.revision)
             watch.began(response.header.revision)
             watch.live = not watch.closed
-            self._note_recovery(connection)
+            self._note_recovery(call.connection)
         else:
             watch.take(response)
 
     def _canceled(self, watch: Watch, response: Any, connection: Connection) -> None:
-        reason = errors.telling(response.cancel_reason) or "no reason given"
+        reason = errors.essence(response.cancel_reason) or "no reason given"
+        user = self._caller.tokens.user
         if response.compact_revision:
             self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))
         elif not response.created:
-            raise _Broken(Meaning(Kind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
-        elif self._tokens.user is not None and self._refused is not watch:
-            # Some versions say "permission denied" where they mean that the token has expired.
+            raise _Broken(RpcFailure(Kind.UNSURE, connection.name, f"the server ended a watch: {reason}"))
+        elif user is not None and self._refused is not watch:
+            # Some versions say "permission denied" when the token has expired.
             self._refused = watch
-            raise _Broken(Meaning(Kind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
+            raise _Broken(RpcFailure(Kind.TOKEN, connection.name, f"the server refused a watch: {reason}"))
         else:
             self._refused = None
-            who = f"user {self._tokens.user.name!r}" if self._tokens.user else "no user given"
+            who = f"user {user.name!r}" if user else "no user given"
             seen = f"watch {watch.key!r}: etcd at {connection.name} refused it: {reason} ({who})"
             self._end(watch, AuthError(f"{seen}; give the right user, with a role that may read these keys"))
 
     def _check_history(self, watch: Watch, revision: int) -> None:
-        """A server that was set up anew or restored has fewer revisions than we saw; the watch would wait for them in silence.
+        """A server that was set up again or restored has fewer revisions than we saw; the watch would wait for them in silence.
 
         A member that lags behind looks the same at first, so the cluster is asked.
         """
         if revision >= watch.next_revision - 1:
             return
         try:
-            now = self._client.revision(watch.key)
+            now = self._revision(watch.key)
         except AuthError as error:
             self._end(watch, error)
             return
         if now < watch.next_revision - 1:
-            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up anew or restored", 0))
+            self._end(watch, _compacted(watch, f"lost, the server's revision is {now} now: it was set up again or restored", 0))
 
     def _end(self, watch: Watch, error: EtcdError) -> None:
         self.remove(watch)
@@ -244,10 +264,10 @@ class WatchStream:
 
     # Trouble
 
-    def _after(self, failure: Meaning) -> None:
-        if self._closed.is_set():
+    def _after(self, failure: RpcFailure) -> None:
+        if self._caller.closed.is_set():
             return
-        user = self._tokens.user.name if self._tokens.user else None
+        user = self._caller.tokens.user.name if self._caller.tokens.user else None
         if failure.kind in (Kind.AUTH, Kind.VERSION) or (failure.kind is Kind.TOKEN and user is None):
             self._end_all(errors.fatal_error(failure, "watch", user))
             return
@@ -257,12 +277,10 @@ class WatchStream:
         self._pause()
 
     def _pause(self) -> None:
-        if time.monotonic() - self._opened_at > _STEADY_S:
-            self._failures = 0
-        self._opened_at = math.inf
-        tour, self._failures = self._failures // len(self._endpoints), self._failures + 1
-        if tour > 0 or len(self._endpoints) == 1:
-            self._closed.wait(calls.pause_s(tour))
+        endpoints = len(self._caller.endpoints)
+        tour, self._failures = self._failures // endpoints, self._failures + 1
+        if tour > 0 or endpoints == 1:
+            self._caller.closed.wait(calls.pause_s(tour))
 
     def _note_recovery(self, connection: Connection) -> None:
         if self._trouble is not None:

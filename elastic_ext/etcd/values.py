@@ -1,4 +1,4 @@
-"""What goes into etcd and comes out of it, as plain frozen values, and their translation to and from the wire."""
+"""Requests and responses of etcd as plain frozen values, and their translation to and from the wire."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Key: TypeAlias = str | bytes
 
 
 def to_bytes(text: Key) -> bytes:
+    """Encode a key or value that is given as text."""
     return text.encode() if isinstance(text, str) else text
 
 
 def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
-    """(key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
+    """Return (key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
 
-    The end is the prefix with its last byte that is not 0xff increased and the rest cut off; where there is none, the byte 0
+    The end is the prefix up to its last byte that is not 0xff, with that byte increased. If there is no such byte, the byte 0
     stands for "no end" (etcd's clientv3, GetPrefixRangeEnd).
     """
     start = to_bytes(prefix)
@@ -29,7 +30,7 @@ def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """lease_id: 0 means that no lease holds it. version: writes since it was created, from 1."""
+    """lease_id: 0 if the key has no lease. version: number of writes since the key was created, from 1."""
 
     key: bytes
     value: bytes
@@ -45,21 +46,19 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Event:
-    """A key was put or deleted. Of a deletion `kv` has the key and, as mod_revision, the revision of the deletion."""
+    """A key was put or deleted. After a deletion `kv` holds the key, and as mod_revision the revision of the deletion."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
-    previous: KeyValue | None
 
     @classmethod
     def parse(cls, event: Any) -> Event:
-        previous = KeyValue.parse(event.prev_kv) if event.HasField("prev_kv") else None
-        return cls("delete" if event.type else "put", KeyValue.parse(event.kv), previous)
+        return cls("delete" if event.type else "put", KeyValue.parse(event.kv))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Answer to a get. revision: the store's at the time of reading. count: keys in the range, with those not returned."""
+    """Answer to a get. revision: of the store at the time of reading. count: number of keys in the range, returned or not."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
@@ -78,32 +77,22 @@ class Reading:
 
 @dataclass(frozen=True)
 class Written:
-    """Answer to a put, at `revision`. previous: only where asked for."""
+    """Answer to a put, at `revision`."""
 
     revision: int
-    previous: KeyValue | None
-
-    @classmethod
-    def parse(cls, response: Any, revision: int) -> Written:
-        return cls(revision, KeyValue.parse(response.prev_kv) if response.HasField("prev_kv") else None)
 
 
 @dataclass(frozen=True)
 class Deleted:
-    """Answer to a delete. previous: only where asked for."""
+    """Answer to a delete, at `revision`. deleted: number of keys."""
 
     revision: int
     deleted: int
-    previous: tuple[KeyValue, ...]
-
-    @classmethod
-    def parse(cls, response: Any, revision: int) -> Deleted:
-        return cls(revision, response.deleted, tuple(KeyValue.parse(kv) for kv in response.prev_kvs))
 
 
 @dataclass(frozen=True)
 class TxnResult:
-    """succeeded: the comparisons held. responses: one per operation carried out, in their order. revision: after it."""
+    """succeeded: the comparisons held. responses: one per operation, in order. revision: after the transaction."""
 
     succeeded: bool
     revision: int
@@ -111,7 +100,7 @@ class TxnResult:
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """The answers to its gets alone."""
+        """The answers to the gets."""
         return tuple(response for response in self.responses if isinstance(response, Reading))
 
     @classmethod
@@ -125,25 +114,28 @@ def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
     if kind == "response_range":
         return Reading.parse(op.response_range, revision)
     if kind == "response_put":
-        return Written.parse(op.response_put, revision)
-    return Deleted.parse(op.response_delete_range, revision)
+        return Written(revision)
+    return Deleted(revision, op.response_delete_range.deleted)
 
 
 @dataclass(frozen=True)
 class Put:
+    """Write a key. lease_id: the key goes with this lease; 0 for none."""
+
     key: Key
     value: Key
     lease_id: int = 0
-    prev_kv: bool = False
 
     def message(self) -> Any:
         rpc = etcdrpc()
-        put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id, prev_kv=self.prev_kv)
+        put = rpc.PutRequest(key=to_bytes(self.key), value=to_bytes(self.value), lease=self.lease_id)
         return rpc.RequestOp(request_put=put)
 
 
 @dataclass(frozen=True)
 class Get:
+    """Read a key, or all keys with this prefix."""
+
     key: Key
     prefix: bool = False
 
@@ -155,14 +147,15 @@ class Get:
 
 @dataclass(frozen=True)
 class Delete:
+    """Delete a key, or all keys with this prefix."""
+
     key: Key
     prefix: bool = False
-    prev_kv: bool = False
 
     def message(self) -> Any:
         rpc = etcdrpc()
         key, end = range_of_prefix(self.key) if self.prefix else (to_bytes(self.key), b"")
-        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end, prev_kv=self.prev_kv))
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=end))
 
 
 Op: TypeAlias = Put | Get | Delete
@@ -173,7 +166,7 @@ _RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", ">": "GREATER", "<": "LESS"}
 
 @dataclass(frozen=True)
 class Compare:
-    """A condition on one key. Of a key that does not exist version, create, mod and lease are 0; a value never fits it."""
+    """A condition on one key. If the key does not exist, version, create, mod and lease are 0, and no value matches."""
 
     key: Key
     target: Literal["version", "create", "mod", "value", "lease"]
@@ -203,7 +196,7 @@ def unchanged(key: Key, mod_revision: int) -> Compare:
 
 @dataclass(frozen=True)
 class Lease:
-    """ttl_s: what the server granted; it raises what is too short for it. sent_at: monotonic, just before the request left."""
+    """ttl_s: as granted; the server raises a TTL that is too short. sent_at: monotonic, just before the request was sent."""
 
     lease_id: int
     ttl_s: int
@@ -212,25 +205,15 @@ class Lease:
 
 @dataclass(frozen=True)
 class KeptAlive:
-    """ttl_s: by lease id, 0 or less where it is gone. sent_at: monotonic, just before the request left."""
+    """ttl_s: by lease id; 0 or less if the lease is gone. sent_at: monotonic, just before the request was sent."""
 
     sent_at: float
     ttl_s: Mapping[int, int]
 
 
 @dataclass(frozen=True)
-class LeaseState:
-    """ttl_s: seconds left, -1 where there is no such lease. keys: only where asked for."""
-
-    lease_id: int
-    ttl_s: int
-    granted_ttl_s: int
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
 class Status:
-    """One member's word about itself. leader: member id, 0 where it knows of none. db_size: bytes."""
+    """A member's own view. leader: member id, 0 if it knows of none. db_size: bytes."""
 
     version: str
     member_id: int
@@ -238,14 +221,6 @@ class Status:
     raft_term: int
     db_size: int
     revision: int
-
-
-@dataclass(frozen=True)
-class Member:
-    member_id: int
-    name: str
-    peer_urls: tuple[str, ...]
-    client_urls: tuple[str, ...]
 
 
 @dataclass(frozen=True)

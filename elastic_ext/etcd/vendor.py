@@ -1,8 +1,8 @@
-"""Loads etcd3 0.12.0 with message classes that work on every protobuf, and leaves no trace of it.
+"""Loads etcd3 0.12.0 with message classes that work on every protobuf, without a trace in the process.
 
-etcd3's generated code fails on protobuf 4 and later, and the variable that cures it slows all protobuf of the process
-down. So it is imported with `etcd3.etcdrpc` replaced by our own module, and taken out of sys.modules again: a user's
-own `import etcd3` gets what it would have got without us.
+etcd3's generated code fails on protobuf 4 and later, and the environment variable that cures it slows down all protobuf code of
+the process. So this imports etcd3 with `etcd3.etcdrpc` replaced by our own module, and takes it out of sys.modules again: a
+user's own `import etcd3` gets the same as without us.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def etcd3() -> types.ModuleType:
     """etcd3, private to this package: Etcd3Client, Etcd3Exception. Loaded at the first call.
 
     Raises:
-        ConfigError: etcd3 is not installed, is another version, or another distribution took its place.
+        ConfigError: etcd3 is not installed, has another version, or another distribution took its place.
     """
     global _loaded
     with _lock:
@@ -82,13 +82,13 @@ def check_owner() -> None:
 
 
 def _module_folder() -> Path | None:
-    # The path finder and not find_spec: what a user has put into sys.modules is no concern of ours.
+    # Not importlib.util.find_spec, which would look at a user's own module in sys.modules.
     spec = importlib.machinery.PathFinder.find_spec("etcd3")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def _unchanged(distribution: importlib.metadata.Distribution, path: Path) -> bool:
-    """True as well where the installer kept no checksums (distribution packages do not)."""
+    """False if the file differs from its checksum. True if there is none: packages of Linux distributions have none."""
     for entry in distribution.files or []:
         if entry.as_posix() == "etcd3/client.py" and entry.hash is not None:
             digest = hashlib.new(entry.hash.mode, path.read_bytes()).digest()

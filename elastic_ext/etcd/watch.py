@@ -11,14 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from elastic_ext.etcd.errors import EtcdError
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Event, Key, range_of_prefix, to_bytes
-
-if TYPE_CHECKING:
-    from elastic_ext.etcd.client import EtcdClient
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +30,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Began:
-    """First of a watch from FROM_NOW: all that is written after `revision` is delivered.
+    """First item of a watch from FROM_NOW: everything written after `revision` is delivered.
 
-    What was before is for the caller to read; a reading of that revision or a later one misses nothing.
+    The caller reads what was there before. A reading of that revision or a later one misses nothing.
     """
 
     revision: int
@@ -43,48 +40,61 @@ class Began:
 
 Item: TypeAlias = Batch | Began | EtcdError
 
-# For start_revision: from when the server has it. Unlike a watch of the past it is one that the server need not catch up with
-# (it looks after those ten times a second only).
+# As start_revision: from the moment the server has the watch. The server need not let such a watch catch up with the past, which
+# it does for others only ten times a second.
 FROM_NOW = 0
+
+
+class Stream(Protocol):
+    """Carries watches to the server and back: `stream.WatchStream`."""
+
+    def add(self, watch: Watch) -> None: ...
+
+    def remove(self, watch: Watch) -> None: ...
+
+
+class WatchClient(Protocol):
+    """What a watch needs of its client."""
+
+    @property
+    def watches(self) -> Stream: ...
+
+    def revision(self, key: Key) -> int: ...
 
 
 class Watch:
     """The changes of a key, or of all keys with a prefix, from a revision on.
 
-    Delivers `Batch`es (after a `Began`, if it is FROM_NOW) and at last, if it ends by itself, one error: `Compacted` (read
-    again, then watch from there),
-    `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` where its thread or callback failed.
-    Trouble with connections and servers is not delivered: it is waited out; `live` tells of it.
+    Delivers `Batch`es, after a `Began` if it is FROM_NOW. If it ends by itself, the last item is an error: `Compacted` (read
+    again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if its thread
+    or callback failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` tells of it.
 
     Use it as an iterator, with `get`, or give a callback: it gets each item on the stream's thread, which serves all watches of
     the client, and must return at once.
 
     Attributes:
-        next_revision: all before it has been delivered.
-        live: a server with a leader holds it at the moment; False while the stream is being opened again.
+        next_revision: everything before it has been delivered.
+        live: a server with a leader holds the watch at the moment; False while the stream is being opened again.
     """
 
     def __init__(
         self,
-        client: EtcdClient,
+        client: WatchClient,
         key: Key,
         *,
         prefix: bool = False,
         start_revision: int | None = None,
-        prev_kv: bool = False,
         callback: Callable[[Item], None] | None = None,
         deletes_only: bool = False,
     ) -> None:
-        """Returns at once, but for a missing start_revision: then all that is written after this call counts.
+        """Returns at once, unless start_revision is missing: then the client is asked for the revision now.
 
         Args:
-            start_revision: the first revision to deliver; that of a reading or transaction + 1. FROM_NOW: a
-                `Began` tells the callback.
-            prev_kv: events hold the value before.
-            deletes_only: the server does not send what is put.
+            start_revision: the first revision to deliver: that of a reading or transaction + 1. By default everything written
+                after this call. FROM_NOW: a `Began` tells the callback.
+            deletes_only: the server does not send puts.
         """
         self.key, self.range_end = range_of_prefix(key) if prefix else (to_bytes(key), b"")
-        self.prev_kv = prev_kv
         self.deletes_only = deletes_only
         self.next_revision = client.revision(self.key) + 1 if start_revision is None else start_revision
         self.watch_id = 0
@@ -103,16 +113,16 @@ class Watch:
 
     @property
     def closed(self) -> bool:
-        """It will deliver no more than what waits in `get`."""
+        """It delivers no more than what is queued for `get`."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """From any thread, any number of times. Whoever waits in `get` or in the iterator is woken."""
+        """May be called from any thread, any number of times. Wakes callers of `get` and of the iterator."""
         self._stream.remove(self)
         self.end(None)
 
     def get(self, timeout_s: float | None = None) -> Batch | None:
-        """The next batch; None when the time is over or the watch is closed. Raises the error that ended it, each time."""
+        """The next batch; None after timeout_s or if the watch is closed. Each call raises the error that ended the watch."""
         try:
             item = self._items.get(timeout=timeout_s) if timeout_s != 0 else self._items.get_nowait()
         except queue.Empty:
@@ -131,20 +141,20 @@ class Watch:
     # For the stream
 
     def began(self, revision: int) -> None:
-        """The server has it, at this revision."""
+        """The server has the watch, from this revision on."""
         if self.next_revision == FROM_NOW:
             self.next_revision = revision + 1
             self._call(Began(revision))
 
     def request(self) -> Any:
+        """The WatchRequest that creates this watch."""
         rpc = etcdrpc()
         create = rpc.WatchCreateRequest(
             key=self.key,
             range_end=self.range_end,
             start_revision=self.next_revision,
-            prev_kv=self.prev_kv,
             filters=[rpc.WatchCreateRequest.NOPUT] if self.deletes_only else [],
-            # After 10 minutes without events the server tells its revision: a quiet watch does not fall behind compaction.
+            # After 10 minutes without events the server sends its revision: a quiet watch does not fall behind compaction.
             progress_notify=True,
             watch_id=self.watch_id,
         )
@@ -160,6 +170,7 @@ class Watch:
             self.next_revision = max(self.next_revision, response.header.revision + 1)
 
     def end(self, error: EtcdError | None) -> None:
+        """Deliver nothing more than this error. None: the caller has closed the watch."""
         if self._ended.is_set():
             return
         self.live = False
@@ -172,7 +183,7 @@ class Watch:
             self._items.put(batch)
 
     def _call(self, item: Item) -> bool:
-        """Give it to the callback, if there is one."""
+        """Pass the item to the callback. False: there is none."""
         if self._callback is None:
             return False
         try:

@@ -1,8 +1,4 @@
-"""A barrier that names the missing ranks, for scripts that check from time to time that all ranks are healthy.
-
-Keys in the store of the job: `elastic_ext/health/<restart count>/<number>/<rank>`, `.../count` and `.../all`, where <number>
-counts the barriers of a process from 1.
-"""
+"""A barrier that names the missing ranks, for scripts that check from time to time that all ranks are healthy."""
 
 from __future__ import annotations
 
@@ -11,12 +7,12 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from elastic_ext.base import round_store
 from elastic_ext.base.errors import RanksMissing, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_PREFIX = "elastic_ext/health"
 STORE_S = timedelta(seconds=30)  # for the store to answer
 MOST_SHOWN = 16  # ranks named in a message
 _stores: dict[int, TCPStore] = {}  # by pid, as below
@@ -47,8 +43,7 @@ def health_barrier(timeout_s: float) -> None:
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     number = _passed[os.getpid()] = _passed.get(os.getpid(), 0) + 1
-    # Under stock torchrun all attempts share one store.
-    prefix = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+    prefix = f"{round_store.PREFIX}/{round_store.health(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), number)}"
     _meet(where, prefix, rank, world, timeout_s)
 
 

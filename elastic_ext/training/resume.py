@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from elastic_ext.base import checkpoint_variables
+
 
 def resume_from() -> str | None:
     """Return the checkpoint that the agent has chosen for this round, the same on all ranks.
@@ -11,7 +13,7 @@ def resume_from() -> str | None:
     Returns:
         A path or a URL; None: start from nothing.
     """
-    return os.environ.get("ELASTIC_EXT_RESUME_FROM") or None
+    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
@@ -20,5 +22,5 @@ def resume_step() -> int | None:
     Returns:
         The step in the checkpoint's content, else in its name; None if neither holds one, or if there is nothing to resume from.
     """
-    step = os.environ.get("ELASTIC_EXT_RESUME_STEP")
+    step = os.environ.get(checkpoint_variables.RESUME_STEP)
     return int(step) if step else None

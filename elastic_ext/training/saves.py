@@ -6,7 +6,7 @@ save`). All ranks must save at the same step boundary, but they see the request 
    request that the save will answer into the store, and only then starts the step up to that boundary.
 3. Every other rank that sees the request looks for that number at each boundary.
 
-Keys in the round's store: `save/<request>/go` (see `agent.saves`) and `save/<request>/at`, "<boundary> <last request answered>".
+The keys are those of `save/...` in `base.round_store`.
 
 Invariant: no rank is past the agreed boundary when its number appears. To get there, a rank needs rank 0's part in the
 collectives of that step, and rank 0 starts those after it has written the number. Host code may run ahead of a GPU, so while a
@@ -19,7 +19,6 @@ import functools
 import logging
 import sys
 import time
-from typing import Protocol
 
 from elastic_ext.base import round_store
 from elastic_ext.training.worker import Worker, this_worker
@@ -58,20 +57,12 @@ def report_save_failed() -> None:
         boundaries.failed()
 
 
-class _Store(Protocol):
-    """The part of torch's Store that is used here."""
-
-    def check(self, keys: list[str]) -> bool: ...
-    def get(self, key: str) -> bytes: ...
-    def set(self, key: str, value: str) -> None: ...
-
-
 class _Boundaries:
     """The step boundaries of this worker, and the agreement on those at which all ranks save."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._store: _Store | None = None
+        self._store: round_store.Store | None = None
         self._number = 0  # of this boundary
         self._answered = 0  # the last request that this process has acted on
         self._answered_at = 0.0  # time.monotonic()
@@ -99,7 +90,7 @@ class _Boundaries:
         oldest = self._answered + 1
         try:
             store = self._connected()
-            at, go = f"save/{oldest}/at", f"save/{oldest}/go"
+            at, go = round_store.save_at(oldest), round_store.save_go(oldest)
             if store.check([at]):
                 agreed, answered = map(int, store.get(at).split())
                 if agreed < self._number:  # the script does not call save_requested() at every step on all ranks
@@ -114,10 +105,9 @@ class _Boundaries:
             self._answered = requested
         return 0
 
-    def _connected(self) -> _Store:
+    def _connected(self) -> round_store.Store:
         if self._store is None:
-            store: _Store = round_store.connect(*self._worker.store)
-            self._store = store
+            self._store = round_store.connect(*self._worker.store)
         return self._store
 
     def saved(self, step: int, seconds: float) -> None:

@@ -16,9 +16,9 @@ from elastic_ext.agent import saves
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
-from tests.jobs import AGENT, TORCHRUN, Job
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 
-JOB = Path(__file__).parent.parent / "scripts" / "saving_job.py"
+JOB = SCRIPTS / "saving_job.py"
 
 
 def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float | None = None) -> Progress:

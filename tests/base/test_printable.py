@@ -15,7 +15,7 @@ import torch
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import Block, masked, redacted, shown, shown_block
-from elastic_ext.checkpoints.directory.catalog import quarantine
+from elastic_ext.checkpoints.directory.marks import quarantine
 from elastic_ext.checkpoints.directory.tiers import claim
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main

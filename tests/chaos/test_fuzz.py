@@ -29,7 +29,6 @@ from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats import manifest
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
-from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures import judgement, policy
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
@@ -40,6 +39,7 @@ from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, Stat
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
 from tests.checkpoints.formats.test_formats import save_trainer
+from tests.etcd_client import EtcdClient
 
 pytestmark = pytest.mark.timeout(60 + CASES, method="thread")  # SIGALRM is the cases' own
 

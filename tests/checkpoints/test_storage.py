@@ -18,8 +18,8 @@ import fsspec
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints import storage as storage_module
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled
+from elastic_ext.checkpoints.storage.remote import RemoteStorage
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -233,7 +233,7 @@ def test_a_server_that_does_not_answer_is_an_oserror(s3: str, monkeypatch: pytes
             endpoint_url=address, config_kwargs={"retries": {"max_attempts": 0}}, skip_instance_cache=True
         )
         filesystem.retries = 1
-        storage = storage_module.RemoteStorage(s3, filesystem, s3.removeprefix("s3://"))
+        storage = RemoteStorage(s3, filesystem, s3.removeprefix("s3://"))
         with pytest.raises(OSError, match="connect"):
             list(storage.entries())
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient, Event, Watch
+from elastic_ext.etcd import Event, Watch
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 
 SECRETS = ("ann-secret-7731", "root-secret-9954", "wrong-secret-4410")
@@ -28,7 +29,7 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
 
 
 def take(watch: Watch, count: int, timeout_s: float = 30.0) -> list[Event]:
-    """The next so many events; how they come in batches depends on when the watch was opened."""
+    """The next `count` events; how they come in batches depends on when the watch was opened."""
     events: list[Event] = []
     while len(events) < count:
         batch = watch.get(timeout_s)

@@ -19,7 +19,6 @@ from elastic_ext.etcd import (
     Compacted,
     Compare,
     Delete,
-    EtcdClient,
     EtcdError,
     Get,
     LeaseLost,
@@ -34,6 +33,7 @@ from elastic_ext.etcd.client import PAGE
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Alarm
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port
 
@@ -44,23 +44,22 @@ def nowhere() -> str:
 
 def test_put_get_delete(client: EtcdClient, prefix: str):
     written = client.put(prefix + "a", "1")
-    assert written.previous is None
     reading = client.get(prefix + "a")
     assert reading.kv is not None
     assert (reading.kv.key, reading.kv.value, reading.kv.version) == ((prefix + "a").encode(), b"1", 1)
     assert (reading.kv.create_revision, reading.kv.mod_revision, reading.revision) == (written.revision,) * 3
     assert client.revision(prefix) == written.revision
 
-    again = client.put(prefix + "a", b"\0\xff", prev_kv=True)
+    again = client.put(prefix + "a", b"\0\xff")
     assert again.revision == written.revision + 1
-    assert again.previous is not None
-    assert again.previous.value == b"1"
+    new = client.get(prefix + "a")
+    assert new.kv is not None
+    assert (new.kv.value, new.kv.version) == (b"\0\xff", 2)
     old = client.get(prefix + "a", revision=written.revision)
     assert old.kv is not None
     assert old.kv.value == b"1"
 
-    deleted = client.delete(prefix + "a", prev_kv=True)
-    assert (deleted.deleted, deleted.previous[0].value) == (1, b"\0\xff")
+    assert client.delete(prefix + "a").deleted == 1
     assert client.get(prefix + "a").kv is None
     assert client.delete(prefix + "a").deleted == 0
 
@@ -102,7 +101,7 @@ def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, p
 
 def test_transaction(client: EtcdClient, prefix: str):
     a, b = prefix + "a", prefix + "b"
-    made = client.txn([absent(a)], [Put(a, "1"), Get(a), Put(b, "2", prev_kv=True)])
+    made = client.txn([absent(a)], [Put(a, "1"), Get(a), Put(b, "2")])
     assert made.succeeded
     assert made.revision == client.revision(prefix)
     assert [type(response).__name__ for response in made.responses] == ["Written", "Reading", "Written"]
@@ -115,7 +114,7 @@ def test_transaction(client: EtcdClient, prefix: str):
 
     assert client.txn([unchanged(a, made.revision)], [Put(a, "4")]).succeeded
     assert not client.txn([unchanged(a, made.revision)], [Put(a, "5")]).succeeded
-    gone = client.txn([Compare(a, "value", "=", "4"), Compare(b, "version", "<", 2)], [Delete(prefix, prefix=True, prev_kv=True)])
+    gone = client.txn([Compare(a, "value", "=", "4"), Compare(b, "version", "<", 2)], [Delete(prefix, prefix=True)])
     assert gone.responses[0].deleted == 2
 
 
@@ -139,12 +138,10 @@ def test_each_comparison(client: EtcdClient, prefix: str, compare: Compare, hold
     assert client.txn([moved]).succeeded is holds
 
 
-def test_the_cluster_tells_about_itself(client: EtcdClient, server: EtcdServer):
+def test_the_cluster_tells_about_itself(client: EtcdClient):
     status = client.status()
-    (member,) = client.members()
     assert status.version.startswith("3.")
-    assert status.member_id == status.leader == member.member_id
-    assert member.client_urls == (f"http://{server.endpoint}",)
+    assert status.member_id == status.leader != 0
     assert client.alarms() == ()
 
 
@@ -170,7 +167,7 @@ def test_no_server():
     with EtcdClient([nowhere(), nowhere()], timeout_s=0.5) as client, pytest.raises(Unavailable) as caught:
         client.put("a", "1")
     assert str(caught.value).count("Connection refused") == 2
-    assert "put a: no etcd endpoint answered within 0.5 s" in str(caught.value)
+    assert "transaction on a: no etcd endpoint answered within 0.5 s" in str(caught.value)
     assert not caught.value.maybe_applied
 
 
@@ -186,10 +183,12 @@ def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint, timeout_s=0.5) as client:
         client.put("a", "1")
         own_server.pause()
-        with pytest.raises(Unavailable, match=r"put a: sent, but .*no answer in time.*may have been carried out") as caught:
+        with pytest.raises(
+            Unavailable, match=r"transaction on a: sent, but .*no answer in time.*may have been carried out"
+        ) as caught:
             client.put("a", "2")
         assert caught.value.maybe_applied
-        for call in (client.members, client.alarms, client.status, lambda: client.get("a"), lambda: client.lease_grant(5)):
+        for call in (client.alarms, client.status, lambda: client.get("a"), lambda: client.lease_grant(5)):
             with pytest.raises(Unavailable):
                 call()
         own_server.resume()
@@ -293,7 +292,7 @@ def test_quota(tmp_path: Path):
         with pytest.raises(QuotaExceeded):
             client.txn([absent("b")], [Put("b", "1")])
         assert client.get("before").kv is not None
-        assert client.delete("before").deleted == 1
+        assert server.etcdctl("del", "before") == "1\n"
 
 
 def test_closing_ends_calls_at_once(own_server: EtcdServer):
@@ -323,9 +322,9 @@ def test_closing_ends_calls_at_once(own_server: EtcdServer):
 def test_a_process_ends_with_its_client_open(server: EtcdServer):
     """Nothing that runs in the background keeps it, or its exit code, up."""
     code = (
-        "import sys; from elastic_ext.etcd import EtcdClient, LeaseSession\n"
-        "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60); watch = client.watch('a', start_revision=1)\n"
-        "client.put('b', '', lease_id=session.lease_id); print(client.status().version)"
+        "import sys; from elastic_ext.etcd import EtcdClient, LeaseSession, Put, Watch\n"
+        "client = EtcdClient(sys.argv[1]); session = LeaseSession(client, 60); watch = Watch(client, 'a', start_revision=1)\n"
+        "client.txn([], [Put('b', '', lease_id=session.lease_id)]); print(client.status().version)"
     )
     done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient, LeaseSession, Unavailable, Watch
+from elastic_ext.etcd import LeaseSession, Unavailable, Watch
 from tests.etcd.conftest import take, until
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdCluster, EtcdServer
 
 WRITES = 400

@@ -11,7 +11,8 @@ from elastic_ext.etcd import ConfigError, UnsupportedVersion, errors
 from elastic_ext.etcd.calls import Tokens, User, pause_s
 from elastic_ext.etcd.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from elastic_ext.etcd.errors import Kind
-from elastic_ext.etcd.lease_renewer import Term, plan
+from elastic_ext.etcd.lease import Term
+from elastic_ext.etcd.lease_renewer import plan
 from elastic_ext.etcd.values import range_of_prefix
 
 
@@ -106,14 +107,14 @@ _NOWHERE = "failed to connect to all addresses; last error: "
         ("UNKNOWN", "anything\nat all", Kind.REFUSED, "anything at all"),
     ],
 )
-def test_meaning_of_an_error(code: str, details: str, kind: Kind, text: str):
+def test_kind_of_an_error(code: str, details: str, kind: Kind, text: str):
     failure = errors.classify(code, details, "etcd0:2379")
     assert (failure.kind, failure.text, failure.endpoint) == (kind, text, "etcd0:2379")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in errors.TRANSIENT])
 def test_each_error_is_one_line_that_says_what_to_do(kind: Kind):
-    error = errors.fatal_error(errors.Meaning(kind, "etcd0:2379", "seen text"), "put /a", "ann")
+    error = errors.fatal_error(errors.RpcFailure(kind, "etcd0:2379", "seen text"), "put /a", "ann")
     assert str(error).startswith("put /a: etcd at etcd0:2379 answered: seen text")
     assert "; " in str(error)
     assert "\n" not in str(error)
@@ -153,7 +154,7 @@ def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0, patient: bool 
     ],
     ids=["none", "wait", "due", "silent too long", "patient", "due soon comes along", "one of two given up", "next of two"],
 )
-def test_plan_of_the_keeper(terms: list[Term], now: float, expected: tuple):
+def test_plan_of_the_renewer(terms: list[Term], now: float, expected: tuple):
     found = plan(terms, now)
     assert (found.due, found.given_up) == expected[:2]
     assert found.wait_s == (None if expected[2] is None else pytest.approx(expected[2]))

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from elastic_ext.etcd import ConfigError, EtcdClient, LeaseSession
+from elastic_ext.etcd import ConfigError, LeaseSession
 from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
 TTL_S = 2
@@ -28,7 +29,7 @@ def test_a_session_outlives_its_ttl(client: EtcdClient, prefix: str):
     assert lost == []
     session.revoke()
     assert client.get(prefix).kv is None
-    assert client.lease_ttl(session.lease_id).ttl_s == -1
+    assert client.lease_ttl(session.lease_id) == -1
     assert not session.lost.is_set()  # given back is not lost
     session.revoke()
 
@@ -37,7 +38,7 @@ def test_the_server_agrees_with_alive_until(client: EtcdClient):
     session = LeaseSession(client, 5)
     for _ in range(20):
         claimed = session.alive_until - time.monotonic()
-        assert client.lease_ttl(session.lease_id).ttl_s >= int(claimed)
+        assert client.lease_ttl(session.lease_id) >= int(claimed)
     session.revoke()
 
 
@@ -70,7 +71,7 @@ def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServe
         session = LeaseSession(client, 4)
         before = session.alive_until
         proxy.stop()
-        until(lambda: client.keeper._trouble is not None)
+        until(lambda: client.renewer._trouble is not None)
         proxy.start()
         until(lambda: session.alive_until > before)
         assert not session.lost.is_set()
@@ -99,14 +100,14 @@ def test_a_patient_session_outlives_a_server_that_was_away_for_longer(own_server
         assert not patient.lost.is_set()
         own_server.start()
         until(lambda: patient.alive_until > overdue)
-        assert client.lease_ttl(patient.lease_id).ttl_s >= 0
+        assert client.lease_ttl(patient.lease_id) >= 0
         assert not patient.lost.is_set()
 
 
 def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     sessions = [LeaseSession(client, TTL_S) for _ in range(100)]
-    keepers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-keeper"]
-    assert len(keepers) == 1
+    renewers = [thread for thread in threading.enumerate() if thread.name == "etcd-lease-renewer"]
+    assert len(renewers) == 1
     first = [session.alive_until for session in sessions]
     until(lambda: all(session.alive_until > was + TTL_S for session, was in zip(sessions, first, strict=True)))
     assert not any(session.lost.is_set() for session in sessions)
@@ -127,7 +128,7 @@ def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, capl
     good.revoke()
 
 
-def test_a_keeper_that_fails_tells_all_sessions(
+def test_a_renewer_that_fails_tells_all_sessions(
     server: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     with EtcdClient(server.endpoint) as client:
@@ -136,7 +137,7 @@ def test_a_keeper_that_fails_tells_all_sessions(
         def fail(*args: object, **kwargs: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(client, "lease_keep_alive", fail)
+        monkeypatch.setattr(client.renewer, "_keep_alive", fail)
         assert session.lost.wait(20)
         assert session.lost_reason is not None
         assert "a bug" in session.lost_reason
@@ -147,7 +148,7 @@ def test_closing_the_client_stops_renewing_and_is_no_loss(server: EtcdServer):
     client = EtcdClient(server.endpoint)
     session = LeaseSession(client, 60)
     client.close()
-    assert not [t for t in threading.enumerate() if t.name == "etcd-lease-keeper" and t is client.keeper._thread]
+    assert not [t for t in threading.enumerate() if t.name == "etcd-lease-renewer" and t is client.renewer._thread]
     assert not session.lost.is_set()
 
 

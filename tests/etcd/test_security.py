@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdClient, EtcdError, LeaseSession, Tls, TlsError, Unavailable
+from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdError, LeaseSession, Tls, TlsError, Unavailable
 from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take, until
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdServer
 
 
@@ -137,7 +138,7 @@ def test_no_password_where_one_is_needed(auth_server: EtcdServer):
 
 
 def test_no_permission(ann: EtcdClient):
-    with pytest.raises(AuthError, match=r"put /bob/a: .*permission denied \(user 'ann'\)"):
+    with pytest.raises(AuthError, match=r"transaction on /bob/a: .*permission denied \(user 'ann'\)"):
         ann.put("/bob/a", "1")
 
 

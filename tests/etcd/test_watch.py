@@ -13,7 +13,6 @@ from elastic_ext.etcd import (
     ClientClosed,
     Compacted,
     Delete,
-    EtcdClient,
     EtcdError,
     Put,
     Snapshot,
@@ -23,6 +22,7 @@ from elastic_ext.etcd import (
 )
 from tests.etcd.conftest import take, until
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 
 
@@ -33,7 +33,7 @@ def own(own_server: EtcdServer) -> Iterator[EtcdClient]:
 
 
 def test_events_of_a_key_and_of_a_prefix(client: EtcdClient, prefix: str):
-    with client.watch(prefix + "a") as key, client.watch(prefix, prefix=True, prev_kv=True) as all_:
+    with client.watch(prefix + "a") as key, client.watch(prefix, prefix=True) as all_:
         one = client.put(prefix + "a", "1").revision
         two = client.txn([], [Put(prefix + "a", "2"), Put(prefix + "b", "3"), Put(prefix[:-1], "outside")]).revision
         three = client.delete_prefix(prefix).revision
@@ -41,7 +41,7 @@ def test_events_of_a_key_and_of_a_prefix(client: EtcdClient, prefix: str):
         assert seen == [("put", "a", b"1", one), ("put", "a", b"2", two), ("delete", "a", b"", three)]
         events = take(all_, 5)
         assert [event.kv.mod_revision for event in events] == [one, two, two, three, three]
-        assert [event.previous.value if event.previous else None for event in events] == [None, b"1", None, b"2", b"3"]
+        assert [event.kv.value for event in events] == [b"1", b"2", b"3", b"", b""]
         assert key.get(0) is None
     assert key.closed
     assert key.get() is None
@@ -198,7 +198,7 @@ def test_compaction_while_cut_off(client: EtcdClient, own_server: EtcdServer, ow
 
 
 def test_a_server_that_lost_its_history(own_server: EtcdServer, own: EtcdClient):
-    """Set up anew on the same address: without a look at the revision the watch would wait in silence for ever."""
+    """Set up again on the same address. If it did not compare revisions, the watch would wait in silence forever."""
     for number in range(5):
         own.put("a", str(number))
     watch = own.watch("a")

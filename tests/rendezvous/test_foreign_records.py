@@ -20,7 +20,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import main
-from elastic_ext.etcd import EtcdClient, KeyValue
+from elastic_ext.etcd import KeyValue
 from elastic_ext.failures import ledger as job
 from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import Ledger
@@ -31,6 +31,7 @@ from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.rounds import Assignment, Header, Node, State
+from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, changed, report
 from tests.jobs import EXT, TORCHRUN, Gate, Job, run
 from tests.rendezvous.c10d.test_store_job import LONG_S, make

@@ -261,7 +261,8 @@ import fcntl, os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
-sys.stdout.write(f"up {os.environ['MASTER_ADDR']} {os.environ['TORCHELASTIC_USE_AGENT_STORE']}\n")  # one write: two workers share it
+# One write: two workers share the stream.
+sys.stdout.write(f"up {os.environ['MASTER_ADDR']} {os.environ['TORCHELASTIC_USE_AGENT_STORE']}\n")
 sys.stdout.flush()
 fcntl.flock(open("gate"), fcntl.LOCK_SH)
 dist.barrier()
@@ -400,7 +401,7 @@ def store():
 def test_a_choice_that_is_none(tmp_path, store, text):
     """Forged, or of another version: one line, nothing is loaded."""
     shared = exchange_of(store, 1, 2)
-    shared._asked(lambda job: job.calls.put("1/choice", text or " "))
+    shared._in_store(lambda job: job.calls.put("1/choice", text or " "))
     with pytest.raises(UsageError):
         resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
 
@@ -408,7 +409,7 @@ def test_a_choice_that_is_none(tmp_path, store, text):
 def test_an_error_of_node_0_is_shown_as_one_line(tmp_path, store):
     told = json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 1})
     shared = exchange_of(store, 1, 2)
-    shared._asked(lambda job: job.calls.put("1/choice", told))
+    shared._in_store(lambda job: job.calls.put("1/choice", told))
     with pytest.raises(BadCheckpoints) as raised:
         resolution.agree(Settings(checkpoint_dir=str(tmp_path)), "run", shared, Place(1, 2))
     assert str(raised.value).isprintable()
@@ -429,10 +430,10 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
 
 
 def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
-    over: list[str] = []
-    exchange = exchange_of(store, 1, 2, lambda: RoundEnd(EndKind.BROKEN, over[0]) if over else None)
+    over: list[RoundEnd] = []
+    exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
     answer = started(lambda: exchange.choice(LONG_S))
-    over.append("node 0 is gone")
+    over.append(RoundEnd(EndKind.BROKEN, "node 0 is gone"))
     with pytest.raises(RoundOver, match="node 0 is gone"):
         answer.result(LONG_S)
     with pytest.raises(RoundOver, match="another node has left"):  # node 0 was only late: the others are away
@@ -583,7 +584,7 @@ def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
 
 HOLDS = """
 import fcntl, os
-from elastic_ext.checkpoints.formats import Verdict
+from elastic_ext.checkpoints.formats.checks import Inspection
 looks = 0
 class Held:
     def claims(self, entry):
@@ -595,7 +596,7 @@ class Held:
             print("looks:", os.environ["ELASTIC_EXT_NODE_NAME"], flush=True)
             with open(os.environ["GATE"]) as gate:
                 fcntl.flock(gate, fcntl.LOCK_SH)
-        return Verdict(False, "held", "held up")
+        return Inspection(False, "held", "held up")
 """
 GOES_ON = "import os\nprint('resumes', os.environ['ELASTIC_EXT_RESUME_STEP'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
 

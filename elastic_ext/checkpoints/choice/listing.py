@@ -1,15 +1,18 @@
-"""All checkpoints of a directory, each checked: what `ls` shows and `prune` decides on."""
+"""List all checkpoints of a directory, each checked: what `elastic-ext checkpoints ls` shows, and `prune` decides on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.choice.selection import families, step_in
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory.pruning import PruneCandidate
 from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.checks import UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.inspection import UNKNOWN, Format, Inspection
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
@@ -18,8 +21,20 @@ THREADS = 16  # checks at once; each waits for the storage most of its time
 
 
 @dataclass(frozen=True)
-class Row:
-    """One checkpoint. `state`: "complete", or why not. size: bytes, None where it is not known."""
+class ListedCheckpoint:
+    """One checkpoint of a directory.
+
+    Attributes:
+        entry: as it was listed.
+        family: what its name has in common with others.
+        format: for people.
+        complete: whether it can be resumed from.
+        state: "complete", or why it is not, for people.
+        step, epoch: from its content, the step else from its name; None if unknown.
+        generation: of the group of workers that wrote it, if it is one of ours.
+        size: bytes; None if unknown.
+        pinned, quarantined: whether it has this mark.
+    """
 
     entry: Entry
     family: str
@@ -35,50 +50,61 @@ class Row:
 
     @property
     def name(self) -> str:
+        """Its name in the directory."""
         return self.entry.name
 
     @property
-    def kept(self) -> catalog.Kept:
+    def prune_candidate(self) -> PruneCandidate:
         """As `plan_prune` takes it."""
-        return catalog.Kept(self.name, self.family, self.step, self.format, self.complete, self.pinned, self.quarantined)
+        return PruneCandidate(self.name, self.family, self.step, self.format, self.complete, self.pinned, self.quarantined)
 
 
-def rows(storage: Storage, pattern: str = "", progress: Callable[[int, int], None] | None = None) -> tuple[Row, ...]:
-    """List and check; of each family the newest first. progress: checkpoints done, and all. Raises UsageError, OSError."""
+def list_checkpoints(
+    storage: Storage, pattern: str = "", progress: Callable[[int, int], None] | None = None
+) -> tuple[ListedCheckpoint, ...]:
+    """List and check all checkpoints; of each family the newest first. Raises UsageError, OSError.
+
+    Args:
+        pattern: as the setting checkpoint_pattern.
+        progress: called with the number of checkpoints done, and of all.
+    """
     listed = discovery.list_entries(storage)
     plugins = detect.plugins()
-    found = discovery.candidates(listed, pattern, plugins)
-    marked = any(entry.name == catalog.MARKERS for entry in listed)
-    pins, quarantines = (catalog.pinned(storage), catalog.in_quarantine(storage)) if marked else (frozenset(), frozenset())
-    ordered = [(entry, family.pattern) for family in discovery.families(found, pattern) for entry in family.members]
-    told = []
+    candidates = discovery.candidates(listed, pattern, plugins)
+    marked = any(entry.name == MARKERS for entry in listed)
+    pinned: Collection[str] = marks.pinned_names(storage) if marked else ()
+    quarantined: Collection[str] = marks.quarantined_names(storage) if marked else ()
+    ordered = [(entry, family.pattern) for family in families(candidates, pattern) for entry in family.members]
+    found = []
     with ThreadPoolExecutor(THREADS) as pool:
-        checks = pool.map(lambda each: _check(storage, each[0], plugins), ordered)
-        for (entry, family), verdict in zip(ordered, checks, strict=True):
-            if verdict.format != UNKNOWN or verdict.complete or step_of(entry.name, pattern) is not None:
-                step = verdict.step if verdict.step is not None else step_of(entry.name, pattern)
-                told.append(_row(entry, family, verdict, step, entry.name in pins, entry.name in quarantines))
+        inspections = pool.map(lambda each: _inspect(storage, each[0], plugins), ordered)
+        for done, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True), 1):
+            if inspection.format != UNKNOWN or inspection.complete or step_of(entry.name, pattern) is not None:
+                step = step_in(entry, inspection, pattern)
+                found.append(_listed(entry, family, inspection, step, entry.name in pinned, entry.name in quarantined))
             if progress is not None:
-                progress(len(told), len(ordered))
-    return tuple(told)
+                progress(done, len(ordered))
+    return tuple(found)
 
 
-def _check(storage: Storage, entry: Entry, plugins: tuple[detect.Format, ...]) -> Inspection:
-    return Inspection(False, UNKNOWN, entry.barred) if entry.barred else detect.check(storage, entry, plugins)
+def _inspect(storage: Storage, entry: Entry, plugins: tuple[Format, ...]) -> Inspection:
+    return Inspection(False, UNKNOWN, entry.unusable) if entry.unusable else detect.check(storage, entry, plugins)
 
 
-def _row(entry: Entry, family: str, verdict: Inspection, step: int | None, pinned: bool, quarantined: bool) -> Row:
+def _listed(
+    entry: Entry, family: str, inspection: Inspection, step: int | None, pinned: bool, quarantined: bool
+) -> ListedCheckpoint:
     order = order_of(entry.name)
-    return Row(
+    return ListedCheckpoint(
         entry,
         family,
-        verdict.format,
-        verdict.complete,
-        "complete" if verdict.complete else verdict.reason,
+        inspection.format,
+        inspection.complete,
+        "complete" if inspection.complete else inspection.reason,
         step,
-        verdict.epoch,
+        inspection.epoch,
         order[0] if order else None,
-        verdict.size,
+        inspection.size,
         pinned,
         quarantined,
     )

@@ -1,54 +1,55 @@
-"""The agent's side of checkpoints: which one a round resumes from, the same on every node, and which one is put aside.
+"""Agree on the checkpoint that a round resumes from: one answer on every node.
 
-The agent of group rank 0 looks once a round and tells the others what it found (`Exchange`); they wait until they see it too,
-because a shared directory may show late what another host has written.
-
-What is told is the name of a checkpoint in a directory that each node knows from its own settings, and no path: whoever can write
-where the nodes talk can have them load another of the job's checkpoints, but nothing of his own.
+The agent of node 0 looks once a round and sends the others what it found (`messages`). They wait until they see the checkpoint,
+too: a shared directory may show late what another host has written.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from elastic_ext.base import records
+from elastic_ext.base.checkpoint_variables import resume_variables
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, UsageError
 from elastic_ext.base.exchange import Exchange
-from elastic_ext.base.printable import printable, redacted
+from elastic_ext.base.printable import printable
+from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.discovery import NONE, Choice, Wanted
-from elastic_ext.checkpoints.directory import catalog, tiers
+from elastic_ext.checkpoints.choice import discovery, messages
+from elastic_ext.checkpoints.choice.beginning import begun_at
+from elastic_ext.checkpoints.choice.blame import quarantine
+from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
+from elastic_ext.checkpoints.choice.messages import Agreement
+from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.checks import Inspection
-from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.formats.inspection import Inspection
+from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled, split_path
+
+__all__ = ["Place", "Resumption", "agree", "quarantine"]
 
 logger = logging.getLogger(__name__)
 
-BEGUN = f"{catalog.MARKERS}/resume_from"  # one file for each run that was told where to begin
-SEEN_S = 60.0  # that a checkpoint may take to be seen by the other nodes (NFS caches attributes for up to 60 s: acregmax)
-ANSWER_S = 30 * 60.0  # that group rank 0 may take: verifying a terabyte at 1 GB/s takes 17 minutes
-TOLD_S = 60.0  # that a node may take to look into its local directory; one that is dead never says
-SCHEMA = 1  # of what nodes tell each other
-MOST_TEXT = 2000  # characters of a reason or an error
-MOST_OFFERS = 16  # of one node, the newest
-MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
+VISIBLE_S = 60.0  # until the other nodes see a checkpoint (NFS caches attributes for up to 60 s: acregmax)
+ANSWER_S = 30 * 60.0  # until node 0 answers: verifying a terabyte at 1 GB/s takes 17 minutes
+OFFERS_S = 60.0  # until all nodes have looked into their local directories; a node that is dead never answers
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a round resumes from. path "": from nothing. step: None where neither content nor name tells one.
+    """The checkpoint that a round resumes from.
 
-    local: it is in the nodes' local directories.
+    Attributes:
+        path: of the checkpoint, a local path or URL; "": the round begins from nothing.
+        step: None if neither its content nor its name gives one.
+        reason: for people.
+        local: it is in the nodes' local directories; `path` is this node's part of it.
     """
 
     path: str = ""
@@ -58,34 +59,184 @@ class Resumption:
 
     @property
     def at(self) -> int | None:
-        """The step that the round begins at; None: not known."""
+        """The step that the round begins at; None if it is unknown."""
         return self.step if self.path else 0
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the workers; an empty path says that the job begins from nothing."""
-        step = {} if self.step is None else {"ELASTIC_EXT_RESUME_STEP": str(self.step)}
-        return {"ELASTIC_EXT_RESUME_FROM": self.path, **step}
+        """The environment variables for the workers."""
+        return resume_variables(self.path, self.step)
 
 
-def choose(settings: Settings, run_id: str) -> Resumption:
-    """Look once. Raises UsageError; OSError when the storage does not answer; BadCheckpoints."""
-    directory = settings.checkpoint_dir
-    if directory is None:
+@dataclass(frozen=True)
+class Place:
+    """This node in the round. node: its number (the group rank); nodes: how many there are; workers: how many it has."""
+
+    node: int = 0
+    nodes: int = 1
+    workers: int = 1
+
+
+def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
+    """Return what the round resumes from. All nodes of the round call this, and all return the same or raise the same.
+
+    Only the path of a checkpoint in the local tier differs: it is that of this node's own part.
+
+    Raises:
+        BadCheckpoints: there are checkpoints, and none may be used.
+        UsageError: a setting is wrong, or this node does not see what the others do.
+        OSError: the storage does not answer (on node 0; a UsageError on the others).
+        RoundOver: the round ended before all nodes knew the answer.
+    """
+    if settings.checkpoint_dir is None:
         return Resumption()
-    wanted = Wanted(pattern=settings.checkpoint_pattern, verify=Mode(settings.verify))
-    told = settings.resume_from
-    since = _since(directory, run_id, told) if told else None
-    choice = discovery.newest_complete(directory, replace(wanted, since=since))
-    if told and choice.resume is None:
-        choice = discovery.newest_complete(directory, replace(wanted, resume_from=told))
-    for passed in choice.passed_over:
-        logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
-    if choice.resume is None and choice.all_bad and told != NONE:
-        raise BadCheckpoints(_none_left(directory, choice))
-    if choice.resume is None:
-        return Resumption(reason="resume_from=none" if told == NONE else f"no complete checkpoint in {directory}")
-    return Resumption(choice.resume.path, choice.resume.step, choice.resume.reason)
+    resolution = _Resolution(settings, settings.checkpoint_dir, run_id)
+    exchange.offer(messages.encode(messages.offers(resolution.offers())))
+    if place.node != 0:
+        agreement = messages.read_agreement(exchange.choice(ANSWER_S))
+        return resolution.seen(agreement, time.monotonic() + VISIBLE_S)
+    try:
+        agreement = resolution.decide(exchange)
+    except RoundOver:
+        raise
+    except (ElasticExtError, OSError) as error:
+        exchange.publish(messages.encode(messages.failure(error)))
+        raise
+    exchange.publish(messages.encode(agreement))
+    return resolution.resumption(agreement)
+
+
+class _Resolution:
+    """One node's part in one agreement. checkpoint_dir and local_dir are opened once, when they are first needed."""
+
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
+        self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
+
+    @cached_property
+    def _remote(self) -> Storage:
+        return open_storage(self._checkpoint_dir)
+
+    @cached_property
+    def _local(self) -> Storage | None:
+        """None if there is no local tier, or resume_from says that it does not count."""
+        if self._settings.local_dir is None or self._settings.resume_from:
+            return None
+        return open_storage(self._settings.local_dir)
+
+    @cached_property
+    def _asked_for(self) -> Storage | None:
+        """The directory of the checkpoint that resume_from names by a path; None if it names none by a path."""
+        resume_from = self._settings.resume_from.rstrip("/")
+        return open_parent(resume_from)[0] if "/" in resume_from else None
+
+    def offers(self) -> list[Offer] | None:
+        """Return what this node has in its local directory; None if it has no local tier that can be used."""
+        if self._local is None:
+            return None
+        try:
+            return tiers.offers(self._local)
+        except OSError as error:
+            logger.warning("cannot look into local_dir %s: %s", self._local.address, error)
+            return None
+
+    def decide(self, exchange: Exchange) -> Agreement:
+        """On node 0: choose between the tiers. The remote directory is only listed if it has nothing newer than the local tier.
+
+        Raises as `agree` does.
+        """
+        local = self._newest_local(exchange)
+        if local is None:
+            return self._newest_remote()
+        reason = f"newest that the nodes have all parts of in local_dir, saved by {local.nodes}"
+        agreement = Agreement(local.name, local.step, reason, local=True)
+        if not any(order_or_oldest(name) > order_or_oldest(local.name) for name in tiers.own_checkpoints(self._remote)):
+            return agreement
+        try:
+            remote = self._newest_remote()
+        except BadCheckpoints as error:
+            logger.warning("%s", error)
+            return agreement
+        return remote if order_or_oldest(remote.name) > order_or_oldest(local.name) else agreement
+
+    def _newest_local(self, exchange: Exchange) -> Offer | None:
+        """Return the newest checkpoint that the local directories of the nodes have all parts of."""
+        if self._local is None:
+            return None
+        texts = exchange.offers(OFFERS_S)
+        if texts is None:
+            logger.warning("not resuming from local_dir: a node has none, or did not say in time what is in it")
+            return None
+        try:
+            received = [messages.read_offers(text) for text in texts]
+        except RecordError as error:
+            logger.warning("not resuming from local_dir: %s", printable(str(error)))
+            return None
+        if not all(each.usable for each in received):
+            return None
+        quarantined = marks.quarantined_names(self._remote)
+        found = tiers.newest_of_all([each.offers for each in received], quarantined)
+        for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
+            newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
+            if ranks and newer and offer.name not in quarantined:
+                missing = ", ".join(map(str, ranks))
+                logger.warning("not resuming from %s: what ranks %s saved is on no node's local_dir", offer.name, missing)
+        return found
+
+    def _newest_remote(self) -> Agreement:
+        """Choose in the remote directory. Raises UsageError, BadCheckpoints, OSError."""
+        choice = self._choose()
+        for passed in choice.passed_over:
+            logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
+        if choice.resume is not None:
+            name = split_path(choice.resume.path)[1]
+            asked_for = self._remote.path(name) != choice.resume.path
+            return Agreement(name, choice.resume.step, choice.resume.reason[: messages.MOST_TEXT], asked_for=asked_for)
+        if self._settings.resume_from == NONE:
+            return Agreement("", reason="resume_from=none")
+        if choice.all_bad:
+            raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
+        return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MOST_TEXT])
+
+    def _choose(self) -> Choice:
+        """The run's own progress comes first, then what resume_from says."""
+        resume_from = self._settings.resume_from
+        wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=Mode(self._settings.verify))
+        if not resume_from:
+            return discovery.newest_in(self._remote, wanted)
+        own = discovery.newest_in(self._remote, replace(wanted, since=begun_at(self._remote, self._run_id, resume_from)))
+        return own if own.resume is not None else discovery.newest_in(self._remote, replace(wanted, resume_from=resume_from))
+
+    def resumption(self, agreement: Agreement) -> Resumption:
+        """Return what this node resumes from. Raises UsageError if it has no such directory."""
+        step, reason = agreement.step, printable(agreement.reason[: messages.MOST_TEXT])
+        if not agreement.name:
+            return Resumption("", step, reason)
+        return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local)
+
+    def seen(self, agreement: Agreement, deadline: float) -> Resumption:
+        """Return the same, but wait until this node sees a checkpoint that all nodes share.
+
+        Raises UsageError also if it does not by the deadline (time.monotonic()).
+        """
+        found = self.resumption(agreement)
+        if found.path and not found.local:
+            await_visible(self._directory(agreement), agreement.name, deadline)
+        return found
+
+    def _directory(self, agreement: Agreement) -> Storage:
+        shown = printable(agreement.name)
+        if agreement.local and self._local is None:
+            raise UsageError(
+                f"group rank 0 resumes from {shown} in local_dir, and this node has none: give all nodes a local_dir"
+            )
+        if agreement.asked_for and self._asked_for is None:
+            raise UsageError(
+                f"group rank 0 resumes from {shown} in another directory than checkpoint_dir, and the settings of this node name "
+                "none: give all nodes the same resume_from"
+            )
+        found = self._local if agreement.local else self._asked_for if agreement.asked_for else self._remote
+        assert found is not None, "checked above"
+        return found
 
 
 def _none_left(directory: str, choice: Choice) -> str:
@@ -96,283 +247,17 @@ def _none_left(directory: str, choice: Choice) -> str:
     )
 
 
-def _since(directory: str, run_id: str, told: str) -> float:
-    """When this run was first told to begin at `told`, by the clock of the storage: what was saved later is its own progress.
-
-    Without this each restart would throw away what the run has done since. Another value of resume_from begins anew.
-    """
-    storage, name = open_storage(directory), f"{BEGUN}/{_file_name(run_id)}.json"
-    record = {"resume_from": redacted(told)}
-    try:
-        same = json.loads(redacted(storage.read(name).decode())) == record  # older versions kept it as it was
-    except (FileNotFoundError, ValueError):
-        same = False
-    if not same:
-        storage.put(name, json.dumps(record).encode())
-    found = storage.stat(name)
-    if found is None or found.mtime is None:
-        logger.warning("%s keeps no times: every restart of this run begins at resume_from=%s", directory, told)
-        return float("inf")
-    return found.mtime
-
-
-def _file_name(run_id: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else f"%{ord(letter):x}" for letter in run_id)
-
-
-@dataclass(frozen=True)
-class Place:
-    """This node in the round. node: its number (the group rank); workers: of this node."""
-
-    node: int = 0
-    nodes: int = 1
-    workers: int = 1
-
-
-def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
-    """The same answer on all nodes of a round; the agent of node 0 looks.
-
-    One from the local tier has the path of this node's own part.
-
-    Raises what `choose` raises, on all nodes; UsageError where this node does not see what the others do; RoundOver.
-    """
-    if settings.checkpoint_dir is None:
-        return Resumption()
-    exchange.offer(_told_offers(_offers(settings)))
-    if place.node == 0:
-        try:
-            local = _newest_local(settings, exchange)
-            found = _newer(settings, run_id, local)
-        except RoundOver:
-            raise
-        except (ElasticExtError, OSError) as error:
-            exchange.publish(_told_error(error))
-            raise
-        exchange.publish(_told_choice(settings, found))
-        return _placed(settings, found)
-    found = _placed(settings, _read_choice(settings, exchange.choice(ANSWER_S)))
-    if found.path and not found.local:
-        await_seen(found.path, time.monotonic() + SEEN_S)
-    return found
-
-
-# What is told.
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A choice on its way.
-
-    Attributes:
-        name: of a checkpoint, in the directory of `_directory`; "": begin from nothing.
-        local: in the nodes' local directories instead.
-        asked_for: see `_directory`.
-        error: why node 0 cannot tell; "": it can. bad: there are checkpoints, and none may be used.
-    """
-
-    name: str
-    step: int | None = None
-    reason: str = ""
-    local: bool = False
-    asked_for: bool = False
-    error: str = ""
-    bad: bool = False
-
-
-def _told_error(error: Exception) -> str:
-    return _record(_Told("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints)))
-
-
-def _told_choice(settings: Settings, found: Resumption) -> str:
-    name, asked_for = (found.path, False) if found.local or not found.path else _name_of(settings, found.path)
-    return _record(_Told(name, found.step, found.reason[:MOST_TEXT], found.local, asked_for))
-
-
-def _name_of(settings: Settings, path: str) -> tuple[str, bool]:
-    """The name by which all nodes know a checkpoint, and whether it lies where `resume_from` says."""
-    for asked_for in (False, True):
-        directory = _directory(settings, asked_for)
-        name = path.rpartition("/")[2]
-        if directory is not None and open_storage(directory).path(name) == path:
-            return name, asked_for
-    raise UsageError(f"the checkpoint {path} has no name in checkpoint_dir {settings.checkpoint_dir} that other nodes could know")
-
-
-def _directory(settings: Settings, asked_for: bool) -> str | None:
-    """checkpoint_dir, or the directory of the checkpoint that resume_from names by a path; None: it names none."""
-    if not asked_for:
-        return settings.checkpoint_dir
-    if "/" not in settings.resume_from:
-        return None
-    return settings.resume_from.rstrip("/").rpartition("/")[0] or "/"
-
-
-def _read_choice(settings: Settings, text: str) -> Resumption:
-    """What node 0 has told. Raises BadCheckpoints, UsageError."""
-    try:
-        told = records.read(_Told, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
-    except records.RecordError as error:
-        raise UsageError(printable(str(error))) from error
-    if told.error:
-        kind = BadCheckpoints if told.bad else UsageError
-        raise kind(f"group rank 0 cannot tell what to resume from: {printable(told.error[:MOST_TEXT])}")
-    if not (_is_own(settings, told.name) if told.local else _is_name(told.name)):
-        raise UsageError(
-            f"group rank 0 says {printable(told.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
-            "somebody else write to the store of the rendezvous?"
-        )
-    found = Resumption(told.name, told.step, printable(told.reason[:MOST_TEXT]), told.local)
-    if not told.name or told.local:
-        return found
-    directory = _directory(settings, told.asked_for)
-    if directory is None:
-        raise UsageError(
-            f"group rank 0 resumes from {printable(told.name)} in another directory than checkpoint_dir, and this node is told "
-            "of none: give all nodes the same resume_from"
-        )
-    return replace(found, path=open_storage(directory).path(told.name))
-
-
-def _is_own(settings: Settings, name: str) -> bool:
-    """Of a checkpoint that may be in this node's local directory."""
-    return settings.local_dir is not None and order_of(name) is not None
-
-
-def _is_name(name: str) -> bool:
-    """Of something directly in a directory; or "", for nothing."""
-    return len(name) <= MOST_NAME and name not in (".", "..") and "/" not in name and "\0" not in name
-
-
-def _record(told: _Told | _Offers) -> str:
-    return json.dumps({"schema": SCHEMA, **asdict(told)})
-
-
-@dataclass(frozen=True)
-class _Offers:
-    """What one node tells of its own disk. usable: it has a local tier."""
-
-    usable: bool
-    offers: tuple[Offer, ...]
-
-
-def _told_offers(offers: Sequence[Offer] | None) -> str:
-    return _record(_Offers(offers is not None, tuple(offers or ())[:MOST_OFFERS]))
-
-
-# The local tier.
-
-
-def _offers(settings: Settings) -> list[Offer] | None:
-    """None: this node has no local tier that can be used."""
-    if settings.local_dir is None or settings.resume_from:
-        return None
-    try:
-        return tiers.offers(open_storage(settings.local_dir))
-    except OSError as error:
-        logger.warning("local_dir %s cannot be looked at: %s", settings.local_dir, error)
-        return None
-
-
-def _newest_local(settings: Settings, exchange: Exchange) -> Offer | None:
-    """The newest one that the nodes have all parts of."""
-    if settings.checkpoint_dir is None or settings.local_dir is None or settings.resume_from:
-        return None
-    texts = exchange.offers(TOLD_S)
-    if texts is None:
-        logger.warning("local_dir is not resumed from: not all nodes have one, or not all have said in time what is in it")
-        return None
-    try:
-        said = [records.read(_Offers, text, "what a node has in its local_dir", SCHEMA) for text in texts]
-    except records.RecordError as error:
-        logger.warning("local_dir is not resumed from: %s", printable(str(error)))
-        return None
-    if not all(each.usable for each in said):
-        return None
-    told = [each.offers for each in said]
-    barred = catalog.in_quarantine(open_storage(settings.checkpoint_dir))
-    found = tiers.newest_of_all(told, barred)
-    for offer, ranks in tiers.lacking(told).items():
-        if ranks and offer.name not in barred and _order(offer.name) > _order(found.name if found is not None else ""):
-            missing = ", ".join(map(str, ranks))
-            logger.warning("%s is not resumed from: what ranks %s saved is on no node's local_dir", offer.name, missing)
-    return found
-
-
-def _newer(settings: Settings, run_id: str, local: Offer | None) -> Resumption:
-    """Of both tiers. The remote directory is only listed where it has nothing newer."""
-    if local is None or settings.checkpoint_dir is None:
-        return choose(settings, run_id)
-    order = _order(local.name)
-    resumption = Resumption(
-        local.name, local.step, f"newest that the nodes have all parts of in local_dir, saved by {local.nodes}", local=True
-    )
-    newer = [name for name in tiers.own_checkpoints(open_storage(settings.checkpoint_dir)) if _order(name) > order]
-    if not newer:
-        return resumption
-    try:
-        remote = choose(settings, run_id)
-    except BadCheckpoints as error:
-        logger.warning("%s", error)
-        return resumption
-    return remote if _order(remote.path.rpartition("/")[2]) > order else resumption
-
-
-def _order(name: str) -> tuple[int, int]:
-    return order_of(name) or (0, 0)
-
-
-def _placed(settings: Settings, found: Resumption) -> Resumption:
-    if not found.local:
-        return found
-    assert settings.local_dir is not None, "it has offered it"
-    return replace(found, path=open_storage(settings.local_dir).path(found.path))
-
-
-def await_seen(path: str, deadline: float) -> None:
-    """Wait until this node sees the checkpoint, complete. Raises UsageError when it does not by the deadline (monotonic)."""
-    storage, name = open_parent(path)
+def await_visible(storage: Storage, name: str, deadline: float) -> None:
+    """Wait until this node sees a checkpoint, complete. Raises UsageError if it does not by the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
         entry = storage.stat(name)
         return detect.check(storage, entry, detect.plugins()) if entry is not None else None
 
-    verdict = polled(look, lambda seen: seen is not None and seen.complete, deadline)
-    if verdict is None or not verdict.complete:
-        seen = verdict.reason if verdict is not None else "nothing there"
+    found = polled(look, lambda seen: seen is not None and seen.complete, deadline)
+    if found is None or not found.complete:
+        reason = found.reason if found is not None else "nothing there"
         raise UsageError(
-            f"{platform.node()} does not see the checkpoint {path} that the other nodes resume from ({seen}): put "
-            "checkpoint_dir on storage that every node mounts"
+            f"{platform.node()} does not see the checkpoint {storage.path(name)} that the other nodes resume from ({reason}): "
+            "put checkpoint_dir on storage that every node mounts"
         )
-
-
-def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
-    """Quarantine a checkpoint after a failure that it is blamed for; return its name, None if there is none.
-
-    Args:
-        resumed_from: what the failed round had been given; "": nothing.
-        newest: the one that was saved last is to blame (numbers that left their range), else `resumed_from`.
-
-    Raises OSError, UsageError.
-    """
-    if settings.checkpoint_dir is None:
-        return None
-    path = resumed_from
-    if newest:
-        wanted = Wanted(pattern=settings.checkpoint_pattern)
-        found = discovery.newest_complete(settings.checkpoint_dir, wanted).resume
-        path = found.path if found is not None else ""
-        newest_local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "") if settings.local_dir else ""
-        if _order(newest_local) > _order(path.rpartition("/")[2]):
-            # Barred in both tiers, by its name: it may be on its way to the remote one.
-            return _quarantined(open_storage(settings.checkpoint_dir), newest_local, reason)
-    if not path:
-        return None
-    storage, name = open_parent(path)
-    entry = storage.stat(name)
-    return None if entry is None else _quarantined(storage, name, reason, detect.check(storage, entry).written_at)
-
-
-def _quarantined(storage: Storage, name: str, reason: str, written_at: float | None = None) -> str:
-    catalog.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at)
-    logger.warning("checkpoint %s is put aside: %s; the one before it will be used", storage.path(name), reason)
-    return name

@@ -29,15 +29,14 @@ from dataclasses import asdict, dataclass, field
 
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.directory import marks, pruning, transfer
+from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.directory.pins import unless_pinned
 from elastic_ext.checkpoints.directory.tiers import (
     LOCAL_ENV,
     REMOTE_ENV,
-    Held,
     manifest_of,
     own_checkpoints,
-    plan_local_prune,
     rank_of,
 )
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, directory_name, order_of
@@ -48,8 +47,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STALLED_S = 60.0
 FINISH_S = 60.0  # without any progress, after which nobody waits for the other nodes' files any more
-TARGET = f"{catalog.MARKERS}/copying"  # in the remote directory: the name of what all nodes copy now
-BEATS = f"{catalog.MARKERS}/copying_from"  # there, too: a file for each node, with the bytes that it has sent so far
+TARGET = f"{MARKERS}/copying"  # in the remote directory: the name of what all nodes copy now
+BEATS = f"{MARKERS}/copying_from"  # there, too: a file for each node, with the bytes that it has sent so far
 PULSE_S, BEAT_S = 5.0, 20.0  # how often the agent and the other nodes are told that one file is still on its way
 NICE = 10  # training comes first
 UNFINISHED = 3  # exit code
@@ -202,7 +201,7 @@ class Replicator:
             return next((here for here in pending if here.name == said), None)
         before = self._target if self._target is not None else self._said()
         stalled = time.monotonic() - self._progress_at > STALLED_S
-        found = next_target(pending, before, catalog.in_quarantine(self._remote), stalled)
+        found = next_target(pending, before, marks.quarantined_names(self._remote), stalled)
         if found is not None and found.name != before:
             self._remote.put(TARGET, found.name.encode())
         name = found.name if found is not None else ""
@@ -238,9 +237,9 @@ class Replicator:
             part = [file for file in manifest.files if file.name in mine and (here.leads or rank_of(file.name) is not None)]
             self._node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
             try:
-                catalog.copy_files(self._local, self._remote, name, part, self._throttle, lambda _: self._alive())
-            except catalog.CopyError as error:  # the others must not wait for it
-                catalog.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
+                transfer.copy_files(self._local, self._remote, name, part, self._throttle, lambda _: self._alive())
+            except transfer.CopyError as error:  # the others must not wait for it
+                marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
                 raise
             self._up.add(name)
         if self._is_complete(name):
@@ -289,11 +288,11 @@ class Replicator:
             self._remote.put(f"{BEATS}/{self._node}", f"{self._sent_before + self._sent} {now:.0f}".encode())
 
     def _prune(self, whole: set[str], newest_remote: tuple[int, int] | None) -> None:
-        held = [Held(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
-        for name in plan_local_prune(held, newest_remote):
+        held = [pruning.LocalCopy(name, name in whole, name in self._complete) for name in own_checkpoints(self._local)]
+        for name in pruning.plan_local_prune(held, newest_remote):
             with unless_pinned(self._local, name) as free:
                 if free:
-                    catalog.delete(self._local, name)
+                    pruning.delete(self._local, name)
                     logger.info("removed %s: newer ones are complete", self._local.path(name))
 
     def _told(self, pending: Sequence[Here], newest_remote: tuple[int, int] | None, reason: str) -> Told:

@@ -1,8 +1,9 @@
-"""Who may commit: one generation for each group of workers that opens a directory of checkpoints. Only the newest may.
+"""The fence of a directory of checkpoints: each group of workers that opens it gets a generation, and only the newest may commit.
 
-A marker is created exclusively, so that no two groups have the same. A group that was paused while another took its place finds
-the other's marker before it commits or prunes. It may be paused between that look and the write; what it commits then lies in a
-directory of its own generation, which counts as older than all of its successor's (manifest.py).
+A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, whose content is the JSON of an `Opener`. It is created
+exclusively, so no two groups have the same generation. A group that was paused while another took its place finds the other's
+marker before it commits or prunes. It may be paused again between that check and the write. Then it commits to a directory of its
+own generation, which counts as older than every one of its successor's (`formats/manifest.py`).
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ import re
 from dataclasses import asdict, dataclass
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-MARKERS = ".elastic_ext"
-KEPT = 8  # newest markers; only the newest one decides, the others are for people
+KEPT_MARKERS = 8  # the newest one decides, the others are for people
 
 _MARKER = re.compile(r"generation-(\d{8,})")
 
 
 class StaleGroup(ElasticExtError):
-    """Another group of workers has opened the directory of checkpoints since: this one may write there no more."""
+    """Another group of workers has opened the directory since: this one must not write there any more."""
 
 
 @dataclass(frozen=True)
 class Opener:
-    """Who opens. launch: the same for all restarts of one launch of the job, and for no other launch; "" if nobody tells.
+    """The group of workers that opens the directory.
 
-    Restarts are compared within one launch only: a job that is queued again under its old name counts from 0 again.
+    Attributes:
+        run_id: of the job.
+        restart: number of restarts before this group, within one launch of the job.
+        launch: the same for all restarts of one launch, and for no other; "" if unknown. Restarts are compared within one launch
+            only: a job that is queued again under its old name counts from 0 again.
     """
 
     run_id: str = ""
@@ -41,34 +46,35 @@ class Opener:
 
 
 def newest_generation(storage: Storage) -> int:
-    """The highest that was opened, by marker or by the name of a checkpoint; 0: none. Raises OSError."""
-    return max([*_marked(storage), *(found[0] for entry in _entries(storage, "") if (found := order_of(entry)))], default=0)
+    """Return the newest generation, by marker or by the name of a checkpoint; 0 if there is none. Raises OSError."""
+    by_name = [order[0] for name in _names(storage, "") if (order := order_of(name))]
+    return max([*_marked(storage), *by_name], default=0)
 
 
 def refuse_stale(storage: Storage, generation: int) -> None:
-    """Raises StaleGroup where a newer group has opened the directory; OSError where that cannot be known."""
+    """Raise StaleGroup if a newer group has opened the directory. Raises OSError if the storage does not answer."""
     newest = max(_marked(storage), default=0)
     if newest > generation:
         raise StaleGroup(
             f"generation {newest} has opened {storage.address}, this group of workers is generation {generation}: it was "
-            "replaced while it stood still, and may not commit or prune; end it"
+            "replaced while it was paused, and must not commit or prune; end it"
         )
 
 
 def open_generation(storage: Storage, opener: Opener) -> int:
-    """Take the next generation. Raises StaleGroup where a later restart of the same launch was here before; OSError."""
+    """Take the next generation and return it. Raises StaleGroup if a later restart of the same launch has opened it; OSError."""
     while True:
         newest = newest_generation(storage)
         _refuse_older_restart(storage, newest, opener)
         generation = newest + 1
         try:
-            storage.create(_name(generation), json.dumps(asdict(opener)).encode())
+            storage.create(_marker(generation), json.dumps(asdict(opener)).encode())
         except FileExistsError:
-            continue  # another group was faster: look again at who that is
+            continue  # another group was faster: check which one
         refuse_stale(storage, generation)
         logger.info("checkpoints in %s: this group of workers is generation %s", storage.address, generation)
-        for old in sorted(_marked(storage))[:-KEPT]:
-            _remove(storage, old)
+        for old in sorted(_marked(storage))[:-KEPT_MARKERS]:
+            _remove_marker(storage, old)
         return generation
 
 
@@ -76,10 +82,10 @@ def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None
     if not opener.launch or newest not in _marked(storage):
         return
     try:
-        found = json.loads(storage.read(_name(newest)))
+        found = json.loads(storage.read(_marker(newest)))
         launch, restart = str(found["launch"]), int(found["restart"])
     except FileNotFoundError:
-        return  # removed since: there are newer ones, and `refuse_stale` will see them
+        return  # removed since, so there are newer ones, which `refuse_stale` finds
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", newest, storage.address, error)
         return
@@ -90,22 +96,22 @@ def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None
         )
 
 
-def _remove(storage: Storage, generation: int) -> None:
+def _remove_marker(storage: Storage, generation: int) -> None:
     try:
-        storage.remove(_name(generation))
+        storage.remove(_marker(generation))
     except OSError as error:
-        logger.info("old marker of generation %s of %s stays: %s", generation, storage.address, error)
+        logger.info("cannot remove the old marker of generation %s of %s: %s", generation, storage.address, error)
 
 
-def _name(generation: int) -> str:
+def _marker(generation: int) -> str:
     return f"{MARKERS}/generation-{generation:08d}"
 
 
 def _marked(storage: Storage) -> list[int]:
-    return [int(match[1]) for name in _entries(storage, MARKERS) if (match := _MARKER.fullmatch(name))]
+    return [int(match[1]) for name in _names(storage, MARKERS) if (match := _MARKER.fullmatch(name))]
 
 
-def _entries(storage: Storage, child: str) -> list[str]:
+def _names(storage: Storage, child: str) -> list[str]:
     try:
         return [entry.name for entry in storage.entries(child)]
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Keep a checkpoint of the local tier between its choice and its load: the copier beside the agent prunes there.
+"""Keep a checkpoint in the local tier between its choice and its load, although the copier beside the agent prunes there.
 
-A pin is a lock of a file (flock(2)), so it ends with the process that holds it, however that ends. While an agent chooses it
-holds CHOOSING, and nothing is pruned; then it holds the chosen one only. Whoever prunes holds CHOOSING alone for one removal at a
-time, so an agent that has got its share of it sees what stays.
+A pin is a file lock (flock(2)), so it ends with the process that holds it, however that ends. While an agent chooses, it shares
+the lock of CHOOSING, and nothing is pruned. Then it holds a lock for the chosen checkpoint only. The copier takes CHOOSING
+exclusively for each removal, so whatever an agent sees once it has its share will stay.
 """
 
 from __future__ import annotations
@@ -15,100 +15,104 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_ext.checkpoints.directory.generations import MARKERS
+from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.storage import Storage, polled
 
 logger = logging.getLogger(__name__)
 
 CHOOSING = f"{MARKERS}/choosing"
-LOADING = f"{MARKERS}/loading"  # a directory with a file for each checkpoint that is pinned
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of this file system: Lustre without -o flock, say
-HELD_S = 20.0  # that a removal of one checkpoint may take
+LOADING = f"{MARKERS}/loading"  # a directory with one file for each pinned checkpoint
+REMOVAL_S = 20.0  # how long the removal of one checkpoint may take
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # on filesystems without locks, such as Lustre without -o flock
 
 
 class Pin:
-    """One agent's, of its local directory. What cannot be locked is not pinned, which is logged: the loader has other ways."""
+    """One agent's pin in its local directory.
+
+    Where files cannot be locked, nothing is pinned, and a warning says so: a load that finds its checkpoint gone takes the copy
+    in the remote directory.
+    """
 
     def __init__(self, local: Storage) -> None:
-        """From now on nothing is pruned. Waits for a removal under way, HELD_S at most."""
+        """Keep everything from now on. Waits for a removal that is under way, REMOVAL_S at most."""
         self._local = local
-        self._held: list[int] = []
+        self._locks: list[int] = []  # file descriptors
         try:
-            number = _opened(local.path(CHOOSING))
-            self._held.append(number)
-            if not polled(lambda: _locked(number, fcntl.LOCK_SH), bool, time.monotonic() + HELD_S):
-                logger.warning("%s is being pruned for more than %.0f s: what is chosen may be gone", local.address, HELD_S)
+            descriptor = _open(local.path(CHOOSING))
+            self._locks.append(descriptor)
+            if not polled(lambda: _try_lock(descriptor, fcntl.LOCK_SH), bool, time.monotonic() + REMOVAL_S):
+                logger.warning("a removal in %s takes more than %.0f s: the chosen one may be gone", local.address, REMOVAL_S)
         except OSError as error:
-            logger.warning("checkpoints in %s cannot be kept from being pruned: %s", local.address, error)
+            logger.warning("cannot keep the checkpoints in %s from being pruned: %s", local.address, error)
 
     def narrow(self, name: str) -> None:
-        """Hold only this one from now on."""
-        before, self._held = self._held, []
+        """Keep only this checkpoint from now on."""
+        before, self._locks = self._locks, []
         try:
-            self._held.append(_opened(self._local.path(f"{LOADING}/{name}")))
-            _locked(self._held[0], fcntl.LOCK_SH)
+            self._locks.append(_open(self._local.path(f"{LOADING}/{name}")))
+            _try_lock(self._locks[0], fcntl.LOCK_SH)
         except OSError as error:
-            logger.warning("checkpoint %s cannot be kept from being pruned: %s", self._local.path(name), error)
+            logger.warning("cannot keep the checkpoint %s from being pruned: %s", self._local.path(name), error)
         _release(before)
 
     def release(self) -> None:
-        """A second time does nothing."""
-        before, self._held = self._held, []
+        """Keep nothing any more. A second call does nothing."""
+        before, self._locks = self._locks, []
         _release(before)
 
 
 @contextmanager
 def unless_pinned(local: Storage, name: str) -> Iterator[bool]:
-    """Yields whether this checkpoint may be removed now; while it is, nobody chooses. Raises OSError.
+    """Yield whether this checkpoint may be removed now. No agent chooses until the context ends. Raises OSError.
 
-    Where files cannot be locked nobody has pinned it.
+    Where files cannot be locked, nobody has pinned it.
     """
-    number = _opened(local.path(CHOOSING))
+    descriptor = _open(local.path(CHOOSING))
     try:
         try:
-            free = _locked(number, fcntl.LOCK_EX) and not _is_loaded(local.path(f"{LOADING}/{name}"))
+            free = _try_lock(descriptor, fcntl.LOCK_EX) and not _is_loaded(local.path(f"{LOADING}/{name}"))
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             free = True
         yield free
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def _is_loaded(path: str) -> bool:
-    """Does an agent hold it? Forgets what an agent has left."""
+    """Return whether an agent holds the lock. Removes the file of one that does not any more."""
     try:
-        number = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        if not _locked(number, fcntl.LOCK_EX):
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
             return True
-        os.unlink(path)  # no agent can be about to lock it: it would hold CHOOSING
+        os.unlink(path)  # no agent is about to lock it: it would hold CHOOSING
         return False
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def _opened(path: str) -> int:
+def _open(path: str) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _locked(number: int, kind: int) -> bool:
-    """Lock it now, or not at all. Raises OSError where files cannot be locked."""
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Lock a file without waiting; return whether that succeeded. Raises OSError where files cannot be locked."""
     try:
-        fcntl.flock(number, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _release(numbers: list[int]) -> None:
-    for number in numbers:
+def _release(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
         try:
-            fcntl.flock(number, fcntl.LOCK_UN)  # a child that was forked meanwhile may have it open, too
-        except OSError as error:  # where files cannot be locked: it never was
-            logger.debug("a pin was not released: %s", error)
-        os.close(number)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile may have it open, too
+        except OSError as error:  # files cannot be locked here: it never was
+            logger.debug("cannot release a pin: %s", error)
+        os.close(descriptor)

@@ -1,11 +1,13 @@
-"""Two tiers: each node's fast local disk, which saves go to, and the remote directory, which the agents copy them to.
+"""Two tiers of checkpoints: each node's fast local disk, which saves go to, and the remote directory, which they are copied to.
 
-A node's part of a checkpoint has the names that the whole has: the files of the node's own ranks, and the few that all ranks need
-(the manifest among them, written last, rank 0's node's last of all). Markers and the fence stay in the remote directory.
+The files of a checkpoint have the same names in both. On a node are the files of its own ranks, and the few that every rank
+needs. The manifest, one of those, is written last, and last of all on the node of rank 0. Marks and generations are in the remote
+directory only.
 
-A part says itself what it is: by the manifest's digest, and by the ranks in its files' names. So it does not matter which agent
-or which node of a round has it, and in which order they come: a checkpoint can be loaded if each of its files is on the disk of
-some node (`newest_of_all`). What a rank needs of another node's disk that node sends (`writer.read_tensors_of_nodes`).
+A node's part of a checkpoint describes itself: by the digest of the manifest, and by the ranks in the names of its files. So it
+does not matter which agent of a round has it, or whether nodes have changed their order. A checkpoint can be loaded if each of
+its files is on the disk of some node (`newest_of_all`). A rank that needs a file of another node gets it from there over the
+network.
 """
 
 from __future__ import annotations
@@ -13,53 +15,58 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated
 
+from elastic_ext.base import checkpoint_variables
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.records import Count, Name, Within
-from elastic_ext.checkpoints.directory.generations import MARKERS
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-LOCAL_ENV, REMOTE_ENV = "ELASTIC_EXT_LOCAL_DIR", "ELASTIC_EXT_CHECKPOINT_DIR"
-OWNER = f"{MARKERS}/copied_to"  # in a local directory: which remote one it belongs to
-MOST_RANKS = 1 << 20  # that another node may say have saved a checkpoint
+LOCAL_ENV, REMOTE_ENV = checkpoint_variables.LOCAL_DIR, checkpoint_variables.CHECKPOINT_DIR
+OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of the remote one that it belongs to
+MOST_RANKS = 1 << 20  # more than any job has: limits what another node can make this one compute
 
-# `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `writer.own_file`.
+# `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `rank_NNNNN.pt` of `writing`.
 _RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.pt)")
 
 
 def rank_of(file: str) -> int | None:
-    """The rank that wrote a file of a checkpoint of ours; None for the few files that every node has."""
+    """Return the rank that wrote a file of a checkpoint of ours; None for the few files that every node has."""
     match = _RANK.fullmatch(file)
     return int(match[1] or match[2]) if match else None
 
 
 def ranks_of(nodes: Sequence[int], node: int) -> range:
-    """nodes: ranks of each node, in the order of the nodes."""
+    """Return the ranks on a node. nodes: number of ranks of each node, in order."""
     ends = list(accumulate(nodes, initial=0))
     return range(ends[node], ends[node + 1])
 
 
 def node_of(nodes: Sequence[int], rank: int) -> int:
+    """Return the node of a rank. nodes: number of ranks of each node, in order."""
     return next(node for node in range(len(nodes)) if rank in ranks_of(nodes, node))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one node has of a checkpoint.
+    """The part of a checkpoint in one node's local directory. It is part of a message between nodes, see `choice/messages.py`.
 
     Attributes:
-        digest: of the manifest: the same name may be another checkpoint.
-        nodes: that saved it.
-        world: their ranks.
-        ranks: whose files are here, all of them.
+        name: of the checkpoint.
+        digest: of its manifest: two checkpoints may have the same name.
+        step: optimizer steps done.
+        nodes: number of nodes that saved it.
+        world: number of ranks that saved it.
+        ranks: the ranks whose files are all on this node.
     """
 
     name: Name
@@ -71,7 +78,7 @@ class Offer:
 
 
 def own_checkpoints(storage: Storage) -> list[str]:
-    """Names of our checkpoints in a directory, complete or not, the newest first. Raises OSError."""
+    """Return the names of our checkpoints in a directory, complete or not, the newest first. One listing. Raises OSError."""
     try:
         orders = {entry.name: order for entry in storage.entries() if (order := order_of(entry.name))}
     except FileNotFoundError:
@@ -80,7 +87,7 @@ def own_checkpoints(storage: Storage) -> list[str]:
 
 
 def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
-    """None where the save did not finish. Raises ManifestError, OSError."""
+    """Return the manifest and its bytes; None if the save did not finish. Raises ManifestError, OSError."""
     try:
         data = storage.read(f"{name}/{MANIFEST}")
     except (FileNotFoundError, NotADirectoryError):
@@ -89,15 +96,18 @@ def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
 
 
 def offers(local: Storage) -> list[Offer]:
-    """What this node has of each checkpoint, but for those that it has nothing usable of. Raises OSError."""
+    """Return what this node has of each checkpoint, the newest first. Leaves out what is of no use. Raises OSError."""
     found = []
+    quarantined = marks.quarantined_names(local)
     for name in own_checkpoints(local):
+        if name in quarantined:
+            continue
         try:
             read = manifest_of(local, name)
         except ManifestError as error:
-            logger.warning("%s is passed over: %s", local.path(name), error)
+            logger.warning("checkpoint passed over: %s: %s", local.path(name), error)
             continue
-        if read is None or local.stat(f"{MARKERS}/quarantine/{name}.json") is not None:
+        if read is None:
             continue
         manifest, data = read
         here = files_here(local, name, manifest)
@@ -109,11 +119,12 @@ def offers(local: Storage) -> list[Offer]:
 
 
 def digest(manifest: bytes) -> str:
+    """Return the digest that tells a checkpoint from another one of the same name."""
     return hashlib.sha256(manifest).hexdigest()
 
 
 def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
-    """The files of a checkpoint that are in a directory, each with its size. One listing. Raises OSError."""
+    """Return the names of those files of a manifest that are in a directory with their full size. One listing. Raises OSError."""
     try:
         sizes = {entry.name: entry.size for entry in local.entries(name)}
     except (FileNotFoundError, NotADirectoryError):
@@ -121,71 +132,38 @@ def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
     return frozenset(file.name for file in manifest.files if sizes.get(file.name) == file.size)
 
 
-def lacking(told: Iterable[Iterable[Offer]]) -> dict[Offer, tuple[int, ...]]:
-    """Each checkpoint that some node has something of, and the ranks whose files no node has. Pure.
+def missing_ranks(offers_of_nodes: Iterable[Iterable[Offer]]) -> dict[Offer, tuple[int, ...]]:
+    """Return each checkpoint that a node offers, and the ranks whose files are on no node. Pure.
 
-    told: what each node offers. The keys are without ranks.
+    The keys are offers without ranks.
     """
     held: dict[Offer, set[int]] = {}
-    for offer in (offer for offers in told for offer in offers):
+    for offer in (offer for offers in offers_of_nodes for offer in offers):
         held.setdefault(replace(offer, ranks=()), set()).update(offer.ranks)
     return {offer: tuple(rank for rank in range(offer.world) if rank not in ranks) for offer, ranks in held.items()}
 
 
-def newest_of_all(told: Iterable[Iterable[Offer]], barred: Iterable[str] = ()) -> Offer | None:
-    """The newest that the nodes have all files of, whoever has which. Pure.
+def newest_of_all(offers_of_nodes: Iterable[Iterable[Offer]], excluded: Collection[str] = ()) -> Offer | None:
+    """Return the newest checkpoint that the nodes together have all files of; None if there is none. Pure.
 
-    told: what each node offers. barred: names that must not be used.
+    excluded: names of checkpoints that must not be used.
     """
-    names = set(barred)
-    whole = [offer for offer, ranks in lacking(told).items() if not ranks and offer.name not in names]
-    return max(whole, key=_order, default=None)
-
-
-def _order(offer: Offer) -> tuple[int, int]:
-    return order_of(offer.name) or (0, 0)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A checkpoint of the local tier. whole: this node has its part; remote: it is complete in the remote directory."""
-
-    name: str
-    whole: bool
-    remote: bool
-
-
-def plan_local_prune(newest_first: Sequence[Held], newest_remote: tuple[int, int] | None) -> list[str]:
-    """Which ones to remove from the local tier. Pure.
-
-    The newest whole one stays, and each one that no complete one of the remote directory is as new as: it may be the last copy.
-    One that is not whole may be in work, unless a newer one is whole.
-
-    newest_remote: order of the newest one that is complete in the remote directory; None: none is.
-    """
-    removed = []
-    newer = False  # is a newer one whole?
-    for held in newest_first:
-        order = order_of(held.name) or (0, 0)
-        safe = held.remote or (newest_remote is not None and newest_remote > order)
-        if newer and (safe or not held.whole):
-            removed.append(held.name)
-        newer = newer or held.whole
-    return removed
+    whole = [offer for offer, ranks in missing_ranks(offers_of_nodes).items() if not ranks and offer.name not in excluded]
+    return max(whole, key=lambda offer: order_or_oldest(offer.name), default=None)
 
 
 def claim(local: Storage, remote: Storage) -> None:
-    """Bind a local directory to its remote one: what another job left there must not be resumed from.
+    """Bind a local directory to a remote one, so that no job resumes from what another job left there.
 
-    Raises UsageError where it belongs to another one; OSError where it cannot be written to.
+    Raises UsageError if it belongs to another remote directory, OSError.
     """
-    address = redacted(remote.address)  # others may read the file
+    address = redacted(remote.address)  # other users may read the file
     try:
         found = local.read(OWNER).decode(errors="replace")
     except FileNotFoundError:
         local.put(OWNER, address.encode())
         return
-    if redacted(found) != address:  # older versions kept it as it was
+    if redacted(found) != address:  # older versions did not redact it
         raise UsageError(
             f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
             f"{remote.address}: give each job a local_dir of its own, or empty it"

@@ -1,92 +1,59 @@
-"""Which format a candidate is of, and its check. A format of your own is a plug-in: an entry point of the group
-`elastic_ext.formats` that gives an object with the two methods of `Format`.
-
-    [project.entry-points."elastic_ext.formats"]
-    mine = "my_package.checkpoints:MyFormat"
-"""
+"""Detect the format of a candidate, and check it. The package's docstring describes the interface for formats of the user's."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Protocol
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.formats import huggingface
-from elastic_ext.checkpoints.formats.checks import (
+from elastic_ext.checkpoints.formats import dcp, huggingface, lightning, own, safetensors, torch_save
+from elastic_ext.checkpoints.formats.inspection import (
     DCP,
-    DCP_METADATA,
-    DCP_SHARD_SUFFIX,
-    HUGGING_FACE,
-    LIGHTNING,
-    LIGHTNING_META,
-    OWN,
-    SUFFIXES,
     TORCH_SAVE,
+    TORCH_SAVE_SUFFIXES,
     UNKNOWN,
+    Format,
     Inspection,
-    check_dcp,
-    check_lightning_directory,
-    check_own,
-    check_torch_save,
 )
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-GROUP = "elastic_ext.formats"
-ZIP_MAGIC = b"PK"
-SAFETENSORS = ".safetensors"
-
-
-class Format(Protocol):
-    """The seam of a plug-in. Neither method may unpickle; an OSError of `check` counts as "cannot be read"."""
-
-    def claims(self, entry: Entry) -> bool:
-        """Is this listed name a checkpoint of this format? Asked for each name of a listing: it must not read."""
-
-    def check(self, storage: Storage, entry: Entry) -> Inspection:
-        """Is it complete, and if not, why not?"""
+ENTRY_POINTS = "elastic_ext.formats"
+_ZIP = b"PK"  # how each of the records of a zip archive begins
 
 
 @dataclass(frozen=True)
-class _Directory:
-    format: str
-    is_one: Callable[[str, Sequence[str]], bool]  # by its name and the names in it
+class _DirectoryFormat:
+    """matches: decides by the directory's name and the names in it. check: gets the usable entries in the directory."""
+
+    matches: Callable[[str, Sequence[str]], bool]
     check: Callable[[Storage, Entry, Sequence[Entry]], Inspection]
 
 
-def _is_dcp(name: str, names: Sequence[str]) -> bool:
-    return any(each.endswith((DCP_METADATA, f"{DCP_METADATA}.tmp", DCP_SHARD_SUFFIX)) for each in names)
-
-
-# The first that fits holds: ours and Lightning's have the files of torch.distributed.checkpoint, too.
-_DIRECTORIES = (
-    _Directory(OWN, lambda name, names: order_of(name) is not None or _lists_manifest(names), check_own),
-    _Directory(LIGHTNING, lambda name, names: LIGHTNING_META in names and _is_dcp(name, names), check_lightning_directory),
-    _Directory(DCP, _is_dcp, check_dcp),
-    _Directory(HUGGING_FACE, lambda name, names: huggingface.is_one(names), huggingface.check),
+# The first that matches decides: our own and Lightning's contain the files of torch.distributed.checkpoint, too.
+_DIRECTORY_FORMATS = (
+    _DirectoryFormat(own.matches, own.check),
+    _DirectoryFormat(lightning.matches, lightning.check),
+    _DirectoryFormat(dcp.matches, dcp.check),
+    _DirectoryFormat(huggingface.matches, huggingface.check),
 )
 
-
-def _lists_manifest(names: Sequence[str]) -> bool:
-    """manifest.json is a common name; beside shards it is ours, under whatever name the directory was copied to."""
-    return MANIFEST in names and any(each.endswith(DCP_SHARD_SUFFIX) for each in names)
+# The files that make a directory count as complete. A copy writes them last, in this order; a removal begins with them.
+COMMIT_FILES = (MANIFEST, dcp.METADATA, huggingface.STATE)
 
 
 def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Inspection:
-    """Check one candidate. What cannot be read is incomplete, with the reason; the next one may do.
-
-    Raises UsageError where a plug-in fails.
-    """
+    """Check one candidate. One that cannot be read is incomplete, with the reason. Raises UsageError if a plug-in fails."""
     format = DCP if entry.is_dir else TORCH_SAVE
     try:
         for plugin in plugins:
-            if _ask(plugin, plugin.claims, entry):
+            if _claims(plugin, entry):
                 format = type(plugin).__name__
-                verdict: Inspection = _ask(plugin, plugin.check, storage, entry)
-                return verdict
+                with _naming(plugin, entry):
+                    return plugin.check(storage, entry)
         return _check_directory(storage, entry) if entry.is_dir else _check_file(storage, entry)
     except FileNotFoundError:
         return Inspection(False, format, "it vanished after it was listed")
@@ -95,13 +62,13 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
 
 
 def _check_directory(storage: Storage, entry: Entry) -> Inspection:
-    # A link to a directory is not followed here: see `verify.files_of`. What is barred is as if it were not there.
-    content = [item for item in storage.entries(entry.name) if not item.barred and not (item.linked and item.is_dir)]
+    # A link to a directory is not followed, see `files_of`. Unusable names do not count.
+    content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
-    for format in _DIRECTORIES:
-        if format.is_one(entry.name, names):
+    for format in _DIRECTORY_FORMATS:
+        if format.matches(entry.name, names):
             return format.check(storage, entry, content)
-    signs = f"no {MANIFEST}, {DCP_METADATA} or {huggingface.STATE}"
+    signs = f"no {MANIFEST}, {dcp.METADATA} or {huggingface.STATE}"
     return Inspection(False, UNKNOWN, f"{signs}: not a checkpoint of a known format")
 
 
@@ -109,40 +76,47 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     if entry.size == 0:
         return Inspection(False, TORCH_SAVE, "an empty file")
     with storage.open(entry.name) as file:
-        if entry.name.endswith(SAFETENSORS):
-            fault = huggingface.safetensors_fault(entry, file)
-            return Inspection(not fault, "safetensors", fault or "header whole, size as it says", entry.mtime, size=entry.size)
-        if entry.name.endswith(SUFFIXES) or file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-            return check_torch_save(entry, file)
-    # Only a checkpoint_pattern of the user's leads here.
-    return Inspection(True, UNKNOWN, "not empty; more is not known of its format", entry.mtime, size=entry.size)
+        if entry.name.endswith(safetensors.SUFFIX):
+            return safetensors.check(entry, file)
+        if entry.name.endswith(TORCH_SAVE_SUFFIXES) or file.read(len(_ZIP)) == _ZIP:
+            return torch_save.check(entry, file)
+    # Only the user's checkpoint_pattern leads here.
+    return Inspection(True, UNKNOWN, "not empty; its format is unknown", entry.mtime, size=entry.size)
 
 
 def claimed(entry: Entry, plugins: Sequence[Format]) -> bool:
-    """Does a plug-in know this name? Raises UsageError where one fails."""
-    return any(_ask(plugin, plugin.claims, entry) for plugin in plugins)
+    """Return whether a plug-in claims this name. Raises UsageError if a plug-in fails."""
+    return any(_claims(plugin, entry) for plugin in plugins)
 
 
 @functools.cache
 def plugins() -> tuple[Format, ...]:
-    """The user's formats, by entry point. Raises UsageError for one that cannot be loaded."""
-    found = []
-    for point in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    """Return the user's formats, which are entry points. Raises UsageError if one cannot be loaded."""
+    found: list[Format] = []
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
+        where = f"entry point {point.name} = {point.value} of {ENTRY_POINTS}"
         try:
             value = point.load()
             found.append(value() if isinstance(value, type) else value)
         except Exception as error:
-            raise UsageError(f"entry point {point.name} = {point.value} of {GROUP} cannot be loaded: {error!r}") from error
+            raise UsageError(f"{where} cannot be loaded: {error!r}") from error
         missing = [name for name in ("claims", "check") if not callable(getattr(found[-1], name, None))]
         if missing:
-            raise UsageError(f"entry point {point.name} = {point.value} of {GROUP} has no method {missing[0]}; see Format")
+            raise UsageError(f"{where} has no method {missing[0]}; see elastic_ext.checkpoints.formats.Format")
     return tuple(found)
 
 
-def _ask(plugin: Format, method: Callable[..., Any], *args: Any) -> Any:
+def _claims(plugin: Format, entry: Entry) -> bool:
+    with _naming(plugin, entry):
+        return plugin.claims(entry)
+
+
+@contextmanager
+def _naming(plugin: Format, entry: Entry) -> Iterator[None]:
+    """Turn what a plug-in raises into a UsageError that names it. OSError passes: the storage has failed."""
     try:
-        return method(*args)
+        yield
     except OSError:
         raise
     except Exception as error:
-        raise UsageError(f"the checkpoint format {type(plugin).__name__} failed at {args[-1].name}: {error!r}") from error
+        raise UsageError(f"the checkpoint format {type(plugin).__name__} failed at {entry.name}: {error!r}") from error

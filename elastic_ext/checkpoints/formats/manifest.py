@@ -1,9 +1,12 @@
-"""Our own checkpoint: a directory whose manifest, written last, says what is in it. The manifest is the commit.
+"""The manifest of our own checkpoints, a file that is written last: it is the commit. And the names of their directories.
 
-A directory belongs to one step of one generation, and its name says both. A generation is one group of workers that has opened
-the directory of checkpoints; a later group has a higher one. So a group that was paused and wakes up beside its successor
-writes into directories of its own and damages nothing, and its checkpoints count as older than its successor's, whatever
-their step.
+On disk, `manifest.json` is one JSON object: `schema` (SCHEMA), the fields of `Manifest`, and `seal`, a CRC-32 of all that. A
+reader refuses another schema. `nodes` may be absent. Fields that it does not know it ignores.
+
+A directory belongs to one step of one generation, and its name gives both. A generation is one group of workers that has opened
+the directory of checkpoints (`directory/generations.py`); later groups have higher ones. A group that was paused and wakes up
+beside its successor writes to directories of its own and damages nothing, and its checkpoints count as older than its
+successor's, whatever their step.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _NAME = re.compile(r"step_(\d{8,})\.g(\d{4,})")
 
 
 class ManifestError(ElasticExtError):
-    """A manifest that is damaged or of a newer version; the checkpoint must not be used."""
+    """A manifest is damaged or has another schema. The checkpoint must not be used."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,19 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint holds.
+    """The content of a complete checkpoint.
 
     Attributes:
-        step: optimizer steps that were done.
-        generation: see above.
-        files: all that is read at a load, each rank's among them.
-        world_size: of the group that wrote it.
+        step: optimizer steps done.
+        generation: of the group of workers that wrote it, see the module.
+        files: everything that a load reads, files of all ranks included.
+        world_size: number of ranks that wrote it.
         epoch: the epoch that the step lies in, from 0.
-        accumulation: micro-steps of the next optimizer step that were done already.
+        accumulation: micro-steps already done of the next optimizer step.
         run_id, restart: of the job that wrote it, for people.
         saved_at: seconds since the epoch by the clock of the writer, for people: clocks of two machines are not compared.
-        extra: small values of the user's, JSON.
-        nodes: ranks of each node, in order, where each node wrote to a disk of its own first (tiers.py); else empty.
+        extra: small JSON values of the user's.
+        nodes: number of ranks of each node, in order, if each wrote to its own disk first (`directory/tiers.py`); else empty.
     """
 
     step: int
@@ -68,7 +71,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two checkpoints of a directory the one with the greater order is the newer."""
+        """(generation, step). The checkpoint with the greater order is the newer one."""
         return self.generation, self.step
 
     @property
@@ -78,29 +81,34 @@ class Manifest:
 
 
 def directory_name(step: int, generation: int) -> str:
-    """step_00000120.g0003. People's listings sort by step; `order_of` sorts by what is newer."""
+    """Return the name of a checkpoint, such as step_00000120.g0003. Names sort by step; `order_of` sorts by what is newer."""
     return f"step_{step:08d}.g{generation:04d}"
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """(generation, step) of a directory's name; None if it is not one of ours."""
+    """Return (generation, step) of the name of a checkpoint; None if the name is not one of ours."""
     match = _NAME.fullmatch(name)
     return (int(match[2]), int(match[1])) if match else None
 
 
+def order_or_oldest(name: str) -> tuple[int, int]:
+    """Return (generation, step) of the name of a checkpoint; for a name that is not one of ours an order before all others."""
+    return order_of(name) or (0, 0)
+
+
 def encode(manifest: Manifest) -> bytes:
-    """Readable JSON with the schema's version and a checksum of its own: of the files it is the only one with none elsewhere."""
+    """Return the content of `manifest.json`. It carries its own checksum, since no other file has one of it."""
     record = {"schema": SCHEMA, **asdict(manifest)}
     return json.dumps({**record, "seal": _seal(json.loads(json.dumps(record)))}, indent=1).encode()
 
 
-def _seal(record: Mapping[str, Any]) -> str:
-    """Of what the JSON says, not of how it is laid out; CRC-32 finds every flipped bit."""
+def _seal(record: Mapping[str, object]) -> str:
+    """Return a checksum of the values, not of their layout. CRC-32 finds every flipped bit."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
 
 
 def decode(data: bytes) -> Manifest:
-    """Raises ManifestError, with what is wrong, for whatever bytes."""
+    """Read the content of `manifest.json`. Raises ManifestError for whatever is wrong with it, and nothing else."""
     try:
         record = json.loads(data)
         if not isinstance(record, dict):
@@ -111,7 +119,9 @@ def decode(data: bytes) -> Manifest:
             raise ValueError(f"it has schema {schema!r}, this version reads {SCHEMA}: use the elastic_ext that wrote it")
         if seal != _seal(record):
             raise ValueError("it does not match its own checksum: damaged, or edited by hand")
-        files = tuple(StoredFile(_name(file["name"]), _count(file["size"]), str(file["checksum"])) for file in record["files"])
+        files = tuple(
+            StoredFile(_file_name(file["name"]), _count(file["size"]), str(file["checksum"])) for file in record["files"]
+        )
         if len({file.name for file in files}) != len(files):
             raise ValueError("it names a file twice")
         return Manifest(
@@ -129,23 +139,18 @@ def decode(data: bytes) -> Manifest:
         )
     except KeyError as error:
         raise ManifestError(f"the manifest has no {error}") from error
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # decoding errors are ValueErrors
         raise ManifestError(f"the manifest cannot be read: {error}") from error
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _name(value: Any) -> str:
-    """A manifest must not lead out of its directory."""
+def _file_name(value: object) -> str:
+    """Refuse a name that leads out of the directory."""
     if not isinstance(value, str) or not value or value.startswith("/") or ".." in value.split("/") or "\0" in value:
         raise ValueError(f"{value!r} is not the name of a file in its directory")
     return value

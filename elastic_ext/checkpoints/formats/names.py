@@ -1,4 +1,7 @@
-"""What the names of checkpoints say: which belong together, in which order, and the step."""
+"""Read the name of a checkpoint: its family, its place in the order of the family, and its step.
+
+A family is all the checkpoints whose names come from one line of code: they differ in their numbers only.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from elastic_ext.checkpoints.formats.manifest import order_of
 
 OWN_FAMILY = "step_#.g# of elastic_ext"
 
-# The two halves of 0.25 are a value in the name (a loss, a learning rate), never a step.
+# The two halves of 0.25 belong to a value (a loss, a learning rate), and are never a step.
 _INTEGER = re.compile(r"(?<![0-9])(?<![0-9]\.)[0-9]+(?![0-9])(?!\.[0-9])")
 _DIGITS = re.compile(r"[0-9]+")
 
 
 def step_of(name: str, pattern: str = "") -> int | None:
-    """The step that a name tells: that of our own, the {step} of the user's pattern, else the last integer.
+    """Return the step in a name: that of our own names, the {step} of the user's pattern, else the last integer.
 
     step_00000120.g0003 -> 120, checkpoint_epoch_5.pt -> 5, step_00000120 -> 120, model_latest.pt -> None.
     """
@@ -24,28 +27,30 @@ def step_of(name: str, pattern: str = "") -> int | None:
 
 
 def numbers_of(name: str, pattern: str = "") -> tuple[int, ...]:
-    """What orders the names of a family; the step is last. Of our own: (generation, step)."""
+    """Return the numbers that order the names of a family, the step last; of our own names (generation, step)."""
     order = order_of(name)
     if order is not None:
         return order
-    return _told(name, pattern) or tuple(int(digits) for digits in _INTEGER.findall(name))
+    return _pattern_numbers(name, pattern) or tuple(int(digits) for digits in _INTEGER.findall(name))
 
 
 def pattern_of(name: str, pattern: str = "") -> str:
-    """The family: the name with each run of digits replaced by '#', which is what all names written by one line of code have in
-    common; our own are one, and so is what a user's pattern with {step} or {epoch} matches."""
+    """Return the family of a name: the name with each run of digits replaced by '#'.
+
+    Our own names are one family. So are the names that a user's pattern with {step} or {epoch} matches.
+    """
     if order_of(name) is not None:
         return OWN_FAMILY
-    return pattern if _told(name, pattern) else _DIGITS.sub("#", name)
+    return pattern if _pattern_numbers(name, pattern) else _DIGITS.sub("#", name)
 
 
 def is_exact(name: str, pattern: str = "") -> bool:
-    """True where the numbers alone give the order: no need to ask what they count."""
-    return order_of(name) is not None or bool(_told(name, pattern))
+    """Return whether the numbers of the name are known to be generation, epoch or step: then they alone give the order."""
+    return order_of(name) is not None or bool(_pattern_numbers(name, pattern))
 
 
-def _told(name: str, pattern: str) -> tuple[int, ...]:
-    """(epoch, step), or what there is of it, by the user's pattern."""
+def _pattern_numbers(name: str, pattern: str) -> tuple[int, ...]:
+    """Return (epoch, step) by the user's pattern, without the one that it does not have."""
     match = compiled(pattern).fullmatch(name) if pattern else None
     found = match.groupdict() if match else {}
     return tuple(int(found[key]) for key in ("epoch", "step") if key in found)

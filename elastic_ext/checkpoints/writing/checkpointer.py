@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.directory import catalog, tiers
+from elastic_ext.checkpoints.directory import marks, pruning, tiers
 from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
-from elastic_ext.checkpoints.formats.checks import DCP_METADATA, OWN
+from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
+from elastic_ext.checkpoints.formats.inspection import OWN
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, order_of
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage
 from elastic_ext.checkpoints.writing import state, writer
@@ -214,7 +215,7 @@ class Checkpointer:
         local, tier = self._tier.storage, self._tier
         mine = self._ranks.together(lambda: tiers.offers(local) if tier.first else None)
         told = self._ranks.all_gather(mine)
-        barred = self._ranks.from_rank_0(lambda: catalog.in_quarantine(self._storage)) | passed.get(local.address, set())
+        barred = self._ranks.from_rank_0(lambda: marks.quarantined_names(self._storage)) | passed.get(local.address, set())
         offer = tiers.newest_of_all([each for each in told if each is not None], barred)
         if offer is None or (remote is not None and _order(remote) > _order(offer.name)):
             return self._storage, remote
@@ -557,13 +558,13 @@ class Checkpointer:
     def _prune(self, newest: str, step: int) -> None:
         assert self._generation is not None
         refuse_stale(self._storage, self._generation)
-        pinned, quarantined = catalog.pinned(self._storage), catalog.in_quarantine(self._storage)
+        pinned, quarantined = marks.pinned_names(self._storage), marks.quarantined_names(self._storage)
         # What is here may be on its way there: it is not torn, and its copy must not be removed under it.
         copied = set(tiers.own_checkpoints(self._tier.storage)) if self._tier is not None else set()
         found = []
         for name in tiers.own_checkpoints(self._storage):
             complete = (name == newest and name not in copied) or _has_manifest(self._storage, name)
-            kept = catalog.Kept(
+            kept = pruning.PruneCandidate(
                 name=name,
                 family="",
                 step=_order(name)[1],
@@ -573,7 +574,7 @@ class Checkpointer:
                 quarantined=name in quarantined,
             )
             found.append(kept)
-        for decision in catalog.plan_prune(found, self._keep_last, self._keep_every or 0):
+        for decision in pruning.plan_prune(found, self._keep_last, self._keep_every or 0):
             if decision.remove:
                 refuse_stale(self._storage, self._generation)
                 if self._remove(self._storage, decision.name):
@@ -582,7 +583,7 @@ class Checkpointer:
 
     def _remove(self, storage: Storage, name: str) -> bool:
         try:
-            catalog.delete(storage, name)
+            pruning.delete(storage, name)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -646,7 +647,7 @@ def _order(name: str) -> tuple[int, int]:
 
 def _newest_complete(storage: Storage, passed: set[str]) -> str | None:
     """The newest checkpoint of ours whose manifest is there, not quarantined. Raises OSError."""
-    barred = passed | catalog.in_quarantine(storage)
+    barred = passed | marks.quarantined_names(storage)
     for name in tiers.own_checkpoints(storage):
         if name not in barred:
             if _has_manifest(storage, name):

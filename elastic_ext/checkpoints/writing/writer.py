@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.directory.generations import MARKERS, StaleGroup, refuse_stale
+from elastic_ext.checkpoints.directory.generations import StaleGroup, refuse_stale
+from elastic_ext.checkpoints.directory.layout import MARKERS
 from elastic_ext.checkpoints.directory.tiers import rank_of, ranks_of
+from elastic_ext.checkpoints.formats.files import checksum
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, encode
-from elastic_ext.checkpoints.formats.verify import checksum
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 logger = logging.getLogger(__name__)

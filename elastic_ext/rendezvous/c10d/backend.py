@@ -1,8 +1,8 @@
-"""Torch's c10d rendezvous backend, made safe where that can be done from outside.
+"""Torch's c10d rendezvous backend, made safe as far as that is possible from outside.
 
-Its store takes writes from whoever reaches its port, and torch unpickles what lies there, which would run what a stranger has put
-into it. So the state is looked at first: nothing but torch's own records may be in it. Where the endpoint is the loopback the
-store listens there only.
+Its store takes writes from whoever reaches its port, and torch unpickles the state it finds there: code of a stranger would run.
+So the state is checked first, and may hold nothing but torch's own records. If the endpoint is the loopback, the store listens on
+the loopback only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import io
 import pickle
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
@@ -28,18 +28,18 @@ READ_TIMEOUT_S = 60  # torch's default
 
 
 def create(params: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
-    """As torch's `create_backend`."""
+    """Like torch's `create_backend`."""
     backend, store = _on_loopback(params) or create_backend(params)
     return CheckedBackend(backend), store
 
 
 def _on_loopback(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store] | None:
-    """Host the store, if its endpoint is the loopback and it is for this process to host it; None: it is not."""
+    """Host the store, if its endpoint is the loopback and this process is to host it; None otherwise."""
     if params.get("store_type", "tcp").strip().lower() != "tcp":
         return None
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
     timeout_s = params.get_as_int("read_timeout", READ_TIMEOUT_S) or 0
-    if not is_loopback(host) or timeout_s <= 0:  # the latter is for torch to refuse
+    if not is_loopback(host) or timeout_s <= 0:  # torch refuses such a timeout itself
         return None
     is_host = params.get_as_bool("is_host")
     if is_host is False:
@@ -49,40 +49,40 @@ def _on_loopback(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, S
     except OSError as error:
         if error.errno == errno.EADDRINUSE and is_host is None:  # another agent of this machine was faster
             params.config["is_host"] = "0"
-        return None  # torch says what is wrong
+        return None  # torch will report it
     return C10dRendezvousBackend(store, params.run_id), store
 
 
-class CheckedBackend(RendezvousBackend):
-    """Passes on a state only if torch has written it. Raises RendezvousConnectionError for any other: there is no state then."""
+class CheckedBackend(RendezvousBackend):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+    """Passes a state on only if torch has written it. Raises RendezvousConnectionError for any other, as if there were none."""
 
     def __init__(self, backend: RendezvousBackend) -> None:
         self._backend = backend
 
     @property
     def name(self) -> str:
-        return self._backend.name
+        return cast(str, self._backend.name)
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        found = self._backend.get_state()
+        found = cast("tuple[bytes, Token] | None", self._backend.get_state())
         if found is not None:
             check(found[0])
         return found
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self._backend.set_state(state, token)
+        found = cast("tuple[bytes, Token, bool] | None", self._backend.set_state(state, token))
         if found is not None and not found[2]:
             check(found[0])
         return found
 
 
 def check(state: bytes) -> None:
-    """Raises RendezvousConnectionError where it is not what torch writes."""
+    """Raises RendezvousConnectionError if torch has not written this state."""
     try:
         if len(state) > MOST_STATE:
             raise pickle.UnpicklingError(f"{len(state)} bytes")
         _Reader(io.BytesIO(state)).load()
-    except Exception as error:  # whatever a pickle that somebody has made up leads to
+    except Exception as error:  # a forged pickle can raise anything
         raise RendezvousConnectionError(
             f"the state of the rendezvous is not what torch writes there ({type(error).__name__}: {error}); does somebody else "
             "write to this store?"
@@ -90,7 +90,7 @@ def check(state: bytes) -> None:
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the records of torch's rendezvous state, and calls nothing else."""
+    """Builds the records of torch's rendezvous state, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STATE_CLASSES:

@@ -1,7 +1,7 @@
-"""How the nodes of a round on `ext_c10d` agree what to resume from: through the store of the rendezvous, as verdicts do.
+"""How the nodes of a round on `ext_c10d` agree on what to resume from: through the job's store, as they agree on verdicts.
 
-Torch's store knows no authentication, so whoever reaches its port may write there: what is read is the name of one of the job's
-own checkpoints and nothing else (`checkpoints.resolution`). A job on one machine never comes here.
+Torch's store has no authentication, so whoever reaches its port can write to it. Its readers accept the name of one of the job's
+own checkpoints and nothing else (`checkpoints.choice.resolution`). A job on one machine does not need this.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.base.errors import RoundOver
+from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING
 from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
 from elastic_ext.rendezvous.handler import RoundEnd
@@ -25,52 +26,50 @@ Ask = Callable[[Callable[[StoreJob], T]], "T | None"]
 class StoreExchange:
     """One node's end, for one round; see `base.exchange`.
 
-    Invariant: the keys carry the round's number, which is used once; a node that leaves the round while it waits for a key marks
-    it (see `StoreCalls.wait_all`), and no later writer of that key is believed.
+    Invariant: the keys carry the round's number, which is used once. A node that leaves the round while it waits for a key marks
+    that key (see `StoreCalls.wait_all`), and no later writer of it is believed.
     """
 
     def __init__(self, part: Part, ask: Ask[bool], over: Callable[[], RoundEnd | None]) -> None:
-        """ask: puts a question to the job's store; None: the store is lost. over: why the round is over; None: it runs."""
+        """ask: calls a function with the job's store; None: the store is lost. over: how the round has ended; None: it runs."""
         self._part, self._ask, self._over = part, ask, over
-        self._choice = f"{part.round}/choice"
 
     def offer(self, text: str) -> None:
-        self._asked(lambda shared: shared.calls.swap(self._offer(self._part.rank), "", text))
+        self._in_store(lambda job: job.calls.swap(self._offer_of(self._part.rank), "", text))
 
     def offers(self, timeout_s: float) -> list[str] | None:
-        keys = [self._offer(rank) for rank in range(self._part.nodes)]
-        told = self._read(keys, timeout_s)
-        return None if NOTHING in told else told
+        texts = self._read([self._offer_of(rank) for rank in range(self._part.nodes)], timeout_s)
+        return None if NOTHING in texts else texts
 
     def publish(self, text: str) -> None:
         self._check_round()
-        if self._asked(lambda shared: shared.calls.swap(self._choice, "", text)) != text:
+        if self._in_store(lambda job: job.calls.swap(job_keys.choice(self._part.round), "", text)) != text:
             raise RoundOver("another node has left this round")
 
     def choice(self, timeout_s: float) -> str:
-        (text,) = self._read([self._choice], timeout_s)
+        (text,) = self._read([job_keys.choice(self._part.round)], timeout_s)
         if text == NOTHING:
-            raise RoundOver("another node has left it, or that of rank 0 has not said in time what to resume from")
+            raise RoundOver("another node has left this round, or rank 0 has not said in time what to resume from")
         return text
 
-    def _offer(self, rank: int) -> str:
-        return f"{self._part.round}/offer/{rank}"
+    def _offer_of(self, rank: int) -> str:
+        return job_keys.offer(self._part.round, rank)
 
     def _read(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """NOTHING for what is not there in time."""
+        """Wait for the values of these keys; NOTHING for each that is not there in time."""
         deadline = time.monotonic() + timeout_s
 
-        def read(shared: StoreJob) -> list[str]:
-            shared.calls.wait_all(keys, max(0.0, deadline - time.monotonic()), look=self._check_round)
-            return [shared.calls.read(key) for key in keys]
+        def read(job: StoreJob) -> list[str]:
+            job.calls.wait_all(keys, max(0.0, deadline - time.monotonic()), check=self._check_round)
+            return [job.calls.read(key) for key in keys]
 
-        return self._asked(read)
+        return self._in_store(read)
 
-    def _asked(self, question: Callable[[StoreJob], T]) -> T:
+    def _in_store(self, call: Callable[[StoreJob], T]) -> T:
         answers: list[T] = []
 
-        def keep(shared: StoreJob) -> bool:
-            answers.append(question(shared))
+        def keep(job: StoreJob) -> bool:
+            answers.append(call(job))
             return True
 
         if self._ask(keep) is None:
@@ -78,5 +77,5 @@ class StoreExchange:
         return answers[-1]
 
     def _check_round(self) -> None:
-        if (why := self._over()) is not None:
-            raise RoundOver(why.reason)
+        if (end := self._over()) is not None:
+            raise RoundOver(end.reason)

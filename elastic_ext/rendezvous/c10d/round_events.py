@@ -1,159 +1,264 @@
-"""News among the agents of a round through a TCPStore: "this round is over", as an event.
+"""Events among the agents of a round, through the round's store: a save on demand is requested, or the round is over.
 
-Each agent waits in one blocking call on a connection of its own; the store wakes all of them when one sets the round's key. What
-is told first stays: all agents hear the same.
+Wire protocol: the N-th event of a round is the key `base.round_store.event(N)`, N from 1. It holds a `RoundEvent` as JSON, with
+`SCHEMA`. A key is written once, with a compare-and-set, so all agents read the same events in the same order. The first event
+that is not a request for a save ends the round; nothing follows it. A value that cannot be read is no event: it is passed over.
+
+Each agent waits in one blocking call on a connection of its own, and the store wakes all of them at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import Enum
 
-from torch.distributed import TCPStore
-
-from elastic_ext.rendezvous.rounds import STALLED
+from elastic_ext.base import round_store
+from elastic_ext.base.records import NameOrEmpty
+from elastic_ext.base.round_store import Store
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+from elastic_ext.rendezvous.reader import RecordReader
 
 logger = logging.getLogger(__name__)
 
+SCHEMA = 1  # of `RoundEvent`
 WAIT = timedelta(days=365)  # a store's wait needs some limit
-CONNECT = timedelta(seconds=10)
-GONE_ON = "a node has gone on to the next round"
-ALL_DONE = "all workers have finished"
-LEAVES = "left by "  # how the reason begins where a node goes that was told to
-SAVE = "save"  # what is said where a save on demand is wanted; any other text is the reason of an end
-DONE_KEY = "elastic_ext/done"  # how many nodes
-STALLED_KEY = "elastic_ext/stalled"  # how many nodes claim it now
+LEAVE_TIMEOUT_S = 3.0  # for the event of a node that leaves
+
+
+class EventKind(str, Enum):
+    """What has happened. The code decides by this, never by the reason."""
+
+    SAVE = "save"  # a save on demand is requested; all other kinds end the round
+    FAILED = "failed"  # workers have failed
+    STALLED = "stalled"  # no worker of the job makes progress any more
+    LEFT = "left"  # a node was told to leave
+    MOVED_ON = "moved_on"  # a node has moved on to the next round
+    ALL_DONE = "all_done"  # the workers of all nodes have finished
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """reason: for people, one line. node: the host that it comes from, where that matters."""
+
+    kind: EventKind
+    reason: str = ""
+    node: NameOrEmpty = ""
+
+    def encode(self) -> str:
+        """The value for the store."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)})
+
+    @property
+    def end(self) -> RoundEnd:
+        """How the round ends by this event."""
+        return RoundEnd(EndKind.STALLED if self.kind is EventKind.STALLED else EndKind.BROKEN, self.reason)
+
+
+SAVE = RoundEvent(EventKind.SAVE)
+STALLED = RoundEvent(EventKind.STALLED, "no worker of the job makes progress any more")
+MOVED_ON = RoundEvent(EventKind.MOVED_ON, "a node has gone on to the next round")
+ALL_DONE = RoundEvent(EventKind.ALL_DONE, "all workers have finished")
+
+
+class LocalEvents:
+    """The events of a round in which no other node can be reached. See `RoundEvents`."""
+
+    lost = heard_failure = heard_no_failure = False
+    left_by: str | None = None
+
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self.ended_by: RoundEvent | None = None
+        self.saves = 0
+        self._on_event = on_event
+
+    def stalled(self, stalled: bool) -> None:
+        if stalled:
+            self.ended_by = STALLED
+            self._on_event()
+
+    def request_save(self) -> None:
+        self.saves += 1
+        self._on_event()
+
+    def failed(self, reason: str, host: str) -> None:
+        """There is nobody to tell."""
+
+    def leaving(self, host: str) -> None:
+        """There is nobody to tell."""
+
+    def await_all_done(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def shut_down(self) -> None:
+        """No thread is running."""
 
 
 class RoundEvents:
-    """One round's news, each under a key with the next number; an end is the last one.
+    """One agent's view of the events of one round.
 
     Attributes:
-        reason: None until some agent says that the round is over.
-        saves: how many saves on demand have been asked for.
+        ended_by: the event that ended the round, unless this agent has moved on before; None while the round runs.
+        saves: number of saves on demand requested so far.
     """
 
-    def __init__(self, host: str, port: int, key: str, on_news: Callable[[], None]) -> None:
-        """Raises what torch raises where the store does not answer: RuntimeError or ValueError."""
-        self.reason: str | None = None
+    def __init__(self, host: str, port: int, nodes: int, on_event: Callable[[], None]) -> None:
+        """Connect to the round's store at host and port.
+
+        Args:
+            nodes: number of nodes of the round.
+            on_event: called from another thread whenever an attribute has changed.
+
+        Raises:
+            RuntimeError or ValueError: the store does not answer.
+        """
+        self.ended_by: RoundEvent | None = None
         self.saves = 0
-        self._key = key
-        self._on_news = on_news
-        self._host, self._port = host, port
-        self._ended = False
+        self._address = (host, port)
+        self._nodes = nodes
+        self._on_event = on_event
+        self._reader = RecordReader()
+        self._number = 1  # of the next event
+        self._closed = False
         self._stalled = False
-        self._heard = threading.Event()
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
-        self._threads = [threading.Thread(target=self._wait, args=(store,), name="elastic_ext-news", daemon=True)]
+        self._finished = threading.Event()  # no more events come
+        store = round_store.connect(host, port)
+        self._threads = [threading.Thread(target=self._listen, args=(store,), name="elastic_ext-events", daemon=True)]
         self._threads[0].start()
 
-    def _wait(self, store: TCPStore) -> None:
-        reason: str | None = SAVE
+    def _listen(self, store: Store) -> None:
+        ended_by: RoundEvent | None = None
         try:
-            for number in itertools.count(1):
-                store.wait([f"{self._key}/{number}"], WAIT)
-                reason = store.get(f"{self._key}/{number}").decode(errors="replace")
-                if reason != SAVE:
-                    break
-                self.saves += 1
-                self._on_news()
-        except (RuntimeError, ValueError) as error:  # the store's host is gone: no news from here any more
-            logger.debug("no more news of this round: %s", error)
-            reason = None
-        if reason is not None and not self._ended:
-            self.reason = reason
-            self._on_news()
-        self._heard.set()
+            while ended_by is None:
+                store.wait([round_store.event(self._number)], WAIT)
+                event = self._read(self._number, store.get(round_store.event(self._number)))
+                self._number += 1
+                if event is not None and event.kind is EventKind.SAVE:
+                    self.saves += 1
+                    self._on_event()
+                else:
+                    ended_by = event
+        except (RuntimeError, ValueError) as error:  # the host of the store is gone
+            logger.debug("no more events in this round: %s", error)
+        if ended_by is not None and not self._closed:
+            self.ended_by = ended_by
+            self._on_event()
+        self._finished.set()
+
+    def _read(self, number: int, value: bytes) -> RoundEvent | None:
+        return self._reader.read(RoundEvent, value.decode(errors="replace"), round_store.event(number), SCHEMA)
 
     @property
     def lost(self) -> bool:
         """The store does not answer any more: the agent of rank 0, which hosts it, is gone."""
-        return self._heard.is_set() and self.reason is None and not self._ended
+        return self._finished.is_set() and self.ended_by is None and not self._closed
 
     @property
-    def of_failure(self) -> bool:
+    def heard_failure(self) -> bool:
         """The round is over because workers have failed."""
-        return self.reason not in (None, GONE_ON, ALL_DONE) and self.left_by is None
+        return self._ended_by(EventKind.FAILED, EventKind.STALLED)
 
     @property
-    def of_no_failure(self) -> bool:
-        """Nodes have gone on, or left, for another reason than a failure: they will tell of none."""
-        return self.reason == GONE_ON or self.left_by is not None
+    def heard_no_failure(self) -> bool:
+        """Nodes have moved on or left without a failure, so they will not report one."""
+        return self._ended_by(EventKind.MOVED_ON, EventKind.LEFT)
 
     @property
     def left_by(self) -> str | None:
-        """The node that was told to leave, and with which the round has ended; None: it has not ended so."""
-        return self.reason.removeprefix(LEAVES) if self.reason is not None and self.reason.startswith(LEAVES) else None
+        """The host whose leaving has ended the round; None if it ended otherwise."""
+        return self.ended_by.node if self.ended_by is not None and self.ended_by.kind is EventKind.LEFT else None
 
-    def await_all_done(self, nodes: int, timeout_s: float) -> str | None:
-        """This node's workers have finished: tell, and return `reason` once there is one; None: no more news, or none in time.
+    def _ended_by(self, *kinds: EventKind) -> bool:
+        return self.ended_by is not None and self.ended_by.kind in kinds
 
-        nodes: of the round; the last one of them to finish tells all of ALL_DONE.
+    def await_all_done(self, timeout_s: float) -> bool:
+        """The workers of this node have finished: tell the others, and wait for them.
+
+        Returns:
+            True if the workers of all nodes have finished, or if nothing more is known: the store is gone, or the timeout has
+            passed. False if the round ended otherwise.
         """
-        self._start(lambda store: self._count_done(store, nodes))
-        self._heard.wait(timeout_s)
-        return self.reason
+        self._start(self._count_done)
+        self._finished.wait(timeout_s)
+        if self.ended_by is None:
+            logger.info("the workers of this node have finished; whether those of the other nodes have is not known here")
+        return self.ended_by is None or self.ended_by.kind is EventKind.ALL_DONE
 
-    def _count_done(self, store: TCPStore, nodes: int) -> None:
-        if store.add(DONE_KEY, 1) == nodes:
-            self._say(store, ALL_DONE)
+    def _count_done(self, store: Store) -> None:
+        if store.add(round_store.DONE, 1) == self._nodes:
+            self._publish(store, ALL_DONE)
 
-    def stalled(self, stalled: bool, nodes: int) -> None:
-        """Claim that all workers of this node stall, or take the claim back. The last node of the round to claim so ends it.
+    def stalled(self, stalled: bool) -> None:
+        """Claim that all workers of this node stall, or take the claim back. The last node to claim it ends the round.
 
         A claim may be repeated: the workers of other nodes may have finished since.
         """
         if stalled or self._stalled:
             change = stalled - self._stalled
             self._stalled = stalled
-            self._start(lambda store: self._claim(store, change, stalled, nodes))
+            self._start(lambda store: self._claim(store, change, stalled))
 
-    def _claim(self, store: TCPStore, change: int, stalled: bool, nodes: int) -> None:
-        if store.add(STALLED_KEY, change) + store.add(DONE_KEY, 0) >= nodes and stalled:
-            self._say(store, STALLED)
+    def _claim(self, store: Store, change: int, stalled: bool) -> None:
+        if store.add(round_store.STALLED, change) + store.add(round_store.DONE, 0) >= self._nodes and stalled:
+            self._publish(store, STALLED)
 
-    def tell(self, reason: str, wait_s: float = 0.0) -> None:
-        """Tell all agents of the round, from a thread: a store that hangs must hold up nobody for longer than `wait_s`."""
-        thread = self._start(lambda store: self._say(store, reason))
-        thread.join(wait_s)
+    def failed(self, reason: str, host: str) -> None:
+        """Tell all agents that workers of this host have failed; returns at once."""
+        self._tell(RoundEvent(EventKind.FAILED, reason, host))
+
+    def leaving(self, host: str) -> None:
+        """Tell all agents that this host leaves; waits until they can know it, for LEAVE_TIMEOUT_S at most."""
+        self._tell(RoundEvent(EventKind.LEFT, f"left by {host}", host)).join(LEAVE_TIMEOUT_S)
 
     def request_save(self) -> None:
-        """Ask all agents of the round for a save on demand. Two that ask at the same moment ask for one."""
-        self._start(lambda store: self._say(store, SAVE, self.saves + 1))
+        """Ask all agents of the round for a save on demand. Two requests at the same moment count as one."""
+        number = self._number
+        self._start(lambda store: self._publish(store, SAVE, number))
 
-    def _say(self, store: TCPStore, text: str, first: int = 1) -> None:
-        """Under the first free number from `first` on, unless the round is over."""
+    def _tell(self, event: RoundEvent) -> threading.Thread:
+        """On a thread, so that a store that hangs holds up nobody."""
+        return self._start(lambda store: self._publish(store, event))
+
+    def _publish(self, store: Store, event: RoundEvent, first: int = 1) -> None:
+        """Write the event under the first free number, from `first` on, unless the round is over."""
+        text = event.encode()
         for number in itertools.count(first):
-            there = store.compare_set(f"{self._key}/{number}", "", text).decode(errors="replace")
-            if there == text or there != SAVE:
+            there = store.compare_set(round_store.event(number), "", text)
+            found = event if there == text.encode() else self._read(number, there)
+            if found is not None and (found == event or found.kind is not EventKind.SAVE):
                 return
 
-    def _start(self, call: Callable[[TCPStore], object]) -> threading.Thread:
-        thread = threading.Thread(target=self._call, args=(call,), name="elastic_ext-news", daemon=True)
+    def _start(self, call: Callable[[Store], None]) -> threading.Thread:
+        thread = threading.Thread(target=self._call, args=(call,), name="elastic_ext-events", daemon=True)
         self._threads.append(thread)
         thread.start()
         return thread
 
-    def _call(self, call: Callable[[TCPStore], object]) -> None:
+    def _call(self, call: Callable[[Store], None]) -> None:
         try:
-            call(TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=CONNECT))
+            call(round_store.connect(*self._address))
         except (RuntimeError, ValueError) as error:
-            logger.warning("the other nodes could not be told that this round is over: %s", error)
+            logger.warning("the other nodes could not be told of an event of this round: %s", error)
 
     def close(self) -> None:
-        """This node goes on to another round. Tells the others too, which ends their waits, unless all have heard already."""
-        self._ended = True
-        if not self._heard.is_set():
-            self.tell(GONE_ON)
+        """This node moves on. Ends the waits of all agents of this round, unless they have ended already."""
+        self._closed = True
+        if not self._finished.is_set():
+            self._tell(MOVED_ON)
 
-    def end(self, timeout_s: float = 5.0) -> None:
-        """The process is about to end, and a thread that came back from torch's C++ code meanwhile would abort it: wait for them.
+    def shut_down(self, timeout_s: float = 5.0) -> None:
+        """Close, and wait for the threads: one that returns from torch's C++ code while the process ends would abort it.
 
-        A thread that a cut link holds for longer than `timeout_s` stays there, and comes back no more.
+        A thread that a cut link holds for longer than `timeout_s` never returns, so it does no harm.
         """
         self.close()
         deadline = time.monotonic() + timeout_s

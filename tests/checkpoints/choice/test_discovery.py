@@ -21,16 +21,16 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice.discovery import Choice, candidates, choose, families, newest_complete
-from elastic_ext.checkpoints.formats import checks, detect
-from elastic_ext.checkpoints.formats.checks import DCP, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
+from elastic_ext.checkpoints.choice.selection import Choice, choose, families
+from elastic_ext.checkpoints.formats import detect, torch_save
+from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.names import pattern_of, step_of
-from elastic_ext.checkpoints.storage import Entry, open_storage
+from elastic_ext.checkpoints.storage import Entry, open_storage, remote
 
 
-def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, barred: str = "") -> Entry:
-    return Entry(name, f"/c/{name}", is_dir, 1, mtime, barred)
+def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
+    return Entry(name, f"/c/{name}", is_dir, 1, mtime, unusable)
 
 
 def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[str] | None = None) -> Choice:
@@ -142,9 +142,9 @@ def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -
     assert [passed.path for passed in choice.passed_over] == ["/c/checkpoint-500"]
 
 
-def test_barred_entries_are_passed_over_without_a_look() -> None:
+def test_unusable_entries_are_passed_over_without_a_look() -> None:
     looked: list[str] = []
-    choice = decide([entry("s_2.pt", barred="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
+    choice = decide([entry("s_2.pt", unusable="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
     assert looked == ["s_1.pt"]
     assert choice.passed_over[0].reason == "a link that leads nowhere"
 
@@ -186,7 +186,7 @@ def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert newest_complete(str(tmp_path)) == Choice(None)
 
 
-@pytest.mark.parametrize("suffix", checks.SUFFIXES)
+@pytest.mark.parametrize("suffix", TORCH_SAVE_SUFFIXES)
 def test_torch_save_files(tmp_path: Path, suffix: str) -> None:
     for step in (2, 10, 9):
         save_file(tmp_path / f"step_{step}{suffix}")
@@ -241,7 +241,7 @@ def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(chance.choice((1, 1, 2, 8))):
             data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(checks.check_torch_save(entry("a.pt"), io.BytesIO(bytes(data))).complete)
+        verdicts.add(torch_save.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
     assert verdicts == {True, False}
 
 
@@ -259,7 +259,7 @@ def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
             return data
 
     with Counting(path) as file:
-        assert checks.check_torch_save(entry("big.pt"), file).complete
+        assert torch_save.check(entry("big.pt"), file).complete
     assert Counting.count < 64 << 10
 
 
@@ -525,8 +525,8 @@ def test_each_call_lists_anew(tmp_path: Path) -> None:
 
 def test_what_a_storage_says_of_time() -> None:
     stamps = [{"LastModified": "2024-05-01T00:00:00Z"}, {"mtime": 1714521600.0}, {"updated": "2024-05-01T02:00:00+02:00"}]
-    assert [storage._mtime(info) for info in stamps] == [1714521600.0] * 3
-    assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
+    assert [remote._mtime(info) for info in stamps] == [1714521600.0] * 3
+    assert remote._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Which checkpoint a round resumes from: one answer for all nodes, what resume_from means later, what is put aside."""
+"""Which checkpoint a round resumes from: one answer for all nodes, what resume_from means later, what is quarantined."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,18 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.base.exchange import Alone
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
-from elastic_ext.checkpoints.directory import catalog
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.directory import marks
+from elastic_ext.checkpoints.formats.manifest import directory_name
+from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from tests.checkpoints.copying.test_replicate import save as save_part
+from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, Job, run
 
 
@@ -42,7 +48,7 @@ def flip(path: Path) -> None:
 
 
 def chosen(directory: Path, run_id: str = "run", **more: str) -> Resumption:
-    return resolution.choose(Settings(checkpoint_dir=str(directory), **more), run_id)
+    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), run_id, Alone(), Place())
 
 
 def test_the_newest_and_what_workers_are_told(tmp_path):
@@ -82,7 +88,7 @@ def test_a_damaged_one_is_not_chosen(tmp_path):
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
     flip(save(tmp_path, 7))
-    catalog.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
+    marks.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
     with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
         chosen(tmp_path)
     assert chosen(tmp_path, resume_from="none").path == ""
@@ -92,28 +98,50 @@ def test_all_bad(tmp_path):
     assert chosen(torn).path == ""
 
 
-def aside(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
+def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
     return resolution.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
-def test_what_is_put_aside(tmp_path):
+def test_what_is_quarantined(tmp_path):
     for step in (3, 5, 7):
         save(tmp_path, step)
-    assert aside(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
-    assert aside(tmp_path, "", newest=True) == "step_7.pt"
+    assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
+    assert quarantined(tmp_path, "", newest=True) == "step_7.pt"
     assert chosen(tmp_path).step == 3
     assert (tmp_path / "step_7.pt").exists()
-    assert aside(tmp_path, "") is None
-    assert aside(tmp_path, str(tmp_path / "gone.pt")) is None
+    assert quarantined(tmp_path, "") is None
+    assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
 
 
 def test_one_written_later_under_the_same_name_is_another(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 7, age_s=10)
-    aside(tmp_path, str(tmp_path / "step_7.pt"))
+    quarantined(tmp_path, str(tmp_path / "step_7.pt"))
     assert chosen(tmp_path).step == 5
     save(tmp_path, 7)
     assert chosen(tmp_path).step == 7
+
+
+@pytest.mark.parametrize("resume_from", ["", "5"])
+def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    remote.mkdir()
+    save_own(remote, 5)
+    name = save_part([local], 3)
+    opened: Counter[str] = Counter()
+    inner = Storage.__init__
+
+    def counted(self: Storage, address: str) -> None:
+        opened[address] += 1
+        inner(self, address)
+
+    monkeypatch.setattr(Storage, "__init__", counted)
+    settings = Settings(checkpoint_dir=str(remote), local_dir=str(local), resume_from=resume_from)
+    assert resolution.agree(settings, "run", Alone(), Place()).step == 5
+    assert opened == ({str(remote): 1} if resume_from else {str(remote): 1, str(local): 1})
+    shutil.rmtree(remote / directory_name(5, 1))
+    if not resume_from:
+        assert resolution.agree(settings, "run", Alone(), Place()).path == str(local / name)
 
 
 @pytest.fixture
@@ -156,10 +184,10 @@ def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
     writer = threading.Timer(0.2, lambda: (late / "step_7.pt").write_bytes(whole))
     (late / "step_7.pt").write_bytes(whole[:100])
     writer.start()
-    resolution.await_seen(str(late / "step_7.pt"), time.monotonic() + 30)
+    resolution.await_visible(open_storage(str(late)), "step_7.pt", time.monotonic() + 30)
     writer.join()
     with pytest.raises(UsageError, match="storage that every node mounts"):
-        resolution.await_seen(str(tmp_path / "step_8.pt"), time.monotonic() + 0.1)
+        resolution.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic() + 0.1)
 
 
 SCRIPT = """
@@ -195,7 +223,7 @@ def test_a_job_goes_back_to_one_that_works(tmp_path, how, begins):
     done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script, how], tmp_path, DIR=str(directory))
     assert done.returncode == 0, done.err
     assert re.findall(r"begin (.*)", done.out) == begins
-    assert "is put aside" in done.err
+    assert "is quarantined" in done.err
 
 
 def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints import storage
 from elastic_ext.checkpoints.choice import discovery
-from elastic_ext.checkpoints.choice.discovery import Choice, Wanted, newest_complete
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.selection import Choice
+from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Entry, LocalStorage, RemoteStorage, Storage, open_storage
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled, polling
+from elastic_ext.checkpoints.storage.local import LocalStorage
+from elastic_ext.checkpoints.storage.remote import RemoteStorage
 from tests.checkpoints.formats.test_formats import save_own
 
 
@@ -37,7 +39,7 @@ def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> N
     held = open_storage(directory)
     names = [save_own(held, step) for step in (1, 2, 3)]
     assert chosen(directory) == names[2]
-    catalog.quarantine(held, names[2], "KeyError at load, twice", "agent")
+    marks.quarantine(held, names[2], "KeyError at load, twice", "agent")
     choice = newest_complete(directory)
     assert choice.resume is not None
     assert choice.resume.step == 2
@@ -45,14 +47,14 @@ def test_quarantined_ones_are_passed_over_and_may_come_back(directory: str) -> N
         (held.path(names[2]), "quarantined: KeyError at load, twice", True)
     ]
     assert not choice.all_bad
-    mark = catalog.quarantined(held, names[2])
+    mark = marks.quarantine_of(held, names[2])
     assert mark is not None
     assert (mark.by, mark.at > 0) == ("agent", True)
-    assert catalog.in_quarantine(held) == {names[2]}
-    catalog.unquarantine(held, names[2])
+    assert marks.quarantined_names(held) == {names[2]}
+    marks.lift_quarantine(held, names[2])
     assert chosen(directory) == names[2]
     with pytest.raises(FileNotFoundError):
-        catalog.unquarantine(held, names[2])
+        marks.lift_quarantine(held, names[2])
 
 
 def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
@@ -61,24 +63,11 @@ def test_all_bad_is_not_the_same_as_nothing(directory: str) -> None:
     choice = newest_complete(directory)
     assert (choice.resume, choice.all_bad, len(choice.passed_over)) == (None, False, 1)  # the very first save was cut off
     names = [save_own(held, step) for step in (1, 2)]
-    catalog.quarantine(held, names[0], "bad")
-    choice = newest_complete(directory, Wanted(exclude=frozenset({names[1]})))
+    marks.quarantine(held, names[0], "bad")
+    marks.quarantine(held, names[1], "bad")
+    choice = newest_complete(directory)
     assert (choice.resume, choice.all_bad) == (None, True)
     assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
-
-
-def test_going_back(tmp_path: Path) -> None:
-    names = [save_own(tmp_path, step) for step in (1, 2, 3, 4)]
-    (tmp_path / names[2] / MANIFEST).unlink()
-    torch.save({"step": 9}, tmp_path / "last.pt")
-    os.utime(tmp_path / "last.pt", (1, 1))
-    expected = [names[3], names[1], names[0], "last.pt", None]
-    assert [chosen(str(tmp_path), back=back) for back in range(5)] == expected
-    choice = newest_complete(str(tmp_path), Wanted(back=9))
-    assert (choice.resume, choice.all_bad) == (None, False)
-    assert [os.path.basename(passed.path) for passed in choice.passed_over if "go back" in passed.reason] == [
-        names[3], names[1], names[0], "last.pt",
-    ]  # fmt: skip
 
 
 def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
@@ -108,11 +97,9 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
         newest_complete(str(tmp_path), Wanted(resume_from="77"))
     with pytest.raises(UsageError, match="no such checkpoint"):
         newest_complete(str(tmp_path), Wanted(resume_from="model_2.pt"))
-    catalog.quarantine(open_storage(str(tmp_path)), names[1], "bad")
+    marks.quarantine(open_storage(str(tmp_path)), names[1], "bad")
     with pytest.raises(UsageError, match=r"resume_from=2 cannot be used: .*quarantined: bad"):
         newest_complete(str(tmp_path), Wanted(resume_from="2"))
-    with pytest.raises(UsageError, match="excluded"):
-        newest_complete(str(tmp_path), Wanted(resume_from="1", exclude=frozenset({names[0]})))
 
 
 def test_a_damaged_one_is_found_before_it_is_chosen(directory: str) -> None:
@@ -204,10 +191,10 @@ class LateStorage(LocalStorage):
 def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(polling, "FIRST_PAUSE_S", 0.001)
     name = save_own(tmp_path, 1)
     late = LateStorage(str(tmp_path), 5)
-    found = storage.polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
+    found = polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
     assert found is not None
     assert late.looks == 6
-    assert discovery.Look(late)(next(late.entries())).complete
+    assert discovery.Inspector(late)(next(late.entries())).complete

@@ -19,9 +19,10 @@ from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Here, Replicator, next_target
-from elastic_ext.checkpoints.directory import catalog, tiers
+from elastic_ext.checkpoints.directory import pruning, tiers
 from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
-from elastic_ext.checkpoints.directory.tiers import Held, Offer, lacking, newest_of_all, plan_local_prune, rank_of, ranks_of
+from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
+from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_of_all, rank_of, ranks_of
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
@@ -129,7 +130,7 @@ def test_the_newest_that_the_nodes_have_all_parts_of():
     assert newest([offer(4, 0, 1)]) == 4
     three = [offer(4, rank, nodes=(1, 1, 1)) for rank in range(3)]
     assert newest(three[:1], three[2:]) is None
-    assert lacking([three[:1], three[2:]]) == {offer(4, nodes=(1, 1, 1)): (1,)}
+    assert missing_ranks([three[:1], three[2:]]) == {offer(4, nodes=(1, 1, 1)): (1,)}
     assert newest(three[2:], three[:1], three[1:2]) == 4
 
 
@@ -137,7 +138,7 @@ def test_pruning_keeps_the_last_copy():
     names = [directory_name(step, 1) for step in (8, 6, 4, 2)]
 
     def removed(newest_remote: int | None, torn: tuple[int, ...] = ()) -> list[int]:
-        held = [Held(name, step not in torn, False) for name, step in zip(names, (8, 6, 4, 2), strict=True)]
+        held = [LocalCopy(name, step not in torn, False) for name, step in zip(names, (8, 6, 4, 2), strict=True)]
         order = (1, newest_remote) if newest_remote is not None else None
         return [int(name[5:13]) for name in plan_local_prune(held, order)]
 
@@ -146,7 +147,7 @@ def test_pruning_keeps_the_last_copy():
     assert removed(8) == [6, 4, 2]
     assert removed(9, torn=(8, 6, 4, 2)) == []  # nothing whole: in work
     assert removed(None, torn=(8, 4)) == [4]
-    assert plan_local_prune([Held(names[0], True, True)], (1, 8)) == []
+    assert plan_local_prune([LocalCopy(names[0], True, True)], (1, 8)) == []
 
 
 def test_joined_ranges_cover_the_same_bytes():
@@ -393,7 +394,7 @@ def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch
     pin.narrow(older)
     pin.release()
     assert len(os.listdir("/proc/self/fd")) == len(before)
-    assert "cannot be kept from being pruned" in caplog.text
+    assert "from being pruned" in caplog.text
     told = copier.turn()
     assert (told.complete, told.failures) == (newer, 0)
     assert not (local / older).exists()
@@ -413,7 +414,7 @@ def test_who_chooses_waits_for_a_removal_under_way(superfluous):
         assert free
         agent = threading.Thread(target=choose)
         agent.start()
-        catalog.delete(storage, older)
+        pruning.delete(storage, older)
         assert seen == []
     agent.join(30)
     assert seen == [[directory_name(4, 1)]]
@@ -449,7 +450,7 @@ def test_removed_under_its_hands(tmp_path, nodes):
     name = save(nodes, 2)
     copiers[0].turn()
     copiers[1].turn()
-    catalog.delete(remote, name)
+    pruning.delete(remote, name)
     for _ in range(2):
         copiers[0].turn()
     assert not os.path.exists(tmp_path / "remote" / name / MANIFEST)

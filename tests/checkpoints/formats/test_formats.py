@@ -23,14 +23,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints import formats
 from elastic_ext.checkpoints.choice.discovery import Wanted, newest_complete
-from elastic_ext.checkpoints.directory import catalog
+from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats import detect, peek
-from elastic_ext.checkpoints.formats.checks import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection, dcp_items
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, decode, directory_name, encode
-from elastic_ext.checkpoints.formats.verify import stored_files
+from elastic_ext.checkpoints.formats.dcp import parse_metadata
+from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, UNKNOWN, Inspection
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, directory_name, encode
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 
 
@@ -39,14 +41,15 @@ def save_own(root: Path | Storage, step: int, generation: int = 1, **fields: Any
     storage = root if isinstance(root, Storage) else open_storage(str(root))
     name = directory_name(step, generation)
     chance = random.Random(step)
-    for file in ("__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"):
-        storage.put(f"{name}/{file}", chance.randbytes(1000 + step % 100))
-    files = stored_files(storage, name, ["__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt"])
+    contents = {file: chance.randbytes(1000 + step % 100) for file in ("__0_0.distcp", "__1_0.distcp", "rank_00000/sampler.pt")}
+    for file, data in contents.items():
+        storage.put(f"{name}/{file}", data)
+    files = tuple(StoredFile(file, len(data), xxh3_64_hexdigest(data)) for file, data in contents.items())
     storage.put(f"{name}/{MANIFEST}", encode(Manifest(step, generation, files, world_size=2, **fields)))
     return name
 
 
-def verdict(directory: Path, name: str) -> Inspection:
+def inspected(directory: Path, name: str) -> Inspection:
     storage = open_storage(str(directory))
     entry = next(entry for entry in storage.entries() if entry.name == name)
     return detect.check(storage, entry)
@@ -57,7 +60,7 @@ def verdict(directory: Path, name: str) -> Inspection:
 
 def test_our_own(tmp_path: Path) -> None:
     name = save_own(tmp_path, 120, 3, epoch=7)
-    found = verdict(tmp_path, name)
+    found = inspected(tmp_path, name)
     assert (found.complete, found.format, found.step, found.epoch, found.size) == (True, OWN, 120, 7, 3060)
     assert "3 files with their sizes" in found.reason
 
@@ -67,20 +70,20 @@ def test_our_own_without_a_part(tmp_path: Path, file: str) -> None:
     name = save_own(tmp_path, 1)
     path = tmp_path / name / file
     path.write_bytes(path.read_bytes()[:-1])
-    assert verdict(tmp_path, name).reason == f"{file} has 1000 bytes of 1001"
+    assert inspected(tmp_path, name).reason == f"{file} has 1000 bytes, expected 1001"
     path.unlink()
-    assert verdict(tmp_path, name).reason == f"{file} is missing"
+    assert inspected(tmp_path, name).reason == f"{file} is missing"
     path.mkdir()
-    assert not verdict(tmp_path, name).complete
+    assert not inspected(tmp_path, name).complete
     shutil.rmtree(path.parent if "/" in file else path)
-    assert verdict(tmp_path, name).reason == f"{file} is missing"
+    assert inspected(tmp_path, name).reason == f"{file} is missing"
     (tmp_path / name / MANIFEST).unlink()
-    assert verdict(tmp_path, name) == Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
+    assert inspected(tmp_path, name) == Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
 
 
 def test_an_empty_directory_of_ours_is_ours(tmp_path: Path) -> None:
     (tmp_path / directory_name(5, 1)).mkdir()
-    assert verdict(tmp_path, directory_name(5, 1)).format == OWN
+    assert inspected(tmp_path, directory_name(5, 1)).format == OWN
 
 
 def test_a_later_group_is_newer_whatever_its_step(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_every_bit_of_a_manifest_matters(tmp_path: Path) -> None:
 )
 def test_the_step_in_a_file(tmp_path: Path, saved: Any, step: int | None, epoch: int | None) -> None:
     torch.save(saved, tmp_path / "latest.pt")
-    found = verdict(tmp_path, "latest.pt")
+    found = inspected(tmp_path, "latest.pt")
     assert (found.complete, found.format, found.step, found.epoch) == (True, TORCH_SAVE, step, epoch)
     resume = newest_complete(str(tmp_path)).resume
     assert resume is not None
@@ -153,7 +156,7 @@ def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
         torch.save({"step": 7}, tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    found = verdict(tmp_path, "a.pt")
+    found = inspected(tmp_path, "a.pt")
     assert (found.complete, found.step) == (True, 7)
 
 
@@ -162,10 +165,10 @@ def test_a_directory_whose_metadata_tells_of_more(tmp_path: Path) -> None:
     shard = tmp_path / "step_1" / "__0_0.distcp"
     size = shard.stat().st_size
     os.truncate(shard, size - 1)
-    assert verdict(tmp_path, "step_1").reason == f"__0_0.distcp has {size - 1} bytes of {size}"
+    assert inspected(tmp_path, "step_1").reason == f"__0_0.distcp has {size - 1} bytes of {size}"
     (tmp_path / "step_1" / "__7_0.distcp").write_bytes(b"x")
     shard.unlink()
-    assert verdict(tmp_path, "step_1").reason == f"__0_0.distcp has 0 bytes of {size}"
+    assert inspected(tmp_path, "step_1").reason == f"__0_0.distcp has 0 bytes of {size}"
 
 
 def test_a_damaged_metadata_never_raises(tmp_path: Path) -> None:
@@ -179,7 +182,7 @@ def test_a_damaged_metadata_never_raises(tmp_path: Path) -> None:
         for _ in range(chance.choice((1, 2, 20))):
             data[chance.randrange(len(data))] = chance.randrange(256)
         metadata.write_bytes(data[: chance.choice((len(data), chance.randrange(1, len(data))))])
-        formats.add(verdict(tmp_path, "step_1").complete)
+        formats.add(inspected(tmp_path, "step_1").complete)
     assert formats == {True, False}
 
 
@@ -242,7 +245,7 @@ def test_flipped_bits_of_a_pickle_cost_no_memory(protocol: int) -> None:
     stored = {MetadataIndex("w", torch.Size((i, 0)), i): _StorageInfo(f"__{i}_0.distcp", i * 1000, 1000) for i in range(9)}
     tensors = {"w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((9, 9)), chunks)}
     whole = pickle.dumps(Metadata(tensors, {"plain": [1, "two", b"three", (2**70, 1.5)]}, stored), protocol)
-    assert len(dcp_items(whole)) == 9
+    assert len(parse_metadata(whole)) == 9
     chance = random.Random(protocol)
     for _ in range(FLIPS // 5):
         data = bytearray(whole)
@@ -270,7 +273,7 @@ def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
     """Of a million digits: no step, and no size of a file."""
     assert peek.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
     info = _StorageInfo("__0_0.distcp", 0, 1 << 3_000_000)
-    assert dcp_items(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))) == ()
+    assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))) == ()
 
 
 def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
@@ -287,7 +290,7 @@ def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
         file.write(data)
     os.truncate(path, (1 << 30) + len(data))
     tracemalloc.start()
-    found = verdict(tmp_path, path.name)
+    found = inspected(tmp_path, path.name)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert not found.complete
@@ -298,7 +301,7 @@ def test_a_file_of_lightning(tmp_path: Path) -> None:
     """As Trainer.dump_checkpoint lays it out."""
     saved = {"epoch": 1, "global_step": 42, "pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.ones(2)}, "loops": {}}
     torch.save(saved, tmp_path / "last.ckpt")
-    found = verdict(tmp_path, "last.ckpt")
+    found = inspected(tmp_path, "last.ckpt")
     assert (found.complete, found.format, found.step, found.epoch) == (True, LIGHTNING, 42, 1)
 
 
@@ -306,12 +309,12 @@ def test_a_directory_of_lightning(tmp_path: Path) -> None:
     path = tmp_path / "epoch=0-step=9.ckpt"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
     torch.save({"epoch": 0, "global_step": 9, "pytorch-lightning_version": "2.6.0"}, path / "meta.pt")
-    found = verdict(tmp_path, path.name)
+    found = inspected(tmp_path, path.name)
     assert (found.complete, found.format, found.step) == (True, LIGHTNING, 9)
     os.truncate(path / "meta.pt", 100)
-    assert "meta.pt: its zip directory" in verdict(tmp_path, path.name).reason
+    assert "meta.pt: its zip directory" in inspected(tmp_path, path.name).reason
     (path / ".metadata").unlink()
-    assert verdict(tmp_path, path.name).reason == "no .metadata, the save did not finish"
+    assert inspected(tmp_path, path.name).reason == "no .metadata, the save did not finish"
 
 
 # Hugging Face.
@@ -333,7 +336,7 @@ def save_trainer(path: Path, step: int = 500) -> Path:
 def test_a_trainers_checkpoint(tmp_path: Path) -> None:
     for step in (500, 1000):
         save_trainer(tmp_path / f"checkpoint-{step}", step)
-    found = verdict(tmp_path, "checkpoint-1000")
+    found = inspected(tmp_path, "checkpoint-1000")
     assert (found.complete, found.format, found.step, found.epoch) == (True, HUGGING_FACE, 1000, 1)
     resume = newest_complete(str(tmp_path)).resume
     assert resume is not None
@@ -349,18 +352,18 @@ def test_a_trainers_checkpoint_without_a_part(tmp_path: Path, part: str) -> None
     size = path.stat().st_size
     for length in {0, 1, size // 2, size - 1}:
         os.truncate(path, length)
-        found = verdict(tmp_path, "checkpoint-5")
+        found = inspected(tmp_path, "checkpoint-5")
         assert (found.complete, found.format) == (False, HUGGING_FACE)
         assert part in found.reason, length
     path.unlink()
-    assert not verdict(tmp_path, "checkpoint-5").complete
+    assert not inspected(tmp_path, "checkpoint-5").complete
 
 
 def test_a_trainers_checkpoint_of_the_model_only(tmp_path: Path) -> None:
     path = save_trainer(tmp_path / "checkpoint-5")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (path / name).unlink()
-    assert verdict(tmp_path, "checkpoint-5").complete
+    assert inspected(tmp_path, "checkpoint-5").complete
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:
@@ -372,12 +375,12 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     )
     assert (
         "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing"
-        in verdict(tmp_path, "checkpoint-5").reason
+        in inspected(tmp_path, "checkpoint-5").reason
     )
     shutil.copy(path / "model-00001-of-00002.safetensors", path / "model-00002-of-00002.safetensors")
-    assert verdict(tmp_path, "checkpoint-5").complete
+    assert inspected(tmp_path, "checkpoint-5").complete
     index.write_text("[]")
-    assert "model.safetensors.index.json is damaged" in verdict(tmp_path, "checkpoint-5").reason
+    assert "model.safetensors.index.json is damaged" in inspected(tmp_path, "checkpoint-5").reason
 
 
 def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path) -> None:
@@ -388,9 +391,9 @@ def test_a_trainers_checkpoint_of_fsdp(tmp_path: Path) -> None:
         torch.save({}, path / f"rng_state_{rank}.pth")
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=path / folder, no_dist=True)
-    assert verdict(tmp_path, "checkpoint-5").complete
+    assert inspected(tmp_path, "checkpoint-5").complete
     (path / "optimizer_0" / ".metadata").unlink()
-    assert verdict(tmp_path, "checkpoint-5").reason == "optimizer_0: no .metadata, the save did not finish"
+    assert inspected(tmp_path, "checkpoint-5").reason == "optimizer_0: no .metadata, the save did not finish"
 
 
 def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:
@@ -398,12 +401,12 @@ def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         (path / name).unlink()
     (path / "global_step5").mkdir()
-    assert "global_step5 holds no .pt file" in verdict(tmp_path, "checkpoint-5").reason
+    assert "global_step5 holds no .pt file" in inspected(tmp_path, "checkpoint-5").reason
     part = path / "global_step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({}, part)
-    assert verdict(tmp_path, "checkpoint-5").complete
+    assert inspected(tmp_path, "checkpoint-5").complete
     os.truncate(part, 50)
-    assert part.name in verdict(tmp_path, "checkpoint-5").reason
+    assert part.name in inspected(tmp_path, "checkpoint-5").reason
 
 
 # A pattern and a plug-in of the user's.
@@ -411,12 +414,17 @@ def test_a_trainers_checkpoint_of_deepspeed(tmp_path: Path) -> None:
 
 def found_names(directory: Path, pattern: str) -> list[tuple[str, int | None]]:
     """All that may be chosen, best first, each with the step that is told."""
+    storage = open_storage(str(directory))
     found: list[tuple[str, int | None]] = []
     while True:
-        resume = newest_complete(str(directory), Wanted(pattern=pattern, exclude=frozenset(name for name, _ in found))).resume
+        resume = newest_complete(str(directory), Wanted(pattern=pattern)).resume
         if resume is None:
-            return found
+            break
         found.append((os.path.basename(resume.path), resume.step))
+        marks.quarantine(storage, found[-1][0], "found")
+    for name, _ in found:
+        marks.lift_quarantine(storage, name)
+    return found
 
 
 def test_a_pattern_of_the_users(tmp_path: Path) -> None:
@@ -447,7 +455,7 @@ def test_our_own_are_found_whatever_the_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
 def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
-    from elastic_ext.checkpoints.formats.names import compiled
+    from elastic_ext.base.name_pattern import compiled
 
     with pytest.raises(UsageError, match="checkpoint_pattern"):
         compiled(pattern)
@@ -469,12 +477,18 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Registers an entry point as an installed package would."""
 
     def register(value: str) -> None:
-        point = EntryPoint("mine", value, detect.GROUP)
-        monkeypatch.setattr(detect, "entry_points", lambda group: [point] if group == detect.GROUP else [])
+        point = EntryPoint("mine", value, detect.ENTRY_POINTS)
+        monkeypatch.setattr(detect, "entry_points", lambda group: [point] if group == detect.ENTRY_POINTS else [])
         detect.plugins.cache_clear()
 
     yield register
     detect.plugins.cache_clear()
+
+
+def test_the_interface_for_formats_of_the_users() -> None:
+    """By the names that a plug-in imports, the former one too."""
+    assert (formats.Inspection, formats.Verdict, formats.Entry, formats.Storage) == (Inspection, Inspection, Entry, Storage)
+    assert isinstance(formats.Format, type)
 
 
 def test_a_format_of_the_users(tmp_path: Path, plugin: Any) -> None:
@@ -539,12 +553,12 @@ def test_random_bytes_are_never_a_crash_and_never_a_checkpoint(tmp_path: Path) -
         for name in chance.sample(names, 4):
             write(f"{folder}/{name}", chance.choice(starts) + chance.randbytes(chance.randrange(60)))
         write("step_9.pt", chance.choice(starts) + chance.randbytes(chance.randrange(60)))
-        write(f"{catalog.QUARANTINE}/step_9.pt.json", chance.randbytes(chance.randrange(60)))
+        write(f"{marks.QUARANTINE}/step_9.pt.json", chance.randbytes(chance.randrange(60)))
         assert newest_complete(str(tmp_path)).resume is None, turn
-        assert catalog.quarantined(storage, "step_9.pt") is not None
+        assert marks.quarantine_of(storage, "step_9.pt") is not None
         shutil.rmtree(tmp_path / folder)
 
 
 def test_unknown_directories_are_said_to_be_unknown(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    assert verdict(tmp_path, "runs").format == UNKNOWN
+    assert inspected(tmp_path, "runs").format == UNKNOWN

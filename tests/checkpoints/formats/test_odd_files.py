@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.discovery import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Replicator
-from elastic_ext.checkpoints.directory import catalog
-from elastic_ext.checkpoints.formats.verify import Mode, files_of, verify
+from elastic_ext.checkpoints.directory import transfer
+from elastic_ext.checkpoints.formats.files import files_of
+from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.copying.test_replicate import complete, save
@@ -82,9 +83,9 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     assert verify(storage, entry, Mode.FULL).faults == ()
     assert not {file.rpartition("/")[2] for file, _ in files_of(storage, name)} & {*NAMES, "again"}
     target = open_storage(str(tmp_path / "copy"))
-    catalog.copy(storage, target, entry)
+    transfer.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
-    assert [row.name for row in listing.rows(storage) if row.complete] == [name]
+    assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
 
 
 def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +106,7 @@ def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     entry = next(entry for entry in storage.entries() if entry.name == name)
     assert newest_complete(str(tmp_path)).resume is not None
     assert verify(storage, entry, Mode.FULL).sound
-    catalog.copy(storage, open_storage(str(tmp_path / "copy")), entry)
+    transfer.copy(storage, open_storage(str(tmp_path / "copy")), entry)
     assert not (tmp_path / "copy" / name / "__0_0.distcp").is_symlink()
 
 

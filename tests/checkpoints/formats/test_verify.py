@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.checks import check_torch_save
+from elastic_ext.checkpoints.formats import detect, torch_save
+from elastic_ext.checkpoints.formats.files import checksum, files_of
 from elastic_ext.checkpoints.formats.manifest import MANIFEST
-from elastic_ext.checkpoints.formats.verify import Mode, Verification, checksum, files_of, verify, zip_fault
+from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
@@ -145,7 +145,7 @@ def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
             data = bytearray(whole)
             data[place] ^= 1 << bit
             entry = Entry("a.pt", "a.pt", False, len(data), 0.0)
-            if not check_torch_save(entry, io.BytesIO(data)).complete or zip_fault(io.BytesIO(data))[0]:
+            if not torch_save.check(entry, io.BytesIO(data)).complete or torch_save.read_content(io.BytesIO(data)).fault:
                 continue
             try:
                 loaded = torch.load(io.BytesIO(data))

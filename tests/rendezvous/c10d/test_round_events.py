@@ -1,98 +1,158 @@
-"""News through a real TCPStore."""
+"""Round events through a real TCPStore."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.c10d.round_events import ALL_DONE, RoundEvents
+from elastic_ext.base import round_store
+from elastic_ext.rendezvous.c10d.round_events import MOVED_ON, EventKind, RoundEvent, RoundEvents
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 
 
-def test_one_tells_and_all_hear():
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def server() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def key(number: int) -> str:
+    return f"{round_store.PREFIX}/{round_store.event(number)}"
+
+
+def nothing() -> None:
+    pass
+
+
+def reasons(*agents: RoundEvents) -> list[str | None]:
+    return [each.ended_by.reason if each.ended_by is not None else None for each in agents]
+
+
+def test_one_tells_and_all_hear(server):
     heard = [threading.Event() for _ in range(4)]
-    news = [RoundEvents("localhost", server.port, "over", event.set) for event in heard]
-    assert all(each.reason is None for each in news)
-    news[2].tell("workers failed on b")
+    agents = [RoundEvents("localhost", server.port, 4, event.set) for event in heard]
+    assert reasons(*agents) == [None] * 4
+    agents[2].failed("workers failed on b", "b")
     assert all(event.wait(20) for event in heard)
-    assert {each.reason for each in news} == {"workers failed on b"}
+    assert reasons(*agents) == ["workers failed on b"] * 4
+    assert {each.ended_by.end.kind for each in agents} == {EndKind.BROKEN}
 
 
-def test_going_on_to_the_next_round_ends_the_waits_of_this_one():
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
     heard = threading.Event()
-    mine, other = (
-        RoundEvents("localhost", server.port, "over", lambda: None),
-        RoundEvents("localhost", server.port, "over", heard.set),
-    )
+    mine, other = RoundEvents("localhost", server.port, 2, nothing), RoundEvents("localhost", server.port, 2, heard.set)
     before = threading.active_count()
     mine.close()
     assert heard.wait(20)
-    assert mine.reason is None  # not news to the one that went on
-    assert other.reason == "a node has gone on to the next round"
-    assert threading.active_count() <= before + 1  # the one that told may still be ending
+    assert mine.ended_by is None  # no event for the one that moved on
+    assert other.ended_by == MOVED_ON
+    assert other.heard_no_failure
+    assert not other.heard_failure
+    assert threading.active_count() <= before + 1  # the thread that wrote the event may still be ending
 
 
-def test_no_thread_is_left_at_the_end():
+def test_no_thread_is_left_at_the_end(server):
     """One that comes back from C++ while the interpreter ends aborts the process (torch 2.8: exit code -6)."""
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     before = set(threading.enumerate())
-    news = RoundEvents("localhost", server.port, "over", lambda: None)
+    events = RoundEvents("localhost", server.port, 1, nothing)
     assert set(threading.enumerate()) > before
-    news.end(60)
+    events.shut_down(60)
     assert set(threading.enumerate()) == before
 
 
 def test_a_store_that_dies_ends_the_wait():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     threads = set(threading.enumerate())
-    news = RoundEvents("localhost", server.port, "over", lambda: None)
+    events = RoundEvents("localhost", server.port, 2, nothing)
     (waiting,) = set(threading.enumerate()) - threads
     del server
     waiting.join(20)
     assert not waiting.is_alive()
-    assert news.reason is None
+    assert events.ended_by is None
+    assert events.lost
 
 
-def test_all_hear_when_the_last_one_has_finished():
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    news = [RoundEvents("localhost", server.port, "over", lambda: None) for _ in range(3)]
+def test_all_hear_when_the_last_one_has_finished(server):
+    agents = [RoundEvents("localhost", server.port, 3, nothing) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        first = [pool.submit(each.await_all_done, 3, 60) for each in news[:2]]
+        first = [pool.submit(each.await_all_done, 60) for each in agents[:2]]
         assert not any(each.done() for each in first)
-        last = pool.submit(news[2].await_all_done, 3, 60)
-        assert {each.result(60) for each in (*first, last)} == {ALL_DONE}
+        last = pool.submit(agents[2].await_all_done, 60)
+        assert {each.result(60) for each in (*first, last)} == {True}
+    assert reasons(*agents) == ["all workers have finished"] * 3
 
 
-def test_a_node_that_has_finished_hears_of_a_failure_first():
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    one, other = (RoundEvents("localhost", server.port, "over", lambda: None) for _ in range(2))
+def test_a_node_that_has_finished_hears_of_a_failure_first(server):
+    one, other = (RoundEvents("localhost", server.port, 2, nothing) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(one.await_all_done, 2, 60)
-        other.tell("workers failed on b")
-        assert waits.result(60) == "workers failed on b"
-    other.close()  # what was told first stays
-    assert server.get("over/1") == b"workers failed on b"
-    assert one.of_failure
+        waits = pool.submit(one.await_all_done, 60)
+        other.failed("workers failed on b", "b")
+        assert waits.result(60) is False
+    other.close()  # the first event stays
+    assert json.loads(server.get(key(1))) == {"schema": 1, "kind": "failed", "reason": "workers failed on b", "node": "b"}
+    assert one.heard_failure
 
 
-def test_saves_are_asked_for_and_then_the_round_ends():
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def test_a_node_that_leaves_is_named(server):
+    heard = threading.Event()
+    one, other = RoundEvents("localhost", server.port, 2, heard.set), RoundEvents("localhost", server.port, 2, nothing)
+    other.leaving("b")
+    assert heard.wait(20)
+    assert (one.left_by, reasons(one)) == ("b", ["left by b"])
+    assert one.heard_no_failure
+
+
+def test_the_last_node_to_claim_a_stall_ends_the_round(server):
+    heard = threading.Event()
+    one, other = RoundEvents("localhost", server.port, 2, heard.set), RoundEvents("localhost", server.port, 2, nothing)
+    one.stalled(True)
+    one.stalled(False)
+    other.stalled(True)
+    one.stalled(True)
+    assert heard.wait(20)
+    assert one.ended_by.end == RoundEnd(EndKind.STALLED, "no worker of the job makes progress any more")
+    assert one.heard_failure
+
+
+def test_saves_are_asked_for_and_then_the_round_ends(server):
     heard = threading.Condition()
 
-    def on_news():
+    def on_event():
         with heard:
             heard.notify_all()
 
-    news = [RoundEvents("localhost", server.port, "over", on_news) for _ in range(3)]
+    agents = [RoundEvents("localhost", server.port, 3, on_event) for _ in range(3)]
     for number in (1, 2):
-        news[number].request_save()
+        agents[number].request_save()
         with heard:
-            assert heard.wait_for(lambda number=number: all(each.saves == number for each in news), 20)
-        assert all(each.reason is None for each in news)
-    news[0].tell("it failed")
+            assert heard.wait_for(lambda number=number: all(each.saves == number for each in agents), 20)
+        assert reasons(*agents) == [None] * 3
+    agents[0].failed("it failed", "a")
     with heard:
-        assert heard.wait_for(lambda: all(each.reason == "it failed" for each in news), 20)
-    news[0].request_save()  # nobody saves any more
-    news[0].end()
-    assert [each.saves for each in news] == [2, 2, 2]
+        assert heard.wait_for(lambda: reasons(*agents) == ["it failed"] * 3, 20)
+    agents[0].request_save()  # nobody saves any more
+    agents[0].shut_down()
+    assert [each.saves for each in agents] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\xff\xfe", b"[" * 50_000, b"{}", b"save", b"left by b", b'{"schema": 2, "kind": "failed"}', b'{"schema": 1, "kind": "?"}'],
+)
+def test_what_a_stranger_puts_there_is_passed_over(server, text, caplog):
+    """It ends nothing and hides no later event, and there is one warning."""
+    server.set(key(1), text)
+    saved, ended = threading.Event(), threading.Event()
+    agents = [
+        RoundEvents("localhost", server.port, 2, lambda: (ended if agents[0].ended_by else saved).set()),
+        RoundEvents("localhost", server.port, 2, nothing),
+    ]
+    agents[1].request_save()
+    assert saved.wait(20)
+    assert reasons(*agents) == [None, None]
+    agents[1].failed("workers failed on b", "b")
+    assert ended.wait(20)
+    assert agents[0].saves == 1
+    assert RoundEvent(EventKind.FAILED, "workers failed on b", "b") == agents[0].ended_by
+    assert "it is passed over" in caplog.text

@@ -82,7 +82,7 @@ def test_what_only_follows_is_not_judged_before_the_silent_have_told(store, capl
     a, b, c = make(store, "abc")
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(node.conclude, report(name, **PEER), settle_s=0.1) for name, node in (("a", a), ("c", c))]
-        while "not all nodes have told yet" not in caplog.text:
+        while "not all nodes have reported yet" not in caplog.text:
             assert not any(answer.done() for answer in answers)
             time.sleep(0.01)
         answers.append(pool.submit(b.conclude, report("b", "NameError", "x"), settle_s=0.1))

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import EtcdClient, EtcdError, Event, QuotaExceeded
+from elastic_ext.etcd import EtcdError, Event, QuotaExceeded
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import TORCHRUN, Finished, Gate, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen

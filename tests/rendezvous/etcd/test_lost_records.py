@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.etcd import Compare, Delete, EtcdClient, Put, Unavailable
+from elastic_ext.etcd import Compare, Delete, Put, Unavailable
 from elastic_ext.etcd.values import Op, TxnResult
 from elastic_ext.failures.ledger import decode_ledger
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
@@ -26,6 +26,7 @@ from elastic_ext.rendezvous.etcd.participant import RETRY_S, Participant
 from elastic_ext.rendezvous.rounds import Assignment, Header, Limits, Node, State, decode, encode
 from tests.agent.test_supervisor import DEAF
 from tests.etcd.proxy import Proxy
+from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, reports, seen, wait_for_nodes

@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.directory import catalog
-from elastic_ext.checkpoints.directory.catalog import CopyError, Kept, copy, plan_prune
+from elastic_ext.checkpoints.directory import pruning
+from elastic_ext.checkpoints.directory.pruning import PruneCandidate, plan_prune
+from elastic_ext.checkpoints.directory.transfer import CopyError, copy
 from elastic_ext.checkpoints.formats import detect
-from elastic_ext.checkpoints.formats.checks import OWN, TORCH_SAVE, UNKNOWN
+from elastic_ext.checkpoints.formats.inspection import OWN, TORCH_SAVE, UNKNOWN
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
@@ -29,11 +30,11 @@ from tests.checkpoints.formats.test_formats import save_own, save_trainer
 # Pruning, which is pure.
 
 
-def kept(step: int, complete: bool = True, format: str = OWN, family: str = "f", **marks: bool) -> Kept:
-    return Kept(f"{family}{step}", family, step, format, complete, **marks)
+def candidate(step: int, complete: bool = True, format: str = OWN, family: str = "f", **marks: bool) -> PruneCandidate:
+    return PruneCandidate(f"{family}{step}", family, step, format, complete, **marks)
 
 
-def removed(rows: list[Kept], keep_last: int = 2, keep_every: int = 0) -> list[str]:
+def removed(rows: list[PruneCandidate], keep_last: int = 2, keep_every: int = 0) -> list[str]:
     return [each.name for each in plan_prune(rows, keep_last, keep_every) if each.remove]
 
 
@@ -41,32 +42,32 @@ def removed(rows: list[Kept], keep_last: int = 2, keep_every: int = 0) -> list[s
     ("rows", "expected"),
     [
         ([], []),
-        ([kept(3), kept(2), kept(1)], ["f1"]),
-        ([kept(3), kept(2, pinned=True), kept(1)], ["f1"]),  # a pinned one counts: two complete ones are newer
-        ([kept(3), kept(2), kept(1, pinned=True)], []),
-        ([kept(3, quarantined=True), kept(2), kept(1)], []),  # a quarantined one does not count
-        ([kept(4), kept(3), kept(2, quarantined=True), kept(1)], ["f1"]),
-        ([kept(4, complete=False), kept(3), kept(2)], []),  # perhaps being written
-        ([kept(4), kept(3, complete=False), kept(2)], ["f3"]),
-        ([kept(4), kept(3, complete=False, format=TORCH_SAVE), kept(2, complete=False, format=UNKNOWN)], []),
-        ([kept(4), kept(3, complete=False, pinned=True)], []),
-        ([kept(9, family="a"), kept(8, family="a"), kept(7, family="a"), kept(1, family="b")], ["a7"]),
+        ([candidate(3), candidate(2), candidate(1)], ["f1"]),
+        ([candidate(3), candidate(2, pinned=True), candidate(1)], ["f1"]),  # a pinned one counts: two complete ones are newer
+        ([candidate(3), candidate(2), candidate(1, pinned=True)], []),
+        ([candidate(3, quarantined=True), candidate(2), candidate(1)], []),  # a quarantined one does not count
+        ([candidate(4), candidate(3), candidate(2, quarantined=True), candidate(1)], ["f1"]),
+        ([candidate(4, complete=False), candidate(3), candidate(2)], []),  # perhaps being written
+        ([candidate(4), candidate(3, complete=False), candidate(2)], ["f3"]),
+        ([candidate(4), candidate(3, complete=False, format=TORCH_SAVE), candidate(2, complete=False, format=UNKNOWN)], []),
+        ([candidate(4), candidate(3, complete=False, pinned=True)], []),
+        ([candidate(9, family="a"), candidate(8, family="a"), candidate(7, family="a"), candidate(1, family="b")], ["a7"]),
     ],
 )
-def test_what_is_pruned(rows: list[Kept], expected: list[str]) -> None:
+def test_what_is_pruned(rows: list[PruneCandidate], expected: list[str]) -> None:
     assert removed(rows) == expected
     assert all(each.reason for each in plan_prune(rows, 2))
 
 
 def test_every_so_many_steps_stay() -> None:
-    assert removed([kept(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f50", "f30", "f10"][1:]
+    assert removed([candidate(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f50", "f30", "f10"][1:]
 
 
 def test_the_last_copy_is_never_removed() -> None:
     chance = random.Random(4)
     for _ in range(2000):
         rows = [
-            kept(step, chance.random() < 0.5, chance.choice((OWN, TORCH_SAVE)), quarantined=chance.random() < 0.3)
+            candidate(step, chance.random() < 0.5, chance.choice((OWN, TORCH_SAVE)), quarantined=chance.random() < 0.3)
             for step in range(chance.randrange(8), 0, -1)
         ]
         usable = [row.name for row in rows if row.complete and not row.quarantined]
@@ -78,7 +79,7 @@ def test_the_last_copy_is_never_removed() -> None:
 def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save_own(tmp_path, 1)
     monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process ends here
-    catalog.delete(open_storage(str(tmp_path)), name)
+    pruning.delete(open_storage(str(tmp_path)), name)
     assert newest_complete(str(tmp_path)).resume is None
     assert (tmp_path / name / "__0_0.distcp").exists()
 
@@ -109,7 +110,7 @@ def test_copies_are_whole(tmp_path: Path, target: Storage) -> None:
         assert verify(target, entry_of(target, name)).sound
         sent_again = copy(source, target, entry_of(source, name))
         assert sent_again == 0
-    catalog.copy(target, open_storage(str(tmp_path / "back")), entry_of(target, names[0]))
+    copy(target, open_storage(str(tmp_path / "back")), entry_of(target, names[0]))
     assert newest_complete(str(tmp_path / "back")).resume is not None
 
 

@@ -1,0 +1,21 @@
+"""The environment variables by which an agent tells its workers, and its copier, about checkpoints. All are set by the agent.
+
+Version 1; a variable may be added, and keeps its meaning. With `checkpoint_dir` set, a worker finds:
+
+    ELASTIC_EXT_CHECKPOINT_DIR   the setting checkpoint_dir: a path or URL
+    ELASTIC_EXT_LOCAL_DIR        the setting local_dir: a path; "" for none
+    ELASTIC_EXT_RESUME_FROM      path or URL of the checkpoint to resume from; "": begin from nothing
+    ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
+"""
+
+from __future__ import annotations
+
+CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
+LOCAL_DIR = "ELASTIC_EXT_LOCAL_DIR"
+RESUME_FROM = "ELASTIC_EXT_RESUME_FROM"
+RESUME_STEP = "ELASTIC_EXT_RESUME_STEP"
+
+
+def resume_variables(path: str, step: int | None) -> dict[str, str]:
+    """Return the variables for a checkpoint. path: "" to begin from nothing. step: None if it is unknown."""
+    return {RESUME_FROM: path, **({} if step is None else {RESUME_STEP: str(step)})}

@@ -1,0 +1,106 @@
+"""The messages by which the nodes of a round agree on a checkpoint. They travel over `base.exchange.Exchange`.
+
+    every node -> node 0        Offers      the checkpoints in its local directory, the newest first
+    node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none
+
+A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an offer is the JSON object of a `tiers.Offer`. A
+reader refuses another schema, and ignores fields that it does not know.
+
+A checkpoint is sent by its name in a directory that each node knows from its own settings, never by a path. So whoever can write
+where the nodes talk can make them load another of the job's checkpoints, but nothing of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from elastic_ext.base import records
+from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.checkpoints.directory.tiers import Offer
+from elastic_ext.checkpoints.formats.manifest import order_of
+
+SCHEMA = 1
+MOST_TEXT = 2000  # characters of a reason or an error
+MOST_OFFERS = 16  # of one node, the newest
+MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
+
+
+@dataclass(frozen=True)
+class Offers:
+    """The checkpoints in one node's local directory. usable: the node has a local tier, and rounds may resume from it."""
+
+    usable: bool
+    offers: tuple[Offer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The checkpoint that a round resumes from.
+
+    Attributes:
+        name: of a checkpoint; "": begin from nothing.
+        step: None if neither its content nor its name gives one.
+        reason: why this one, for people.
+        local: it is in the local directories of the nodes, each of which has a part.
+        asked_for: it is in the directory that the setting resume_from names, which is not checkpoint_dir.
+        error: why node 0 has no answer, for people; "" if it has one.
+        bad: the error: there are checkpoints, and none may be used.
+    """
+
+    name: str
+    step: int | None = None
+    reason: str = ""
+    local: bool = False
+    asked_for: bool = False
+    error: str = ""
+    bad: bool = False
+
+
+def encode(message: Offers | Agreement) -> str:
+    """Return the text of a message."""
+    return json.dumps({"schema": SCHEMA, **asdict(message)})
+
+
+def offers(found: Sequence[Offer] | None) -> Offers:
+    """Return the message for what is in a local directory. None: this node has no local tier that may be used."""
+    return Offers(found is not None, tuple(found or ())[:MOST_OFFERS])
+
+
+def failure(error: Exception) -> Agreement:
+    """Return the message for an error that keeps node 0 from saying what to resume from."""
+    return Agreement("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints))
+
+
+def read_offers(text: str) -> Offers:
+    """Read what a node sent to node 0. Raises RecordError."""
+    return records.read(Offers, text, "what a node has in its local_dir", SCHEMA)
+
+
+def read_agreement(text: str) -> Agreement:
+    """Read what node 0 sent.
+
+    Raises:
+        BadCheckpoints: node 0 has found that no checkpoint may be used.
+        UsageError: node 0 has failed in another way, or this is not a message of node 0's.
+    """
+    try:
+        found = records.read(Agreement, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
+    except records.RecordError as error:
+        raise UsageError(printable(str(error))) from error
+    if found.error:
+        kind = BadCheckpoints if found.bad else UsageError
+        raise kind(f"group rank 0 cannot say what to resume from: {printable(found.error[:MOST_TEXT])}")
+    if not (order_of(found.name) is not None if found.local else _is_name(found.name)):
+        raise UsageError(
+            f"group rank 0 says {printable(found.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
+            "somebody else write to the store of the rendezvous?"
+        )
+    return found
+
+
+def _is_name(name: str) -> bool:
+    """Return whether this names something directly in a directory, or is "" for nothing."""
+    return len(name) <= MOST_NAME and name not in (".", "..") and "/" not in name and "\0" not in name

@@ -1,0 +1,99 @@
+"""Marks on checkpoints: quarantined (never resume from it) and pinned (never prune it).
+
+A mark is a small file beside the checkpoints, `.elastic_ext/quarantine/NAME.json` or `.elastic_ext/pin/NAME.json`, so every
+process that can read the checkpoints sees it, whichever run it belongs to. Its content is the JSON of a `Mark`. A mark never
+removes data.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.storage import Storage
+
+QUARANTINE = f"{MARKERS}/quarantine"
+PIN = f"{MARKERS}/pin"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Why a checkpoint is quarantined or pinned.
+
+    Attributes:
+        reason: for people.
+        by: the user or process that set the mark.
+        at: when, in seconds since the epoch by that process's clock, for people.
+        written_at: when the marked checkpoint was written, by the clock of the storage. One written later under the same name
+            is another checkpoint. 0: the mark holds for whatever has the name.
+    """
+
+    reason: str
+    by: str = ""
+    at: float = 0.0
+    written_at: float = 0.0
+
+
+def quarantine(storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None) -> None:
+    """Quarantine a checkpoint: from now on no job resumes from it. Overwrites an earlier mark.
+
+    written_at: see Mark; None if unknown. Raises OSError.
+    """
+    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0))
+
+
+def lift_quarantine(storage: Storage, name: str) -> None:
+    """Trust a checkpoint again. Raises FileNotFoundError if it is not quarantined, OSError."""
+    storage.remove(_path(QUARANTINE, name))
+
+
+def quarantine_of(storage: Storage, name: str) -> Mark | None:
+    """Return the mark of a quarantined checkpoint, or None. A mark that cannot be understood still counts. Raises OSError."""
+    path = _path(QUARANTINE, name)
+    try:
+        data = storage.read(path)
+    except FileNotFoundError:
+        return None
+    try:
+        record = json.loads(data)
+        at, written_at = float(record.get("at", 0)), float(record.get("written_at", 0))
+        return Mark(str(record["reason"]), str(record.get("by", "")), at, written_at)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return Mark(f"its mark {storage.path(path)} cannot be understood")
+
+
+def quarantined_names(storage: Storage) -> frozenset[str]:
+    """Return the names of all quarantined checkpoints. One listing. Raises OSError."""
+    return _names(storage, QUARANTINE)
+
+
+def pin(storage: Storage, name: str, reason: str = "", by: str = "") -> None:
+    """Pin a checkpoint: from now on it is not pruned. Overwrites an earlier mark. Raises OSError."""
+    _set(storage, PIN, name, Mark(reason, by, time.time()))
+
+
+def unpin(storage: Storage, name: str) -> None:
+    """Let a checkpoint be pruned again. Raises FileNotFoundError if it is not pinned, OSError."""
+    storage.remove(_path(PIN, name))
+
+
+def pinned_names(storage: Storage) -> frozenset[str]:
+    """Return the names of all pinned checkpoints. One listing. Raises OSError."""
+    return _names(storage, PIN)
+
+
+def _path(folder: str, name: str) -> str:
+    return f"{folder}/{name}.json"
+
+
+def _set(storage: Storage, folder: str, name: str, mark: Mark) -> None:
+    storage.put(_path(folder, name), json.dumps(asdict(mark)).encode())
+
+
+def _names(storage: Storage, folder: str) -> frozenset[str]:
+    try:
+        return frozenset(entry.name.removesuffix(".json") for entry in storage.entries(folder) if entry.name.endswith(".json"))
+    except FileNotFoundError:
+        return frozenset()

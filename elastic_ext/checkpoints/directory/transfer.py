@@ -1,0 +1,158 @@
+"""Copy a checkpoint from one directory to another, verified on its way, so that a copy that was cut off can go on.
+
+What makes a checkpoint complete is copied last, so half a copy never counts as a checkpoint. Each file appears whole, so a file
+that an earlier attempt has sent is not sent again. Checksums are those of the manifest, computed from the bytes on their way; a
+file that is there already is read back. Without a manifest the sizes must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.checkpoints.formats import own
+from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
+from elastic_ext.checkpoints.formats.files import checksum, files_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, StoredFile
+from elastic_ext.checkpoints.storage import Entry, Storage
+
+BLOCK = 8 << 20  # bytes
+
+Throttle = Callable[[int], None]
+
+
+class CopyError(ElasticExtError):
+    """The copy would not hold what the original held. The target does not count as complete."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The two ends of a copy. throttle, compared: see `copy_files`."""
+
+    source: Storage
+    target: Storage
+    throttle: Throttle | None = None
+    compared: Throttle | None = None
+
+    def is_there(self, path: str, expected: str, by_content: bool = False) -> bool:
+        """Return whether a file of the right size in the target has the right content.
+
+        expected: its checksum, "" if unknown. by_content: compare a small file that has no checksum.
+        """
+        if not expected:
+            return not by_content or self.target.read(path) == self.source.read(path)
+        with self.target.open(path) as file:
+            return checksum(file, self.compared) == expected
+
+    def send(self, path: str, size: int, expected: str) -> None:
+        """Copy a file. Raises CopyError if it changes meanwhile or does not have the expected checksum."""
+        from xxhash import xxh3_64
+
+        digest, count = xxh3_64(), 0
+        with self.source.open(path) as original, self.target.write(path) as copied:
+            while block := original.read(BLOCK):
+                if self.throttle is not None:
+                    self.throttle(len(block))
+                digest.update(block)
+                count += len(block)
+                copied.write(block)
+            # An error inside the context: the target file does not appear.
+            shown = self.source.path(path)
+            if count != size:
+                raise CopyError(f"{shown} had {size} bytes when it was listed and has {count}: it changes while it is copied")
+            if expected and digest.hexdigest() != expected:
+                raise CopyError(f"{shown} has checksum {digest.hexdigest()}, its manifest says {expected}: it is damaged")
+
+
+def copy(
+    source: Storage,
+    target: Storage,
+    checkpoint: Entry,
+    progress: Callable[[int, int], None] | None = None,
+    throttle: Throttle | None = None,
+) -> int:
+    """Copy a checkpoint to another directory under the same name; return the number of bytes sent.
+
+    Args:
+        progress: called with the bytes done, skipped files included, and the bytes of all.
+        throttle: called with the bytes of each block before it is sent; may wait, or raise to give up.
+
+    Raises:
+        CopyError: a file is missing, changes, or does not have its checksum.
+        ManifestError: the manifest is damaged.
+        UsageError: the target holds another checkpoint of this name.
+        OSError: a storage does not do it.
+    """
+    name, work = checkpoint.name, _Copy(source, target, throttle)
+    found = dict(files_of(source, name)) if checkpoint.is_dir else {"": checkpoint}
+    there = _sizes(target, checkpoint)
+    checksums = _checksums(source, target, name, found, there) if checkpoint.is_dir else {}
+    total, done, sent = sum(entry.size for entry in found.values()), 0, 0
+    for file in sorted(found, key=lambda file: (_commit_rank(file), file)):
+        path, size, expected = (f"{name}/{file}" if file else name), found[file].size, checksums.get(file, "")
+        if there.get(file) != size or not work.is_there(path, expected, by_content=_commit_rank(file) > 0):
+            work.send(path, size, expected)
+            sent += size
+        done += size
+        if progress is not None:
+            progress(done, total)
+    return sent
+
+
+def copy_files(
+    source: Storage,
+    target: Storage,
+    name: str,
+    files: Iterable[StoredFile],
+    throttle: Throttle | None = None,
+    compared: Throttle | None = None,
+) -> int:
+    """Copy some files of a checkpoint of ours, without what makes it complete; return the number of bytes sent.
+
+    Args:
+        throttle: called with the bytes of each block before it is sent; may wait, or raise to give up.
+        compared: called with the bytes of each block that is read back from a file that is there already.
+
+    Raises CopyError, OSError.
+    """
+    work, sent = _Copy(source, target, throttle, compared), 0
+    for file in files:
+        path = f"{name}/{file.name}"
+        there = target.stat(path)
+        if there is None or there.size != file.size or not work.is_there(path, file.checksum):
+            work.send(path, file.size, file.checksum)
+            sent += file.size
+    return sent
+
+
+def _checksums(
+    source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
+) -> Mapping[str, str]:
+    """Return the checksums in the manifest, none without one. Raises CopyError, ManifestError, UsageError, OSError."""
+    manifest = own.read_manifest(source, name, found)
+    if manifest is None:
+        return {}
+    checksums = {file.name: file.checksum for file in manifest.files}
+    missing = sorted(checksums.keys() - found.keys())
+    if missing:
+        raise CopyError(f"{source.path(name)} is not complete: {missing[0]} is missing; nothing was copied")
+    path = f"{name}/{MANIFEST}"
+    if MANIFEST in there and target.read(path) != source.read(path):
+        raise UsageError(f"{target.path(name)} is another checkpoint of the same name: remove or rename one of the two")
+    return checksums
+
+
+def _commit_rank(file: str) -> int:
+    """Return the place of a file in the order of copying: 0 for all but those that make a checkpoint complete."""
+    return COMMIT_FILES.index(file) + 1 if file in COMMIT_FILES else 0
+
+
+def _sizes(target: Storage, checkpoint: Entry) -> Mapping[str, int]:
+    if not checkpoint.is_dir:
+        found = target.stat(checkpoint.name)
+        return {"": found.size} if found is not None else {}
+    try:
+        return {file: entry.size for file, entry in files_of(target, checkpoint.name)}
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,82 @@
+"""A directory of torch.distributed.checkpoint: shards (`*.distcp`), and `.metadata` that says where each tensor lies in them.
+
+`.metadata` is renamed into place after every rank has written its shards, so its presence marks the end of the save
+(`FileSystemWriter.finish` in torch/distributed/checkpoint/filesystem.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_ext.checkpoints.formats.inspection import DCP, Inspection, summary, total_size
+from elastic_ext.checkpoints.formats.peek import MOST_BYTES, PeekError, StandIn, is_count, peek
+from elastic_ext.checkpoints.storage import Entry, Storage
+
+METADATA = ".metadata"
+SHARD_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True)
+class Item:
+    """The place of an object, or of a shard of a tensor: bytes `offset` to `offset + length` of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def matches(name: str, names: Sequence[str]) -> bool:
+    """Return whether a directory of these names was written by torch.distributed.checkpoint, complete or not."""
+    return any(each.endswith((METADATA, f"{METADATA}.tmp", SHARD_SUFFIX)) for each in names)
+
+
+def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
+    """Check that `.metadata` is there, and all the bytes that it refers to. Raises OSError."""
+    metadata = next((item for item in content if item.name == METADATA), None)
+    if metadata is None:
+        return Inspection(False, DCP, f"no {METADATA}, the save did not finish")
+    if metadata.size == 0:
+        return Inspection(False, DCP, f"{METADATA} is empty, the save did not finish")
+    shards = {item.name: item.size for item in content if item.name.endswith(SHARD_SUFFIX) and item.size > 0}
+    if not shards:
+        return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is gone")
+    try:
+        needed = _least_sizes(items(storage, entry.name, metadata))
+    except PeekError as error:
+        return Inspection(False, DCP, f"{METADATA} is damaged: {error}")
+    faults = [
+        f"{file} has {shards.get(file, 0)} bytes of {least}" for file, least in needed.items() if shards.get(file, 0) < least
+    ]
+    if faults:
+        return Inspection(False, DCP, summary(faults))
+    reason = f"{METADATA} present, {len(shards)} shard files"
+    return Inspection(True, DCP, reason, metadata.mtime, size=total_size(content))
+
+
+def items(storage: Storage, folder: str, metadata: Entry) -> tuple[Item, ...]:
+    """Return what the `.metadata` in a folder refers to; nothing if it is too large to look into. Raises PeekError, OSError."""
+    if metadata.size > MOST_BYTES:
+        return ()
+    return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
+
+
+def parse_metadata(data: bytes) -> tuple[Item, ...]:
+    """Return what a `.metadata` refers to; nothing if a storage writer other than torch's own wrote it. Raises PeekError."""
+    value = peek(data)
+    stored = value.field("storage_data") if isinstance(value, StandIn) else None
+    found = []
+    for info in stored.values() if isinstance(stored, dict) else ():
+        if isinstance(info, StandIn):
+            file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+            if type(file) is str and is_count(offset) and is_count(length):
+                found.append(Item(file, offset, length))
+    return tuple(found)
+
+
+def _least_sizes(found: Sequence[Item]) -> dict[str, int]:
+    """Return the least number of bytes that each file must have."""
+    sizes: dict[str, int] = {}
+    for item in found:
+        sizes[item.file] = max(sizes.get(item.file, 0), item.offset + item.length)
+    return sizes

@@ -1,0 +1,47 @@
+"""A safetensors file. https://huggingface.co/docs/safetensors/index#format
+
+    8 bytes, little endian: size of the header
+    the header, JSON: type, shape and place of each tensor in the bytes behind it
+    the tensors
+
+The format has no checksums: only header and size can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import IO
+
+from elastic_ext.checkpoints.formats.inspection import SAFETENSORS, Content, Inspection
+from elastic_ext.checkpoints.storage import Entry
+
+SUFFIX = ".safetensors"
+MOST_HEADER = 100_000_000  # bytes; MAX_HEADER_SIZE of the safetensors library
+
+
+def check(entry: Entry, file: IO[bytes]) -> Inspection:
+    """Check header and size of a file. Raises OSError if it cannot be read."""
+    fault = _fault(entry.size, file)
+    if fault:
+        return Inspection(False, SAFETENSORS, fault)
+    return Inspection(True, SAFETENSORS, "header whole, size as it says", entry.mtime, size=entry.size)
+
+
+def read_content(size: int, file: IO[bytes]) -> Content:
+    """Check header and size of a file of `size` bytes; the tensors cannot be verified. Raises OSError."""
+    return Content(_fault(size, file), "safetensors has no checksums: header and size only")
+
+
+def _fault(size: int, file: IO[bytes]) -> str:
+    file.seek(0)
+    header_size = int.from_bytes(file.read(8), "little")
+    if size < 8 or header_size > min(MOST_HEADER, size - 8):
+        return f"a header of {header_size} bytes does not fit into {size}: truncated or damaged"
+    try:
+        header = json.loads(file.read(header_size))
+        ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]
+        expected = header_size + 8 + max(ends, default=0)
+        whole = expected == size
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        return f"its header is damaged: {type(error).__name__}: {error}"
+    return "" if whole else f"{size} bytes, expected {expected}: truncated or damaged"

@@ -1,0 +1,157 @@
+"""A file of `torch.save`: a zip archive of one pickle (`*/data.pkl`) and the storages of its tensors, stored uncompressed.
+
+The directory of the archive comes last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
+torch.serialization.set_crc32_options(False) was called. `.ckpt` files of Lightning are such files, too.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from typing import IO
+
+from elastic_ext.checkpoints.formats.inspection import LIGHTNING, TORCH_SAVE, Content, Inspection
+from elastic_ext.checkpoints.formats.peek import PeekError, number, peek
+from elastic_ext.checkpoints.storage import Entry
+
+ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: how every torch.save file since torch 1.6 begins
+LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning checkpoint
+STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # where scripts keep the step, best first
+EPOCH_KEYS = ("epoch",)
+
+MOST_PICKLE = 1 << 20  # bytes of data.pkl that are read in search of the step
+MOST_DIRECTORY = 256 << 20  # bytes of a zip directory; each record of a file takes 100
+_BLOCK = 512 << 10  # bytes of a record that are read at once
+
+# What zipfile raises for bytes that are no zip archive. OSError (the file cannot be read) is for the caller to report.
+_NOT_A_ZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OverflowError, IndexError, struct.error)
+_DAMAGED = (RuntimeError, *_NOT_A_ZIP)  # RuntimeError: a flag claims that the record is encrypted
+
+# Signature, size of the rest, versions, two disks, two counts, size, start; then the locator: signature, disk, place, disks.
+_END = struct.Struct("<4sQHHIIQQQQ4sIQI")
+_END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
+_FLAGS = 0x0808  # of a zip entry: sizes follow the data, the name is UTF-8
+
+
+def check(entry: Entry, file: IO[bytes]) -> Inspection:
+    """Check that the zip directory is intact and lists `*/data.pkl`.
+
+    `file` must be seekable. Only its tail and data.pkl are read, however large it is. Raises OSError if it cannot be read.
+    """
+    try:
+        archive = _open_zip(file)
+    except _NOT_A_ZIP:
+        file.seek(0)
+        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+            reason = f"its zip directory, at the end of {entry.size} bytes, is missing or damaged"
+        else:
+            reason = "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later"
+        return Inspection(False, TORCH_SAVE, reason)
+    names = archive.namelist()
+    pickled = next((info for info in archive.infolist() if info.filename.endswith("/data.pkl")), None)
+    if pickled is None:
+        return Inspection(False, TORCH_SAVE, f"a zip archive of {len(names)} entries without data.pkl: not written by torch.save")
+    try:
+        values = _plain_values(archive, pickled)
+    except _DAMAGED as error:
+        return Inspection(False, TORCH_SAVE, f"its data.pkl is damaged: {error}")
+    format = LIGHTNING if LIGHTNING_VERSION in values else TORCH_SAVE
+    step, epoch = number(values, *STEP_KEYS), number(values, *EPOCH_KEYS)
+    return Inspection(True, format, f"zip directory intact, {len(names)} entries", entry.mtime, step, epoch, entry.size)
+
+
+def read_content(file: IO[bytes]) -> Content:
+    """Read all records of a file and compare them with their CRCs. Raises OSError."""
+    unchecked = 0
+    file.seek(0)
+    try:
+        with _open_zip(file) as archive:
+            for info in archive.infolist():
+                fault = _entry_fault(info) or _record_fault(archive, info)
+                if fault:
+                    return Content(f"damaged: {info.filename[:100]!r}: {fault}")
+                unchecked += info.CRC == 0 and info.file_size > 0
+            fault = _end_fault(file, archive)
+    except _DAMAGED as error:
+        return Content(f"damaged: {error}")
+    note = f"{unchecked} records were written without a CRC" if unchecked else ""
+    return Content(f"damaged: {fault}" if fault else "", note)
+
+
+class _BoundedReads:
+    """A file that refuses to read more at once than a zip directory may have: a damaged archive may claim any size."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MOST_DIRECTORY:
+            raise zipfile.BadZipFile(f"a zip directory of {size} bytes")
+        return self._file.read(size if size >= 0 else MOST_DIRECTORY)  # without a size: the end, after the directory
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
+    """Open a zip archive for reading. Raises _NOT_A_ZIP, OSError."""
+    return zipfile.ZipFile(_BoundedReads(file))
+
+
+def _open_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
+    record = archive.open(info)
+    if info.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
+        record._expected_crc = None  # type: ignore[attr-defined]
+    return record
+
+
+def _is_stored(info: zipfile.ZipInfo) -> bool:
+    return info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+
+
+def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[object, object]:
+    """Return the top level of the saved dict, as far as it is plain; empty if it is no dict or too large to read."""
+    if info.file_size > MOST_PICKLE or not _is_stored(info):
+        return {}
+    with _open_record(archive, info) as content:
+        data = content.read()
+    try:
+        values = peek(data)
+    except PeekError:  # its CRC is right: a pickle that does more than a stand-in can follow
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _entry_fault(info: zipfile.ZipInfo) -> str:
+    """Find in an entry of the directory what torch never writes. Python's zipfile ignores it; torch.load fails because of it."""
+    if not _is_stored(info):
+        return f"{info.compress_size} bytes for {info.file_size}, expected it stored as it is"
+    if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
+        return "its entry in the zip directory is not one of torch's"
+    return ""
+
+
+def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
+    count = 0
+    with _open_record(archive, info) as record:
+        while block := record.read(_BLOCK):
+            count += len(block)
+    return "" if count == info.file_size else f"{count} bytes of {info.file_size}"
+
+
+def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
+    """Check the 64-bit end of the directory, APPNOTE.TXT 4.3.14 and 4.3.15, which torch writes and zipfile reads only in part."""
+    start = archive.start_dir
+    file.seek(start)
+    tail = file.read(MOST_DIRECTORY)
+    size = tail.rfind(_END_64)
+    if size < 0 or len(tail) - size < _END.size:
+        return ""
+    count = len(archive.infolist())
+    found = _END.unpack_from(tail, size)
+    disks, entries, end_size, end_start, locator, end_place = found[4:6], found[6:8], *found[8:11], found[12]
+    same = disks == (0, 0) and entries == (count, count) and (end_size, end_start) == (size, start)
+    located = locator == _LOCATOR and end_place == start + size and found[11::2] == (0, 1)
+    return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory"

@@ -1,0 +1,27 @@
+"""Wait for a change in a storage. No storage announces changes, so the only way is to look again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Seen = TypeVar("Seen")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two looks; each pause is twice the one before
+
+
+def polled(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
+    """Call `look` until `enough` accepts what it returns, or until the deadline; return what it returned last.
+
+    Args:
+        deadline: in seconds of time.monotonic(). `look` is called at least once.
+    """
+    pause = FIRST_PAUSE_S
+    while True:
+        seen = look()
+        left = deadline - time.monotonic()
+        if enough(seen) or left <= 0:
+            return seen
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -1,0 +1,83 @@
+"""This agent's copy of the job's ledger, and the judgement over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastic_ext.base import kinds
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures import judgement
+from elastic_ext.failures import ledger as job
+from elastic_ext.rendezvous import judging
+
+
+class AgentLedger:
+    """Kept in `ledger_file`, if there is one.
+
+    Attributes:
+        max_restarts: the job's budget.
+    """
+
+    def __init__(self, settings: Settings, run_id: str, min_nodes: int) -> None:
+        """Raises UsageError if the path of `ledger_file` is not that of a file."""
+        self.max_restarts = 0
+        self._settings = settings
+        self._min_nodes = min_nodes
+        self._file = judging.LedgerFile(settings.ledger_file, run_id)
+        self._charged_at: list[float] = []  # monotonic; one per charged restart
+        self.begin(self._file.ledger)
+
+    @property
+    def ledger(self) -> job.Ledger:
+        """As this agent knows it; the job's store may have a newer one."""
+        return self._file.ledger
+
+    def begin(self, ledger: job.Ledger) -> None:
+        """Start from this ledger. It does not say when a restart was charged, so each counts as charged now."""
+        self._file.ledger = ledger
+        self._charged_at = [time.monotonic()] * ledger.charged
+
+    def judge(
+        self,
+        reports: Mapping[str, job.Report],
+        ledger: job.Ledger,
+        round_: int,
+        nodes: int = 1,
+        left: str | None = None,
+        store_host: str = "",
+    ) -> tuple[job.Ledger, job.JobVerdict]:
+        """Return the ledger after the judgement, and the verdict.
+
+        Args:
+            reports: by id of the node.
+            ledger: before it.
+            round_: number of the round that has failed.
+            nodes: number of nodes of that round.
+            left: the host whose leaving has ended it.
+            store_host: id of the node that hosts the job's store; "" if none does.
+        """
+        lost = (left,) if left is not None else ()
+        rules = judging.rules(self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost)
+        if self._settings.budget_window:
+            begin = time.monotonic() - self._settings.budget_window
+            self._charged_at = [at for at in self._charged_at if at > begin]
+            rules = replace(rules, charges=len(self._charged_at))
+        after, verdict = judgement.judge(reports, ledger, rules, round_)
+        if verdict.decision.response is kinds.Response.REPLACE_NODE and verdict.node == store_host:
+            # The store would go with it, and no node could start again.
+            after, verdict = judgement.judge(reports, ledger, replace(rules, min_nodes=nodes), round_)
+        return after, verdict
+
+    def adopt(self, ledger: job.Ledger, verdict: job.JobVerdict) -> None:
+        """Keep what has been decided, whichever node has decided it."""
+        self._file.write(ledger)
+        if ledger.charged == verdict.decision.charged:  # all earlier charges have been given back
+            self._charged_at.clear()
+        if verdict.decision.charged:
+            self._charged_at.append(time.monotonic())
+
+    def forget(self) -> None:
+        """The job has ended well."""
+        self._file.forget()

@@ -1,0 +1,115 @@
+"""Register of our keys and records in the job's store, which is the store of torch's c10d rendezvous.
+
+`ext_c10d` uses it over several nodes. It lives as long as the process that hosts it, usually the first agent. Torch keeps its own
+rendezvous state in it, under `torch.rendezvous.RUN_ID`, and gives each of its rounds a part of it.
+
+In the part of each round:
+
+    elastic_ext.round               a `PublishedRound`                          rank 0 -> all nodes
+
+In the store itself:
+
+    elastic_ext.round.RUN_ID        number of the last round                    counted by rank 0 of each round
+    elastic_ext.agent.launch.RUN_ID name of this launch of the job              first rank 0 -> every rank 0
+
+Under `elastic_ext/RUN_ID/`, R being a rank and N the number of a round:
+
+    first                           id of the node that came first              that node -> all; another id: another store
+    host                            id of the node that hosts the store         that node -> who judges; absent: none does
+    agents                          number of agents that have come             counted by each agent
+    gone/A                          "", once the A-th agent has left            that agent -> the host
+    orders                          number of reports so far                    counted by each node that reports
+    ledger                          the job's ledger                            who judges -> all
+    ledger.before                   ledger of an earlier agent's `ledger_file`  the first node that has one -> all
+    stopped                         the verdict that ended the job              who judges -> all
+    refused/HOST                    why HOST may not come back yet              who judges -> HOST
+    N/report/R                      a `NodeReport`                              rank R -> who judges
+    N/judge                         id of the node that judges round N          the node that claims it -> all
+    N/verdict/R                     the verdict on round N                      who judges -> rank R
+    N/offer/R                       what rank R could load from its own disk    rank R -> rank 0 (`checkpoints.choice`)
+    N/choice                        what all nodes resume from                  rank 0 -> all (`checkpoints.choice`)
+
+A wait that ends without an answer leaves "-" in the keys that nobody has set (`store_calls.NOTHING`). Ledgers, verdicts and the
+report within a `NodeReport` are records of `failures.ledger`, with a schema of their own. The store has no authentication:
+readers must survive any value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_ext.base.records import Count, Name, Port
+
+SCHEMA = 1  # of the records below
+
+ROUND = "elastic_ext.round"
+FIRST = "first"
+HOST = "host"
+AGENTS = "agents"
+ORDERS = "orders"
+LEDGER = "ledger"
+LEDGER_BEFORE = "ledger.before"
+STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class PublishedRound:
+    """Where the store of a round is, the number of the round, and the name of this launch of the job."""
+
+    addr: Name
+    port: Port
+    round: Count
+    launch: str
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node's report on a round. order: reports are counted in the order the store received them.
+
+    report: a record of `failures.ledger`; "" if nothing has failed on this node.
+    """
+
+    node: Name
+    order: int
+    report: str
+
+
+def round_number(run_id: str) -> str:
+    return f"elastic_ext.round.{run_id}"
+
+
+def launch(run_id: str) -> str:
+    return f"elastic_ext.agent.launch.{run_id}"
+
+
+def folder(run_id: str) -> str:
+    """Prefix of all the keys below."""
+    return f"elastic_ext/{run_id}/"
+
+
+def gone(agent: int) -> str:
+    return f"gone/{agent}"
+
+
+def refused(host: str) -> str:
+    return f"refused/{host}"
+
+
+def report(round_: int, rank: int) -> str:
+    return f"{round_}/report/{rank}"
+
+
+def judge(round_: int) -> str:
+    return f"{round_}/judge"
+
+
+def verdict(round_: int, rank: int) -> str:
+    return f"{round_}/verdict/{rank}"
+
+
+def offer(round_: int, rank: int) -> str:
+    return f"{round_}/offer/{rank}"
+
+
+def choice(round_: int) -> str:
+    return f"{round_}/choice"

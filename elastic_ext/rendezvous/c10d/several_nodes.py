@@ -1,0 +1,306 @@
+"""One node of a job that has several, without etcd: through torch's own c10d rendezvous.
+
+Torch decides which nodes are in a round (`torch_rendezvous`). Each round gets a store server of its own, in the agent of group
+rank 0; through it the agents hear of each other's failures (`round_events`).
+
+The job's verdicts and its ledger are in the job's store (`store_job`), which lives as long as the agent that hosts it. A store
+that is slow is asked twice. Once it is lost, each node judges for itself, and no node can join or start again. If the store is
+there after all, all nodes hear of a verdict that ends the job, whichever node has judged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elastic_ext.base import kinds
+from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.exchange import Alone, Exchange
+from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
+from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import JobStopped
+from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
+from elastic_ext.rendezvous.c10d.exchange import StoreExchange
+from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
+from elastic_ext.rendezvous.c10d.round_events import LocalEvents, RoundEvents
+from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Part, RetryingJob, StoreJob
+from elastic_ext.rendezvous.c10d.torch_rendezvous import TorchRendezvous
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+
+logger = logging.getLogger(__name__)
+
+LEAVE_TIMEOUT_S = 3.0
+REPORT_S = 5.0  # beyond its grace and the settle window: time for a node with a cause to report it
+HANG_S = 10.0  # at least this long: when a job hangs, all nodes look at the stacks of their workers before they report
+POLL_S = 0.1
+
+
+@dataclass
+class Round:
+    """What lives for one round.
+
+    Attributes:
+        part: this node's place in it.
+        events: of all its nodes; local ones before the first round, after this node has left, and if the store does not answer.
+        server: of the round's store, if that is in this agent.
+        concluded: this node knows the verdict on it.
+    """
+
+    part: Part
+    events: RoundEvents | LocalEvents
+    server: TCPStore | None = None
+    concluded: bool = False
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long this node waits for the others, in seconds.
+
+    Attributes:
+        settle_s: for reports of other nodes before it judges.
+        patience_s: the same if no report names a cause.
+        others_s: for other nodes to judge, and to read a verdict.
+    """
+
+    settle_s: float
+    patience_s: float
+    others_s: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Waits:
+        """From the user's settings."""
+        grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
+        patience_s = max(grace_s + settings.settle + REPORT_S, HANG_S)
+        return cls(settings.settle, patience_s, grace_s + patience_s + JUDGING_S)
+
+
+class Refusals:
+    """Hosts that were told to leave, and may come back later. A store has no clock, so the nodes that stay keep the time.
+
+    Invariant: `_ends` is in the order of time, since all refusals of a job take equally long.
+    """
+
+    def __init__(self, refuse_s: float) -> None:
+        """refuse_s: how long a refusal takes, in seconds."""
+        self._refuse_s = refuse_s
+        self._ends: list[tuple[float, str, str]] = []  # when it ends (monotonic), the host, the reason
+
+    def add(self, host: str, reason: str) -> None:
+        """A refusal begins now. reason: as it is in the job's store."""
+        self._ends.append((time.monotonic() + self._refuse_s, host, reason))
+
+    def ended(self) -> list[tuple[str, str]]:
+        """Host and reason of each refusal that has ended since the last call."""
+        now = time.monotonic()
+        ended = [(host, reason) for at, host, reason in self._ends if at <= now]
+        del self._ends[: len(ended)]
+        return ended
+
+
+class SeveralNodes:
+    """This node's place in the job.
+
+    `exchange`, `round_over`, `conclude` and `leave` are those of `rendezvous.handler.Rendezvous`. `num_nodes_waiting`,
+    `is_closed`, `set_closed` and `shutdown` are those of torch's RendezvousHandler.
+
+    Attributes:
+        poll_interval_s, node_id, launch: see `rendezvous.handler.Rendezvous`.
+        number: of the current round, from 1; 0 before the first.
+        events: of the current round.
+    """
+
+    poll_interval_s: float | None = POLL_S  # torch's rendezvous has no event for a node that waits
+
+    def __init__(
+        self,
+        params: RendezvousParameters,
+        settings: Settings,
+        host: str,
+        address: str,
+        ledger: AgentLedger,
+        on_event: Callable[[], None],
+    ) -> None:
+        """host, address: of this machine."""
+        self.node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._host = host
+        self._ledger = ledger
+        self._on_event = on_event
+        self._waits = Waits.of(settings)
+        self._refusals = Refusals(settings.refuse_node)
+        self._stopped = False  # by a verdict, for all nodes
+        self._leaves_alone = False  # this node leaves, and the job goes on
+        self._torch = TorchRendezvous(params, address)
+        self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
+        self._round = Round(Part(0, 0, 1), LocalEvents(on_event), concluded=True)
+        if (known := self._job.ask(StoreJob.come_in)) is not None:
+            ledger.begin(known)
+
+    @property
+    def launch(self) -> str:
+        return self._torch.launch
+
+    @property
+    def number(self) -> int:
+        return self._round.part.round
+
+    @property
+    def events(self) -> RoundEvents | LocalEvents:
+        return self._round.events
+
+    # Forming a round
+
+    def next_round(self) -> RendezvousInfo:
+        """Form the next round. Raises what `RendezvousHandler.next_rendezvous` raises, JobStopped and NodeRefused."""
+        if self.number == 0:
+            self._check_refused()
+        else:
+            self._leave_round()
+        joined, published, server = self._join()
+        part = Part(published.round, joined.rank, joined.world_size)
+        self._round = Round(part, self._connect(published, part.nodes), server)
+        return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
+
+    def _check_refused(self) -> None:
+        """Raises NodeRefused if this host may not come back yet."""
+        if why := self._job.ask(lambda job_: job_.refused(self._host)):
+            self._leaves_alone = True
+            raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
+
+    def _leave_round(self) -> None:
+        """If the round has failed on other nodes, hear what that means. Raises JobStopped."""
+        ended = self._round
+        if ended.events.heard_failure and not ended.concluded:
+            heard = self._job.ask(lambda job_: job_.hear(ended.part, self._waits.others_s))
+            if heard is None:
+                logger.warning("no verdict on round %s came from the node that has failed: all start again", self.number)
+            else:
+                self._adopt(*heard)
+                if heard[1].ends_job:
+                    raise JobStopped(heard[1])
+                threading.Event().wait(heard[1].decision.delay_s)  # as the nodes that failed do; a round needs all
+        ended.events.close()
+        ended.events = LocalEvents(self._on_event)
+
+    def _join(self) -> tuple[RendezvousInfo, PublishedRound, TCPStore | None]:
+        try:
+            return self._torch.next_round()
+        except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter if the job has enough nodes without this one
+            if (verdict := self._job.ask(StoreJob.stopped)) is not None:
+                self._adopt(self._job.ask(StoreJob.ledger) or self._ledger.ledger, verdict)
+                raise JobStopped(verdict) from None
+            raise
+
+    def _connect(self, published: PublishedRound, nodes: int) -> RoundEvents | LocalEvents:
+        try:
+            return RoundEvents(published.addr, published.port, nodes, self._on_event)
+        except (RuntimeError, ValueError) as error:
+            logger.warning("no events from other nodes in this round, its store does not answer: %s", error)
+            return LocalEvents(self._on_event)
+
+    # While a round runs
+
+    @property
+    def exchange(self) -> Exchange:
+        if self._round.part.nodes == 1:
+            return Alone()
+        return StoreExchange(self._round.part, self._job.ask, self._over_before_it_began)
+
+    def _over_before_it_began(self) -> RoundEnd | None:
+        if self.events.lost:
+            return RoundEnd(EndKind.BROKEN, "the agent of rank 0 is gone")
+        return self.round_over()
+
+    def round_over(self) -> RoundEnd | None:
+        if self.events.ended_by is not None:
+            return self.events.ended_by.end
+        waiting = self.num_nodes_waiting()
+        return RoundEnd(EndKind.BROKEN, f"{waiting} nodes wait to join") if waiting else None
+
+    def num_nodes_waiting(self) -> int:
+        for host, reason in self._refusals.ended():
+            self._job.ask(functools.partial(StoreJob.forgive, host=host, reason=reason))
+        return self._torch.num_nodes_waiting()
+
+    # Verdicts
+
+    def conclude(self, report: job.Report) -> job.JobVerdict:
+        """If there is no store to agree through, this node judges for itself."""
+        waits = self._waits
+        patience_s = waits.settle_s if self.events.heard_no_failure else waits.patience_s
+        part = self._round.part
+        concluded = self._job.ask(lambda job_: job_.conclude(part, report, self._judge, waits.settle_s, patience_s))
+        if concluded is None:
+            ledger, verdict = self._ledger.judge(
+                {self.node_id: report}, self._ledger.ledger, part.round, left=self.events.left_by
+            )
+            if verdict.ends_job:
+                verdict = self._job.ask(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
+            concluded = ledger, verdict
+        self._adopt(*concluded)
+        return concluded[1]
+
+    def _judge(self, reports: Mapping[str, job.Report], ledger: job.Ledger, store_host: str) -> tuple[job.Ledger, job.JobVerdict]:
+        part = self._round.part
+        return self._ledger.judge(reports, ledger, part.round, part.nodes, self.events.left_by, store_host)
+
+    def _adopt(self, ledger: job.Ledger, verdict: job.JobVerdict) -> None:
+        self._round.concluded = True
+        self._stopped = verdict.ends_job
+        self._ledger.adopt(ledger, verdict)
+        if verdict.decision.response is kinds.Response.REPLACE_NODE:
+            self._leaves_alone = verdict.node == self.node_id
+            self._refusals.add(verdict.host, verdict.decision.reason)
+
+    # The end
+
+    def is_closed(self) -> bool:
+        return self._torch.is_closed()
+
+    def set_closed(self) -> None:
+        self._torch.set_closed()
+
+    def leave(self) -> None:
+        self._end_events()
+        self._job.ask(self._step_out, again=False)  # there may be no time for a second try
+        self._job.end(LEAVE_TIMEOUT_S)
+
+    def _step_out(self, job_: StoreJob) -> None:
+        job_.calls.run(lambda: self._torch.step_out(LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
+        job_.leave()
+
+    def shutdown(self) -> bool:
+        """A node without which the job goes on only leaves."""
+        if self._leaves_alone:
+            self.leave()
+            return True
+        self._end_events()
+        closed = self._torch.close()
+        self._job.ask(self._leave_closed, again=False)
+        self._job.end(LEAVE_TIMEOUT_S)
+        self._round.server = None
+        return closed
+
+    def _leave_closed(self, job_: StoreJob) -> None:
+        job_.leave()
+        hosts_a_store = self._torch.hosts_store or self._round.server is not None
+        if self._stopped and hosts_a_store:
+            job_.await_others(self._waits.others_s)  # they have yet to read why
+
+    def _end_events(self) -> None:
+        self.events.shut_down()
+        self._round.events = LocalEvents(self._on_event)

@@ -1,30 +1,39 @@
 """elastic_ext: a plug-in for stock torchrun that decides what a failure means before it restarts anything.
 
-Importing this package imports no torch: the entry point is loaded by every torchrun on the machine, selected or not.
+Importing this package does not import torch: every torchrun on the machine loads the entry point, selected or not.
 """
 
 import importlib
 
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing: helper programs import this, too
+if TYPE_CHECKING:
+    from typing import Any
+
 __version__ = "0.1.0"
 
 _LAZY = {
-    "resume_from": "elastic_ext.training.saves",
-    "resume_step": "elastic_ext.training.saves",
-    "save_requested": "elastic_ext.training.saves",
-    "report_saved": "elastic_ext.training.saves",
-    "report_save_failed": "elastic_ext.training.saves",
     "Checkpointer": "elastic_ext.checkpoints.writing.checkpointer",
-    "report_progress": "elastic_ext.training.saves",
-    "phase": "elastic_ext.training.saves",
-    "health_barrier": "elastic_ext.training.barrier",
+    "RanksMissing": "elastic_ext.base.errors",
+    "health_barrier": "elastic_ext.training",
+    "phase": "elastic_ext.training",
+    "report_progress": "elastic_ext.training",
+    "report_save_failed": "elastic_ext.training",
+    "report_saved": "elastic_ext.training",
+    "resume_from": "elastic_ext.training",
+    "resume_step": "elastic_ext.training",
+    "save_requested": "elastic_ext.training",
 }
 
 
-def __getattr__(name: str) -> object:
-    """What training scripts use, imported when it is first asked for."""
+def __getattr__(name: str) -> "Any":
+    """Import a name that training scripts use when it is first asked for. Any: type checkers must let scripts call it."""
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")
-    from elastic_ext.base import log_records  # here: the bootstrap of workers imports nothing beside itself
+    from elastic_ext.base import log_records  # here: the bootstrap of workers imports nothing but itself
 
     log_records.install()
     return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,4 +1,4 @@
-"""The errors that a script may want to catch; all of this package are in `elastic_ext.base.errors`."""
+"""The errors that a script may want to catch; `elastic_ext.base.errors` holds all errors of this package."""
 
 from elastic_ext.base.errors import ElasticExtError, RanksMissing, UsageError
 

@@ -41,7 +41,7 @@ def settings() -> str:
 
 
 def rules() -> str:
-    rows = [(TIERS[rule.tier], f"`{rule.name}`", rule.kind, rule.verdict.value, rule.because) for rule in RULES]
+    rows = [(TIERS[rule.tier], f"`{rule.name}`", rule.kind, rule.response.value, rule.because) for rule in RULES]
     return table(("tier", "rule", "kind", "answer", "because"), rows)
 
 

@@ -1,7 +1,4 @@
-"""The errors of this package: a small family, one line each.
-
-A message says what was seen, what was expected, and what to do.
-"""
+"""The errors of this package. A message is one line: what was seen, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -15,30 +12,30 @@ EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfi
 
 
 class ElasticExtError(Exception):
-    """Base of everything that this package raises on purpose. Its text is one line that may go to any terminal."""
+    """Base of all errors that this package raises on purpose. Its text is one line, safe for any terminal."""
 
     def __str__(self) -> str:
         return shown(super().__str__())
 
 
 class UsageError(ElasticExtError):
-    """The user asked for something that cannot be: a setting, an option, a path. The command exits with 78, nothing starts."""
+    """A wrong setting, option or path. The command exits with 78 before anything starts."""
 
 
 class BadCheckpoints(ElasticExtError):
-    """There are checkpoints, and none may be used. Beginning from nothing would lose the work, so the job stops with 65."""
+    """There are checkpoints, but none can be used. Starting from nothing would lose the work, so the job stops with 65."""
 
 
 class SeamError(ElasticExtError):
-    """This torch does not have the seam that the plug-in stands on. The command exits with 78, nothing is started."""
+    """This torch lacks a private name that the plug-in needs. The command exits with 78 before anything starts."""
 
 
 class RoundOver(ElasticExtError):
-    """The round ended before all of its nodes knew what to resume from: no worker was started, the next round chooses again."""
+    """The round ended before all nodes knew their checkpoint. No worker was started; the next round chooses again."""
 
 
 class RanksMissing(ElasticExtError):
-    """A health barrier was not passed in time. ranks: that did not come."""
+    """Some ranks did not reach a health barrier in time. ranks: the missing ones, if known."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -46,14 +43,14 @@ class RanksMissing(ElasticExtError):
 
 
 class NodeRefused(ElasticExtError):
-    """This host was told to leave the job and may not come back yet."""
+    """This host had to leave the job and may not come back yet."""
 
 
 @contextmanager
 def usage_errors_exit() -> Iterator[None]:
-    """End the command with one line and EX_CONFIG, as argparse does with 2: nothing has been started yet."""
+    """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use it only where nothing has been started yet."""
     try:
         yield
     except (UsageError, SeamError) as error:
-        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print takes a closed stderr, too
+        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print() works with a closed stderr, too
         raise SystemExit(EX_CONFIG) from error

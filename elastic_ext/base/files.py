@@ -1,4 +1,4 @@
-"""Files that others read, and that lie where others may write: in /tmp, say, or in a directory that users share."""
+"""Writing files safely in directories where others may write, e.g. /tmp or a shared directory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by one with this text; the umask gives its mode. Raises OSError, and leaves nothing behind then.
+    """Replace a file by one with this text; the umask gives its mode. Raises OSError, and then leaves nothing behind.
 
-    Invariants: who reads sees the old file or the new one. No link is followed, neither one in the place of the file nor one that
-    waits for the temporary name, which nobody can guess and which only this call makes.
+    Invariants: readers see the old file or the new one, whole. No link is followed, neither in place of the file nor in place of
+    the temporary one, whose name nobody can guess and only this call creates.
     """
     part = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

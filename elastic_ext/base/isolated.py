@@ -1,12 +1,12 @@
-"""Starts a program of ours in a process of its own, in which nothing of the job's directory hides a module.
+"""Starts a helper program in a child process in which no file of the job's directory can hide a module.
 
     python -I isolated.py PROGRAM COUNT ENTRY... ARGS...
 
-runs PROGRAM, a module's name or the path of a file, as `__main__` with ARGS. `-I` leaves out the working directory, PYTHONPATH
-and the user's site-packages. The COUNT entries are those of the agent's sys.path: elastic_ext and fsspec may be installed by
-PYTHONPATH only, or be run from a checkout. They are looked at last, and never for a module of the standard library.
+runs PROGRAM, a module's name or the path of a file, as `__main__` with ARGS. `-I` excludes the working directory, PYTHONPATH and
+the user's site-packages. The COUNT entries come from the agent's sys.path, since elastic_ext and fsspec may be found through
+PYTHONPATH only, or in a checkout. They are searched last, and never for a module of the standard library.
 
-Standard library only, and no import here but of what every interpreter has at start.
+Standard library only, and only modules that every interpreter has loaded at start.
 """
 
 import sys
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class _StandardLibrary:
-    """Finds a module with a name of the standard library on the path that was there at start, or refuses it.
+    """Finds a module with a name of the standard library on the original path, or refuses it.
 
-    Some of those names are there on other platforms only (msvcrt), and libraries try them.
+    Some of those modules exist on other platforms only (msvcrt), and libraries try to import them.
     """
 
     def __init__(self, path: "Sequence[str]") -> None:
@@ -40,21 +40,21 @@ class _StandardLibrary:
 
 
 def look_last(entries: "Iterable[str]") -> None:
-    """Append to sys.path; what is in there hides no module that is found without, nor one of the standard library."""
+    """Append to sys.path. The new entries hide no module that is found without them, and none of the standard library."""
     at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(at, _StandardLibrary(sys.path))
     sys.path += [entry for entry in dict.fromkeys(entries) if entry not in sys.path]
 
 
 def command(program: str) -> list[str]:
-    """Return the command that runs `program`; its arguments are to follow. program: a module's name, or the path of a file."""
+    """Return the command that runs `program`, to be followed by its arguments. program: a module's name or a file's path."""
     entries = _entries()
     options = ["-I", "-B"] if sys.dont_write_bytecode else ["-I"]
     return [sys.executable, *options, __file__, program, str(len(entries)), *entries]
 
 
 def _entries() -> list[str]:
-    """This process's sys.path without the working directory, unless PYTHONPATH names it or elastic_ext lies in it."""
+    """Return sys.path without the working directory, unless PYTHONPATH names that or elastic_ext is in it."""
     import os
 
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,4 +1,4 @@
-"""The words of a diagnosis: kinds of failure and what a rule may decide. Standard library only."""
+"""The vocabulary of a diagnosis: the kinds of failure, and the responses of a rule. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PREEMPTION = "preemption"
 HOST_MEMORY = "host_memory"
 DEVICE_MEMORY = "device_memory"
 STORAGE = "storage"
-NETWORK = "network"  # also what a cascade is when nothing else has failed
+NETWORK = "network"  # also a cascade if no other failure is known
 HARDWARE = "hardware"
 HANG = "hang"
 CRASH = "crash"
-CASCADE = "cascade"  # this worker died of another one's death
+CASCADE = "cascade"  # this worker failed because another one did
 UNKNOWN = "unknown"
 
 KINDS = (
@@ -29,12 +29,12 @@ Kind = Annotated[str, KINDS.__contains__]
 
 
 class Response(Enum):
-    """What a rule decides. FOLLOW is for cascades only: whatever the root cause asks for."""
+    """The answer of a rule. FOLLOW is for cascades only: the response of the root cause applies."""
 
     STOP = "stop"
-    CONFIRM = "confirm"  # one restart, then stop if it comes back with no progress
+    CONFIRM = "confirm"  # restart once; stop if it happens again without progress
     RESTART = "restart"  # charged to the budget
     RESTART_FREE = "restart_free"
     REPLACE_NODE = "replace_node"  # this node leaves, the others re-form
-    REQUEUE = "requeue"  # the allocation is going away: leave, and have the scheduler start the job again
+    REQUEUE = "requeue"  # the allocation goes away: leave, so that the scheduler starts the job again
     FOLLOW = "follow"

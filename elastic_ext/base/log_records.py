@@ -1,7 +1,7 @@
-"""Makes each log record of this package fit to be shown before any handler that shows it gets it.
+"""Makes the log records of this package safe to show, before any other handler gets them.
 
-What others wrote (names of files and nodes, reasons, messages of exceptions) is in the arguments of the records. It may hold
-escape sequences of a terminal, line ends that forge further records, credentials in a URL.
+Arguments of the records (names of files and nodes, reasons, messages of exceptions) come from others. They may hold escape
+sequences of a terminal, line ends that forge records, or credentials in a URL.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import numbers
 from collections.abc import Mapping
-from typing import Any
 
 from elastic_ext.base.printable import Block, shown, shown_block
 
@@ -17,18 +16,18 @@ ROOT = "elastic_ext"
 
 
 def install() -> None:
-    """For all loggers of this package, in this process; once is enough."""
+    """Clean the records of all loggers of this package in this process; further calls do nothing."""
     logger = logging.getLogger(ROOT)
-    if not any(isinstance(handler, _MakesFit) for handler in logger.handlers):
-        logger.handlers.insert(0, _MakesFit())
+    if not any(isinstance(handler, _Cleaner) for handler in logger.handlers):
+        logger.handlers.insert(0, _Cleaner())
 
 
-class _MakesFit(logging.Handler):
-    """Stands before the handlers that show: logging asks those of a logger first, and those of its parents afterwards."""
+class _Cleaner(logging.Handler):
+    """Comes before all other handlers: logging calls those of a logger first, then those of its parents."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        make_fit(record)
-        # Nobody has configured logging: logging would ask its handler of last resort, were it not for this one.
+        clean(record)
+        # Where nobody has configured logging, this handler keeps logging from using its handler of last resort.
         if _has_no_other(record.name) and logging.lastResort and record.levelno >= logging.lastResort.level:
             logging.lastResort.handle(record)
 
@@ -36,31 +35,31 @@ class _MakesFit(logging.Handler):
 def _has_no_other(name: str) -> bool:
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
-        if any(not isinstance(handler, _MakesFit) for handler in logger.handlers):
+        if any(not isinstance(handler, _Cleaner) for handler in logger.handlers):
             return False
         logger = logger.parent if logger.propagate else None
     return True
 
 
-def make_fit(record: logging.LogRecord) -> None:
-    """In place. The message's own text is ours, but may hold names where it was put together before."""
+def clean(record: logging.LogRecord) -> None:
+    """Clean a record in place. Its message is ours, but may have been formatted with names from others."""
     record.msg = shown_block(record.msg if isinstance(record.msg, str) else str(record.msg))
     if isinstance(record.args, Mapping):
-        record.args = {name: _fit(value) for name, value in record.args.items()}
+        record.args = {name: _cleaned(value) for name, value in record.args.items()}
     elif record.args:
-        record.args = tuple(map(_fit, record.args))
+        record.args = tuple(map(_cleaned, record.args))
     if record.exc_info and not record.exc_text:
         record.exc_text = shown_block(logging.Formatter().formatException(record.exc_info))
 
 
-def _fit(value: Any) -> Any:
+def _cleaned(value: object) -> object:
     if isinstance(value, str):
         return shown_block(value) if isinstance(value, Block) else shown(value)
     return value if value is None or isinstance(value, numbers.Number) else _Shown(value)
 
 
 class _Shown:
-    """Stands for another object in a message."""
+    """Stands for any other object in a message."""
 
     def __init__(self, value: object) -> None:
         self._value = value

@@ -1,7 +1,7 @@
-"""What others wrote, fit for a terminal or a log: no escape sequences, no forged lines, no credentials. Standard library only.
+"""Makes text from others safe for a terminal or a log: no escape sequences, no forged lines, no credentials.
 
-All logs of this package pass `observe/log_records.py`, all its errors `ElasticExtError.__str__`; what the commands print, and
-what torch prints for us, is made fit where it is printed.
+`base/log_records.py` cleans all logs of this package, and `ElasticExtError.__str__` all its errors; text that commands print, or
+that torch prints for us, is cleaned where it is printed. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# user:password@ of a URL. An access key's secret may hold slashes, which people leave as they are; the bound keeps it linear.
+# user:password@ in a URL. An access key's secret may hold unescaped slashes. The bounds keep the search linear.
 _USERINFO = re.compile(r"://(?:[^\s/]{1,512}|[^\s/@:]{1,512}:[^\s@]{1,512})@")
-# Of an endpoint without a scheme; what it is put in (quotes, "endpoint=") stays.
+# user:password@ in an endpoint without a scheme; text around it (quotes, "endpoint=") stays.
 _BARE_USERINFO = re.compile(r"""(?<![^\s,'"=(\[])[^\s/,@:'"=(\[]{1,512}:[^\s/,@]{1,512}@""")
 _SECRET_OPTION = re.compile(
     r"([?&][\w-]{0,40}(?:key|secret|token|passw(?:or)?d|signature|sig|credentials?)[\w-]{0,40}=)[^\s&#'\"\\]+", re.IGNORECASE
 )
 
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
-SECRET_CHARACTERS = 6  # a shorter value is in too many texts that are none of it
+SECRET_CHARACTERS = 6  # shorter values occur in too many other texts
 
 
 def printable(text: str) -> str:
-    """Return `text` as one line in which whatever is not printable (controls, lone surrogates, marks that turn the direction of
-    writing) stands as Python would write it in a literal.
+    """Return `text` as one line, with whatever is not printable (controls, lone surrogates, marks of writing direction) escaped
+    as in a Python literal.
     """
     if text.isprintable():
         return text
@@ -35,8 +35,9 @@ def _escaped(character: str) -> str:
 
 
 def literal(value: object, most: int) -> str:
-    """A value that somebody else gave, as Python would write it, up to `most` characters; a number or a nesting that Python
-    refuses to write is only named.
+    """Return repr() of somebody else's value, up to `most` characters.
+
+    For a value that Python refuses to write (a huge number, deep nesting) only the type is named.
     """
     try:
         text = repr(value)
@@ -46,14 +47,14 @@ def literal(value: object, most: int) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` without the credentials of URLs and endpoints: what is before the @, and options that are named like a secret."""
+    """Return `text` without credentials in URLs and endpoints: the part before the @, and options named like a secret."""
     if "@" in text:
         text = _BARE_USERINFO.sub("***@", _USERINFO.sub("://***@", text))
     return _SECRET_OPTION.sub(r"\1***", text) if "://" in text else text
 
 
 def masked(text: str, environ: Mapping[str, str]) -> str:
-    """`text` without the values of variables that are named like a secret."""
+    """Return `text` without the values of variables that are named like a secret."""
     for name, value in environ.items():
         if len(value) >= SECRET_CHARACTERS and _SECRET_VARIABLE.search(name):
             text = text.replace(value, "***")
@@ -61,20 +62,20 @@ def masked(text: str, environ: Mapping[str, str]) -> str:
 
 
 def shown(text: str) -> str:
-    """One line for people: `printable` and `redacted`."""
+    """Return one line for people: `printable` and `redacted`."""
     return printable(redacted(text))
 
 
 class Block(str):
-    """Text of several lines that a log shows as such; any other text is shown as one line."""
+    """Text of several lines that a log shows as several lines; any other text becomes one line."""
 
 
 def shown_lines(text: str) -> str:
-    """Several lines for people, for who indents them."""
+    """Return several lines for people; the caller indents them."""
     return "\n".join(printable(line.expandtabs()) for line in redacted(text).splitlines())
 
 
 def shown_block(text: str) -> Block:
-    """Several lines for people. All but the first are indented: none can be taken for a line of the log itself."""
+    """Return several lines for people. All but the first are indented, so none looks like a line of the log itself."""
     first, *others = shown_lines(text).split("\n")
     return Block("\n".join([first, *(line if line[:1] in ("", " ") else f"  {line}" for line in others)]))

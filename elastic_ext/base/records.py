@@ -1,10 +1,10 @@
-"""The one reader of records that others wrote: from bytes to a frozen dataclass, or a RecordError, whatever is in them.
+"""The codec of records that cross processes: a frozen dataclass to JSON, and JSON back to it or a RecordError.
 
-Whoever may write to a job's etcd or store writes what they like: another job's keys, text that is not UTF-8, lists nested a
-thousand deep, numbers without end. A record is read as its dataclass says it, field by field: types, and by the `Annotated` ones
-below ranges. Fields that the class does not know are passed over, so that one may be added within a schema.
+Anybody with access to a job's etcd or store can write anything there: another job's keys, text that is not UTF-8, lists nested a
+thousand deep, endless numbers. The reader checks every field against its type in the dataclass; the `Annotated` types below add
+ranges. It ignores unknown fields, so that a field can be added within a schema.
 
-Standard library only.
+A field's key in JSON is its name, or the name given by `stored_as`. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,16 +28,16 @@ _LEAST, _MOST = -(2**63), 2**63 - 1  # of any whole number
 
 
 class RecordError(ElasticExtError):
-    """A record in etcd, a store or a file that this version cannot read."""
+    """This version cannot read a record in etcd, a store or a file."""
 
 
 class OtherSchema(RecordError):
-    """A record of another version."""
+    """The record was written by another version."""
 
 
 @dataclass(frozen=True)
 class Within:
-    """A range that a number of a record is in, both ends included."""
+    """The range of a record's number; both ends belong to it."""
 
     least: float
     most: float
@@ -47,7 +47,7 @@ class Within:
 
 
 def is_name(text: str) -> bool:
-    """Whether this may be part of a key: not empty, of MOST_NAME characters at most, all printable, none of them a "/"."""
+    """Whether this may be part of a key: 1 to MOST_NAME printable characters, none of them a "/"."""
     return 0 < len(text) <= MOST_NAME and "/" not in text and text.isprintable()
 
 
@@ -57,25 +57,59 @@ def _is_name_or_empty(text: str) -> bool:
 
 Count = Annotated[int, Within(0, 2**31 - 1)]
 Port = Annotated[int, Within(0, 65535)]
-Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: of no worker
+Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: no worker
 Seconds = Annotated[float, Within(0, 1e9)]  # no clock and no select() takes any number
 ZeroOrOne = Annotated[int, Within(0, 1)]
 Name = Annotated[str, is_name]
 NameOrEmpty = Annotated[str, _is_name_or_empty]
 
+_KEY = "key"  # of a field's metadata
 
-def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
-    """Read a record of this kind and schema. what: the record, or its key, for the message.
+
+def stored_as(key: str) -> Mapping[str, str]:
+    """Return the metadata of a field whose key in JSON is not its name: `field(metadata=stored_as("verdict"))`."""
+    return {_KEY: key}
+
+
+def _key(of: Field[Any]) -> str:
+    key: str = of.metadata.get(_KEY, of.name)
+    return key
+
+
+def plain(record: object) -> dict[str, Any]:
+    """Return a record as JSON's values, in the form that `build` reads: enum members by value, tuples as lists.
 
     Raises:
-        OtherSchema: it is of another version.
+        TypeError: it is no dataclass.
+    """
+    if not is_dataclass(record):
+        raise TypeError(f"expected a dataclass, got a {type(record).__name__}")
+    return {_key(of): _plain_value(getattr(record, of.name)) for of in fields(record)}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [_plain_value(each) for each in value]
+    return plain(value) if is_dataclass(value) else value
+
+
+def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
+    """Read a record of this kind and schema.
+
+    Args:
+        what: the record, or its key, for the message of an error.
+
+    Raises:
+        OtherSchema: another version has written it.
         RecordError: it is no such record.
     """
     return build(kind, parse(data, what, schema), what)
 
 
 def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
-    """A record's fields, with the types of JSON, each text fit to be encoded. Raises as `read` does."""
+    """Return a record's fields with the types of JSON; every text can be encoded. Raises like `read`."""
     try:
         if len(data) > MOST_BYTES:
             raise ValueError(f"{len(data)} bytes, expected {MOST_BYTES} at most")
@@ -95,7 +129,7 @@ def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
 
 
 def build(kind: type[T], data: Any, what: str) -> T:
-    """Return a dataclass made of JSON's values. Raises RecordError."""
+    """Make a dataclass from JSON's values. Raises RecordError."""
     of: Any = kind
     try:
         made: T = _dataclass(of)(data)
@@ -105,7 +139,7 @@ def build(kind: type[T], data: Any, what: str) -> T:
 
 
 def _short(error: BaseException) -> str:
-    """One line, without what the record holds."""
+    """One line that does not repeat the record's content."""
     if isinstance(error, UnicodeError):
         return "not UTF-8"
     if isinstance(error, RecursionError):
@@ -114,14 +148,14 @@ def _short(error: BaseException) -> str:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: a leader of thousands of nodes does little else than read
+_DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: a leader of thousands of nodes reads most of the time
 
 
 def _encodable(value: Any) -> Any:
-    """The same without lone surrogates, which no key and no message can hold."""
+    """Return the value without lone surrogates, which no key and no message can hold."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
@@ -131,8 +165,8 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-# From the type of a field to what makes its value of JSON's. Each raises ValueError or TypeError, whose text must not repeat the
-# value: it may be as long as it likes.
+# From a field's type to the function that makes its value from JSON's. Each raises ValueError or TypeError, whose text must not
+# repeat the value, which may be of any length.
 
 Make = Callable[[Any], Any]
 
@@ -140,18 +174,18 @@ Make = Callable[[Any], Any]
 @cache
 def _dataclass(kind: Any) -> Make:
     hints = get_type_hints(kind, include_extras=True)
-    makers = {field.name: _maker(hints[field.name]) for field in fields(kind)}
+    makers = {_key(of): (of.name, _maker(hints[of.name])) for of in fields(kind)}
 
     def make(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _misfit(value, kind.__name__)
         given = {}
-        for name, of in makers.items():
-            if name in value:
+        for key, (name, of) in makers.items():
+            if key in value:
                 try:
-                    given[name] = of(value[name])
+                    given[name] = of(value[key])
                 except (ValueError, TypeError) as error:
-                    raise ValueError(f"{kind.__name__}.{name}: {error}") from error
+                    raise ValueError(f"{kind.__name__}.{key}: {error}") from error
         if not given:
             raise ValueError(f"none of the fields of {kind.__name__}")
         return kind(**given)
@@ -197,7 +231,7 @@ def _number(value: Any) -> Any:
     if type(value) is not float:
         raise _misfit(value, "a number")
     if not math.isfinite(value):
-        raise ValueError("a number beyond all bounds")
+        raise ValueError("a number that is not finite")
     return value
 
 

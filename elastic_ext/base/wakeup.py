@@ -1,7 +1,7 @@
-"""A file descriptor that becomes readable when a signal arrives or another thread has news.
+"""A file descriptor that becomes readable when a signal arrives or another thread calls.
 
-A signal that arrives between "look" and "wait" would otherwise be handled only when something else ends the wait: Python runs
-signal handlers in the main thread between bytecodes, never inside poll(2).
+Without it, a signal that arrives just before the main thread waits would be handled only when something else ends the wait:
+Python runs signal handlers in the main thread between bytecodes, never inside poll(2).
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import signal
 import socket
 import threading
 
-MOST_MS = 2**31 - 1  # that poll(2) takes: 24 days, after which whoever waits for longer looks again
+MOST_MS = 2**31 - 1  # the longest timeout of poll(2), 24 days; callers look again after that
 
 
 def milliseconds(timeout_s: float) -> float:
-    """For poll: a setting may be of any size."""
+    """Return a timeout for poll in milliseconds; a setting may be of any size."""
     return min(max(0.0, timeout_s) * 1000, MOST_MS)
 
 
 def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
-    """Whether a read would not block, waited for so long. Not select(2), which takes no descriptor above 1,023."""
+    """Wait up to timeout_s; whether a read would not block. It avoids select(2), which takes no descriptor above 1,023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(milliseconds(timeout_s)))
 
 
 class Wakeup:
-    """Use it as a context manager: signals are watched while inside (only in the main thread, the only one that may)."""
+    """A context manager. Inside, signals wake the waiter, if this is the main thread."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -54,14 +54,14 @@ class Wakeup:
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # the buffer is full of wake-ups already
+            pass  # the buffer is already full of wake-ups
 
     def clear(self) -> frozenset[int]:
-        """Forget the wake-ups so far; return the numbers of the signals among them. Look for news after this call, not before."""
+        """Forget the wake-ups so far; return the signals among them. Look for events after this call, not before."""
         return self._take() - {0}
 
     def signals(self) -> frozenset[int]:
-        """The numbers of the signals so far, which are forgotten; news are not."""
+        """Return the numbers of the signals so far and forget them; wake-ups from `set` stay."""
         seen = self._take()
         if 0 in seen:
             self.set()

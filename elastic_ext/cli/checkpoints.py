@@ -6,8 +6,6 @@ import argparse
 import getpass
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,58 +19,64 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.cli.terminal import ProgressBar, complain, say, size_of
 
-EX_DAMAGED = 1  # `verify` has found damage, or `cp` has
-EX_NO_SAVE = 75  # sysexits.h, EX_TEMPFAIL: trying again may help
+EX_DAMAGED = 1  # `verify` or `cp` has found damage
+EX_NO_SAVE = 75  # EX_TEMPFAIL of sysexits.h: another try may help
 SAVE_TIMEOUT_S = 600.0
-BAR = 30  # characters
-SHOW_EVERY = 0.1  # seconds between two pictures of the bar
 
 
-def add(commands: Any) -> None:
+def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command to those of `elastic-ext`."""
     options = commands.add_parser("checkpoints", help="list, verify, mark, prune and copy checkpoints")
-    options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code is 78 for wrong usage or input."
+    options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
-
-    def action(name: str, run: Callable[[argparse.Namespace], int], what: str, several: bool | None = None) -> Any:
-        parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        parser.add_argument("directory", metavar="DIR")
-        if several is not None:
-            parser.add_argument("names", metavar="NAME", nargs="*" if several else "+", help="of checkpoints, as ls shows them")
-        parser.set_defaults(run=lambda args: _told(run, args))
-        return parser
-
-    ls = action("ls", _ls, "list all checkpoints, and which one a job would resume from")
-    check = action("verify", _verify, "read checkpoints and compare with their checksums; exit code 1 for damage", True)
-    check.add_argument("--all", action="store_true", help="every complete one; default: the one that would be resumed from")
-    check.add_argument("--sampled", action="store_true", help="the sizes of all files, the content of some")
-    check.add_argument("--threads", type=_count, help="files read at once; default: one for each core")
-    pin = action("pin", _pin, "never prune these", False)
-    unpin = action("unpin", _unpin, "let these be pruned again", False)
-    prune = action("prune", _prune, "show which checkpoints would be removed; with --yes remove them")
-    prune.add_argument("--keep-last", type=_count, default=3, metavar="N", help="complete ones that stay; default 3, 1 at least")
-    prune.add_argument("--keep-every", type=_count, default=0, metavar="STEPS", help="and those of every so many steps")
+    ls = _action(actions, "ls", _ls, "list all checkpoints, and mark the one that a job would resume from")
+    check = _action(actions, "verify", _verify, "compare checkpoints with their checksums; exit code 1 for damage", "*")
+    check.add_argument("--all", action="store_true", help="verify all complete ones; default: the one to resume from")
+    check.add_argument("--sampled", action="store_true", help="check the sizes of all files and the content of some")
+    check.add_argument("--threads", type=_count, help="number of files read at once; default: one for each core")
+    pin = _action(actions, "pin", _pin, "protect checkpoints from pruning", "+")
+    unpin = _action(actions, "unpin", _unpin, "allow pruning again", "+")
+    prune = _action(actions, "prune", _prune, "show which checkpoints would be removed; with --yes, remove them")
+    prune.add_argument("--keep-last", type=_count, default=3, metavar="N", help="complete ones to keep; default 3, at least 1")
+    prune.add_argument("--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one for every STEPS steps")
     prune.add_argument("--yes", action="store_true", help="remove them")
-    bad = action("quarantine", _quarantine, "never resume from these; nothing is removed", False)
+    bad = _action(actions, "quarantine", _quarantine, "never resume from these checkpoints; nothing is removed", "+")
     bad.add_argument("--lift", action="store_true", help="trust them again")
     for parser in (pin, bad):
-        parser.add_argument("--reason", default="", help="for the next one who wonders")
-    cp = action("cp", _cp, "copy checkpoints to another directory, with their checksums; a copy that was cut off goes on", False)
+        parser.add_argument("--reason", default="", help="note for whoever looks at it later")
+    copying = "copy checkpoints to another directory and compare checksums; an interrupted copy continues"
+    cp = _action(actions, "cp", _cp, copying, "+")
     cp.add_argument("--to", required=True, metavar="DIR", help="the other directory")
     for parser in (ls, check):
-        parser.add_argument("--json", action="store_true", help="one JSON object for each on stdout")
+        parser.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     for parser in (ls, check, pin, unpin, prune, bad, cp):
-        parser.add_argument("--pattern", default="", help="as the setting checkpoint_pattern")
+        parser.add_argument("--pattern", default="", help="names of the checkpoints, like the setting checkpoint_pattern")
+    _add_save(actions)
 
-    save = actions.add_parser("save", help="have a running job save now, all ranks at one step")
+
+def _action(
+    actions: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
+) -> argparse.ArgumentParser:
+    """Add an action on a directory. names: how many names of checkpoints it takes, as argparse's nargs; "": none."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("directory", metavar="DIR")
+    if names:
+        parser.add_argument("names", metavar="NAME", nargs=names, help="name of a checkpoint, as shown by ls")
+    parser.set_defaults(run=lambda args: _storage_errors_named(run, args))
+    return parser
+
+
+def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
+    save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
-        "Ask a job with the rendezvous ext_etcd for a checkpoint and wait until it is complete: its step is printed, the exit "
-        "code is 0. It is 75 where it is not complete in time, the job does not run or its round ends before."
+        "Ask a job with the rendezvous ext_etcd for a checkpoint, wait until it is complete, and print its step. The exit code "
+        "is 75 if the job does not run, its round ends first, or the checkpoint is not complete in time."
     )
     save.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
     save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
-    save.add_argument("--timeout", type=_seconds, metavar="S", default=SAVE_TIMEOUT_S, help="default: %(default)g seconds")
+    save.add_argument("--timeout", type=_seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")
     save.set_defaults(run=_save)
 
 
@@ -90,13 +94,13 @@ def _count(text: str) -> int:
     return value
 
 
-def _told(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _storage_errors_named(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     try:
         return run(args)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        raise UsageError(f"{args.directory}: the storage does not do it: {error}") from error
+        raise UsageError(f"{args.directory}: the storage has failed: {error}") from error
 
 
 # ls
@@ -104,7 +108,7 @@ def _told(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) ->
 
 def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    with Bar("checking") as bar:
+    with ProgressBar("checking") as bar:
         rows = listing.list_checkpoints(storage, args.pattern, bar.counts)
     choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
     chosen = choice.resume.path if choice.resume else None
@@ -117,7 +121,7 @@ def _ls(args: argparse.Namespace) -> int:
     if choice.resume is not None:
         print(f"\n* would be resumed from: {shown(choice.resume.reason)}")
     else:
-        print("\nnothing to resume from" + (": none of the finished ones may be used" if choice.all_bad else ""))
+        print("\nnothing to resume from" + (": none of the complete checkpoints can be used" if choice.all_bad else ""))
     return 0
 
 
@@ -143,16 +147,7 @@ def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
     ]
 
 
-def size_of(count: float) -> str:
-    """1536 -> 1.5 KiB"""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-# The others.
+# The other commands.
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -169,7 +164,7 @@ def _verify(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.directory} holds no complete checkpoint to verify")
     damaged = 0
     for row in chosen:
-        with Bar(row.name) as bar:
+        with ProgressBar(row.name) as bar:
             found = verify(storage, row.entry, Mode.SAMPLED if args.sampled else Mode.FULL, args.threads or None, bar.bytes)
         damaged += not found.sound or not row.complete
         _show(row, found, args.json)
@@ -182,13 +177,13 @@ def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
         print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **asdict(found)}), flush=True)
         return
     if not row.complete:
-        _say(f"{row.name}: not complete: {row.state}")
+        say(f"{row.name}: not complete: {row.state}")
     for fault in found.faults:
-        _say(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
+        say(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
     for note in found.notes:
-        _say(f"{row.name}: {note.file}: {note.reason}")
+        say(f"{row.name}: {note.file}: {note.reason}")
     if found.sound and row.complete:
-        _say(f"{row.name}: sound, {found.files} files, {size_of(found.size)} read")
+        say(f"{row.name}: sound, {found.files} files, {size_of(found.size)} read")
 
 
 def _pin(args: argparse.Namespace) -> int:
@@ -212,7 +207,7 @@ def _quarantine(args: argparse.Namespace) -> int:
 
 
 def _lift(args: argparse.Namespace, lift: Callable[[Storage, str], None], state: str) -> int:
-    """The checkpoint itself need not be there any more."""
+    """Remove marks. The checkpoints themselves may be gone."""
     storage = open_storage(args.directory)
     for name in args.names:
         try:
@@ -228,13 +223,13 @@ def _prune(args: argparse.Namespace) -> int:
         (row.prune_candidate for row in listing.list_checkpoints(storage, args.pattern)), args.keep_last, args.keep_every
     )
     for each in plan:
-        _say(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
+        say(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
     if not args.yes:
         print(f"\nnothing was removed; --yes removes {len(doomed)} of {len(plan)}")
         return 0
-    with Bar("removing") as bar:
-        # From the oldest: a prune that is cut off has kept the newer ones.
+    with ProgressBar("removing") as bar:
+        # The oldest first: an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
             pruning.delete(storage, name)
             bar.counts(done, len(doomed))
@@ -247,12 +242,12 @@ def _cp(args: argparse.Namespace) -> int:
         if not row.complete:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
-            with Bar(row.name) as bar:
+            with ProgressBar(row.name) as bar:
                 sent = transfer.copy(source, target, row.entry, bar.bytes)
         except (transfer.CopyError, ManifestError) as error:
-            _say(f"{row.name}: DAMAGED {error}")
+            say(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
-        _say(f"{target.path(row.name)}: {size_of(sent)} sent")
+        say(f"{target.path(row.name)}: {size_of(sent)} sent")
     return 0
 
 
@@ -264,15 +259,10 @@ def _save(args: argparse.Namespace) -> int:
     with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
         done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
     if done.step is None:
-        print(f"elastic-ext: no save: {shown(done.reason)}", file=sys.stderr)
+        complain(f"no save: {done.reason}")
         return EX_NO_SAVE
     print(done.step)
     return 0
-
-
-def _say(line: str) -> None:
-    """Names of files and what is in them are whoever's that may write there."""
-    print(shown(line), flush=True)
 
 
 def _named(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
@@ -282,34 +272,3 @@ def _named(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Stor
         shown = ", ".join(list(found)[:10]) or "none"
         raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; there are: {shown}")
     return [found[name.rstrip("/")] for name in names]
-
-
-class Bar:
-    """A progress bar on stderr where that is a terminal, else nothing; gone when the work is done."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._on, self._shown, self._began = shown(what), os.isatty(2), 0.0, time.monotonic()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
-    def counts(self, done: int, total: int) -> None:
-        self._draw(done, total, f"{done}/{total}")
-
-    def bytes(self, done: int, total: int) -> None:
-        seconds = max(time.monotonic() - self._began, 1e-3)
-        self._draw(done, total, f"{size_of(done)}/{size_of(total)} {size_of(done / seconds)}/s")
-
-    def _draw(self, done: int, total: int, figures: str) -> None:
-        now = time.monotonic()
-        if not self._on or now - self._shown < SHOW_EVERY:
-            return
-        self._shown = now
-        filled = BAR * done // total if total else BAR
-        sys.stderr.write(f"\r\033[K{self._what} [{'#' * filled}{'.' * (BAR - filled)}] {figures}")
-        sys.stderr.flush()

@@ -1,6 +1,9 @@
-"""Started by `doctor.py` as a process of its own: what torchrun would find here, as JSON on standard output.
+"""The child process of `doctor_checks.py`: prints what torchrun would find here.
 
-Run by path with the interpreter, the environment and so the PYTHONPATH of the command; torch is imported, and plug-ins of others.
+It runs by path, with the interpreter and the environment (so the PYTHONPATH) of the command, and imports torch and all plug-ins.
+
+Output, one JSON object: {"torch": ANSWER, "plugins": {NAME: ANSWER}, "site": ANSWER, "agent": ANSWER}, where ANSWER is
+{"found": TEXT} or {"error": TEXT}, one line.
 """
 
 import sys
@@ -10,9 +13,15 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
 _AT_START = frozenset(sys.modules)
 
 # ruff: noqa: E402
+import functools
 import json
 import os
 from importlib.metadata import entry_points
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.metadata import EntryPoint
 
 GROUP = "torchrun.handlers"
 BACKEND = "ext_c10d"
@@ -20,18 +29,18 @@ BACKEND = "ext_c10d"
 
 def main() -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # what plug-ins print is no answer
+    os.dup2(2, 1)  # plug-ins may print
     found = {"torch": _guarded(_torch), "plugins": _plugins(), "site": _guarded(_site), "agent": _guarded(_agent)}
     with os.fdopen(answers, "w") as file:
         json.dump(found, file)
-    os._exit(0)  # whatever threads and exit handlers plug-ins have left
+    os._exit(0)  # without the threads and exit handlers of plug-ins
 
 
-def _guarded(look: "object") -> "dict[str, str]":
-    """{"found": ...}, or {"error": ...} in one line: anything may be broken here."""
+def _guarded(look: "Callable[[], str]") -> "dict[str, str]":
+    """Return {"found": ...}, or {"error": ...}: anything may be broken here."""
     try:
-        return {"found": look()}  # type: ignore[operator]
-    except BaseException as error:  # noqa: BLE001 - the code of others; the doctor tells of it
+        return {"found": look()}
+    except BaseException as error:  # noqa: BLE001 - other people's code; the doctor reports it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -42,20 +51,24 @@ def _torch() -> str:
 
 
 def _plugins() -> "dict[str, dict[str, str]]":
-    """Each entry point of the group, loaded as torch does it."""
+    """Load each entry point of the group like torch does."""
     _guarded(_torch)
-    return {point.name: _guarded(lambda point=point: repr(point.load()())) for point in entry_points(group=GROUP)}
+    return {point.name: _guarded(functools.partial(_loaded, point)) for point in entry_points(group=GROUP)}
+
+
+def _loaded(point: "EntryPoint") -> str:
+    return repr(point.load()())
 
 
 def _site() -> str:
-    """Why standbys could not stand for workers, "": nothing."""
+    """Return why warm standbys could not replace workers; "" if they can."""
     from elastic_ext.workers.standby import import_checks
 
     return import_checks.site_reads_variables(_AT_START) or ""
 
 
 def _agent() -> str:
-    """The class that torch's launcher constructs for our rendezvous: what `launch_agent` does, but for running it."""
+    """Return the class that torch's launcher constructs for our rendezvous: `launch_agent` without the run."""
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

@@ -1,4 +1,4 @@
-"""Evidence as JSON, the way `elastic-ext explain` reads it: checked field by field. Standard library only."""
+"""Evidence as JSON, the input of `elastic-ext explain`: checked field by field. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
+from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
 
-Fields = Mapping[str, tuple[str, Callable[[Any], bool]]]
+Fields = Mapping[str, tuple[str, Callable[[object], bool]]]
 
 
-def _optional(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _optional(good: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or good(value)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_signal(value: Any) -> bool:
+def _is_signal(value: object) -> bool:
     return isinstance(value, str) and (value in signal.Signals.__members__ or value.startswith("signal "))
 
 
-def _list_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _list_of(good: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(good, value))
 
 
@@ -66,15 +66,15 @@ EVIDENCE: Fields = {
     "node_health_failed": _FLAG,
     "node": _TEXT,
     "history": ("a list of objects", _optional(_list_of(_is_object))),
-    "expect": ("an object", lambda value: True),  # what a test of the table expects; not looked at
+    "expect": ("an object", lambda value: True),  # for tests of the table; ignored here
 }
 EXCEPTION: Fields = {"type": ("a text", _is_text), "message": _TEXT, "frames": ("a list of texts", _optional(_list_of(_is_text)))}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
 
 
-def evidence(case: Any) -> Evidence:
-    """Return the evidence that a JSON value holds. Fields that are missing or null are not known.
+def evidence(case: object) -> Evidence:
+    """Return the evidence in a JSON value. Fields that are missing or null are not known.
 
     Raises:
         UsageError: not an object, unknown fields (they are named), or a value of the wrong kind.
@@ -111,9 +111,9 @@ def evidence(case: Any) -> Evidence:
     )
 
 
-def _past(past: Mapping[str, Any], number: int) -> Past:
+def _past(past: Mapping[str, Any], number: int) -> Precedent:
     _check(past, PAST, f"history[{number}].")
-    return Past(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
+    return Precedent(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
 
 
 def _check(values: Mapping[str, Any], fields: Fields, prefix: str) -> None:

@@ -7,43 +7,44 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.kinds import CASCADE, NETWORK, USER_STOP, Kind, Response
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import ZeroOrOne
+from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.matching import ASKED, EXIT_ONLY, HARDWARE_SAID, PROGRAM_SAID, Facts, Rule, Words
-from elastic_ext.failures.rules import COUNTS_AS, RULES, TEXTS, XIDS_ANNOTATE, held_by_another_process
+from elastic_ext.failures.matching import ASKED, EXIT_STATUS, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EvidenceView, Rule, SearchText
+from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 
-MAX_TEXT = 64 * 1024  # characters of a message, and of the end of a tail, that are looked at in all
-MAX_MESSAGE = 8 * 1024  # of a longer message both ends are
+MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
+MAX_MESSAGE = 8 * 1024  # of a longer message only both ends are searched
 
-# After these a traceback on stderr need not be the end of it: what ended the process came from outside Python.
+# These signals come from outside Python: a traceback on stderr need not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
-_BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in (ASKED, HARDWARE_SAID, PROGRAM_SAID, EXIT_ONLY)}
+_TIERS = (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
+_BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What one worker's failure means.
+    """The meaning of one worker's failure.
 
     Attributes:
         kind: one of `kinds.KINDS`.
-        decision: what the rule asks for; `policy.decide` may ask for more after a look at the history and the budget.
+        response: the rule's answer; `policy.decide` may overrule it after a look at the history and the budget.
         rule: name of the rule.
-        reason: who ended, of what, and why the rule says so.
+        reason: which worker ended, how, and why the rule says so.
         fingerprint: equal for two failures that are the same.
         evidence: with the exception that was found on stderr, if there was no other.
-        tier: of the rule, 1 to 4; 0: a user's.
+        tier: of the rule, 1 to 4; 0: a user's rule.
         checkpoints_back: 1: resume from the checkpoint before the newest.
-        order: when the job learnt of it, e.g. an etcd revision; equal for all that one node tells at a time.
+        order: when the job learned of it, e.g. an etcd revision; equal for everything that one node reports at a time.
     """
 
     kind: Kind
-    decision: Response
+    response: Response = field(metadata=stored_as("decision"))
     rule: str
     reason: str
     fingerprint: str
@@ -55,17 +56,17 @@ class Diagnosis:
     @property
     def deterministic(self) -> bool:
         """Another try would end the same way."""
-        return self.decision is Response.STOP
+        return self.response is Response.STOP
 
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
-    """Return what the failure of one worker means. Never raises; well under a millisecond."""
+    """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
     evidence = _completed(evidence)
     rule = _first_match(evidence, user_rules)
     exception = evidence.exception
     return Diagnosis(
         rule.kind,
-        rule.verdict,
+        rule.response,
         rule.name,
         f"{describe(evidence)}: {rule.because}{_annotation(evidence)}",
         fingerprint.of_exception(exception) if exception else fingerprint.of_exit(rule.name, ended_by(evidence)),
@@ -81,21 +82,22 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     signal_name = worker_signal(evidence)
     message = _ends(exception.message) if exception else ""
     tail = evidence.stderr_tail[len(message) - MAX_TEXT :]
-    all_text = Facts(evidence, names, Words(f"{message}\n{tail}" if message else tail, TEXTS), signal_name)
+    everything = EvidenceView(evidence, names, SearchText(f"{message}\n{tail}" if message else tail), signal_name)
     for rule in _BY_TIER[ASKED]:
-        if rule.matches(all_text):
+        if rule.matches(everything):
             return rule
     for user_rule in user_rules:
-        if user_rule.matches(all_text):
+        if user_rule.matches(everything):
             return user_rule
-    # An exception speaks for itself: what else is on stderr is looked at only where no rule knows the exception.
-    said = [Facts(evidence, names, Words(message, TEXTS), signal_name)] if exception else []
+    # The exception comes first: the rest of stderr counts only where no rule knows the exception.
+    program = [EvidenceView(evidence, names, SearchText(message), signal_name)] if exception else []
     if tail:
-        said.append(Facts(evidence, frozenset(), all_text.text, signal_name))
-    for tier, views in ((HARDWARE_SAID, [all_text]), (PROGRAM_SAID, said or [all_text]), (EXIT_ONLY, [all_text])):
-        for facts in views:
+        program.append(EvidenceView(evidence, frozenset(), everything.text, signal_name))
+    whole = [everything]
+    for tier, views in ((HARDWARE_EVIDENCE, whole), (PROGRAM_OUTPUT, program or whole), (EXIT_STATUS, whole)):
+        for view in views:
             for rule in _BY_TIER[tier]:
-                if rule.matches(facts):
+                if rule.matches(view):
                     return rule
     raise AssertionError("the last rule of the table matches everything")
 
@@ -105,7 +107,7 @@ def _ends(message: str) -> str:
 
 
 def _completed(evidence: Evidence) -> Evidence:
-    """With a subprocess's negative exit code as a signal, and with the exception that only stderr tells of."""
+    """Turn a subprocess's negative exit code into a signal, and add the exception if only stderr shows it."""
     if evidence.exit_code is not None and evidence.exit_code < 0 and evidence.signal is None:
         evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
     if evidence.exception is None and worker_signal(evidence) not in _NOT_RAISED:
@@ -115,7 +117,7 @@ def _completed(evidence: Evidence) -> Evidence:
 
 
 def exception_names(exception: RaisedException | None) -> frozenset[str]:
-    """The full name, the bare one, and the class that the table counts it as."""
+    """Return the full name, the bare name, and the class that the table counts it as."""
     if exception is None:
         return frozenset()
     bare = exception.type.rpartition(".")[2]
@@ -131,34 +133,39 @@ def signal_name(number: int) -> str:
 
 
 def worker_signal(evidence: Evidence) -> str | None:
-    """The signal that ended the worker; a shell and Kubernetes tell of it as exit code 128 + N."""
+    """Return the signal that ended the worker; shells and Kubernetes report it as exit code 128 + N."""
     if evidence.signal is not None or evidence.exit_code is None or not 128 < evidence.exit_code <= 128 + 64:
         return evidence.signal
     return signal_name(evidence.exit_code - 128)
 
 
 def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Return the one that explains the others, over all ranks and nodes that are known of.
+    """Return the diagnosis that explains the others, over all known ranks and nodes.
 
-    A cascade never outvotes a real cause. Somebody's wish to stop comes first, then evidence of a bug that would come back
-    on every try; then, of those that hung, the one that is behind; then the earliest: by `order` across nodes, by time within one
-    (the clocks of two nodes cannot be compared).
+    A cascade never outvotes a real cause. A request to stop comes first, then evidence of a bug that would come back on every
+    try; then, of the workers that hung, the one that is behind; then the earliest: by `order` across nodes, by time within one
+    node (the clocks of two nodes cannot be compared).
     """
     cause = min(diagnoses, key=_precedence)
-    if cause.decision is not Response.FOLLOW:
+    if cause.response is not Response.FOLLOW:
         return cause
-    return replace(cause, kind=NETWORK, decision=Response.RESTART, reason=f"{cause.reason}, but none is known: the network, then")
+    return replace(
+        cause,
+        kind=NETWORK,
+        response=Response.RESTART,
+        reason=f"{cause.reason}; no other cause is known, so the network is assumed",
+    )
 
 
 def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:
     cascade = diagnosis.kind == CASCADE
-    asked = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
+    requested = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
     evidence = diagnosis.evidence
-    return cascade, not asked, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
+    return cascade, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:
-    """One printable line: which rank ended, and of what."""
+    """Return one printable line: which rank ended, and how."""
     return printable(_described(evidence))
 
 
@@ -176,20 +183,20 @@ def _described(evidence: Evidence) -> str:
 
 
 def first_line(message: str) -> str:
-    """Of a message that may be long; "" if its start is blank."""
+    """Return the first line of a message that may be long; "" if its start is blank."""
     start = message[:1000]
     return start.splitlines()[0] if start.strip() else ""
 
 
 def ended_by(evidence: Evidence) -> str:
-    """The signal or the exit code in words."""
+    """Return the signal or the exit code as text."""
     if evidence.signal is not None:
         return evidence.signal
     return "an unknown exit code" if evidence.exit_code is None else f"exit code {evidence.exit_code}"
 
 
 def _annotation(evidence: Evidence) -> str:
-    """What is worth telling though it does not decide."""
+    """Return facts that did not decide but help whoever reads the reason."""
     notes = []
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")

@@ -1,7 +1,7 @@
-"""What is known of one failed worker: plain values, gathered here, judged in `classify`.
+"""The evidence of one failed worker: plain values, judged in `classify`; and the reader of the worker's error file.
 
-An error file is whatever the worker left: half-written by a worker that was killed, huge, not JSON, not what torch expects. It is
-read here, within bounds, and never by torch's own reader, which raises into the agent.
+An error file can hold anything: half a record from a worker that was killed, gigabytes, no JSON, fields that torch does not
+expect. It is read here, within bounds, and never by torch's own reader, which raises into the agent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from elastic_ext.base.records import Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
-MAX_MESSAGE = 16 * 1024  # characters that are kept of a message, MAX_NAME of a class or a frame: records of the job hold them
-MAX_NAME = 500
+MAX_MESSAGE = 16 * 1024  # characters of a message that are kept; the job's records hold them
+MAX_NAME = 500  # characters of the name of a class, or of a frame
 MAX_FRAMES = 100  # the innermost
 
 
@@ -31,13 +31,13 @@ class RaisedException:
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """What a worker's error file said.
+    """The content of a worker's error file.
 
     Attributes:
         path: the file, if torch may read it too; "" if not.
         data: torch's {"message": ...}, checked; None without a usable file.
         problem: why a file that exists is not used; "" otherwise.
-        exception: what was raised, if the file tells.
+        exception: the exception, if the file names one.
         raised_ns: time.monotonic_ns() of the worker when it caught the exception; None if not known.
     """
 
@@ -50,7 +50,7 @@ class ErrorFile:
 
 @dataclass(frozen=True)
 class Platform:
-    """What Kubernetes or Slurm said of the end of this node's part of the job.
+    """The report of Kubernetes or Slurm on the end of this node's part of the job.
 
     Attributes:
         name: "kubernetes" or "slurm"; "" if not known.
@@ -64,15 +64,15 @@ class Platform:
 
 
 @dataclass(frozen=True)
-class Past:
-    """An earlier failure of this job, seen from the one that is judged now.
+class Precedent:
+    """An earlier failure of this job, compared with the one that is judged now.
 
     Attributes:
         same_fingerprint: it was the same failure.
         progress: the job got further between the two (a step or a checkpoint); None: not known.
-        node: where it was; None: not known.
+        node: name of the node where it happened; None: not known.
         first_step_done: its worker had done an optimizer step; None: not known.
-        same_checkpoint: both had resumed from the same one.
+        same_checkpoint: both rounds had resumed from the same checkpoint.
         warm: its process was a warm standby; None: not known.
     """
 
@@ -86,28 +86,28 @@ class Past:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One worker that ended otherwise than with 0. Everything that is not known is None (or empty), never a guess.
+    """One worker that did not end with 0. Whatever is not known is None (or empty), never a guess.
 
     Attributes:
-        exit_code: what the process returned; None if a signal ended it or if it is not known.
+        exit_code: of the process; None if a signal ended it or if it is not known.
         signal: name of the signal that ended it, e.g. "SIGKILL".
-        exception: what left the script, from the error file.
+        exception: the exception that left the script, from the error file.
         step: optimizer steps that this worker had done.
         first_step_done: this worker had done an optimizer step.
         warm: its process was a warm standby.
-        stopped_by_agent: it was well until the agent told it to end.
-        ended_ns: time.monotonic_ns() when the cause showed: the exception caught, else the exit seen.
-        stderr_tail: the last that it wrote to stderr.
+        stopped_by_agent: it worked until the agent told it to end.
+        ended_ns: time.monotonic_ns() when the exception was caught, else when the exit was seen.
+        stderr_tail: the end of its stderr.
         agent_signal: name of the signal that the agent itself got.
         oom_kills: by how much the oom_kill count of its cgroup rose; None: not known.
         xids: NVIDIA Xid numbers in the kernel log since it started.
-        gpu_recovery: what the NVIDIA driver says must be done about GPUs of its node (values of sources.gpu.ACTIONS but "none").
+        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (values of sources.gpu.ACTIONS but "none").
         hang: the hang detector ended it.
-        hang_reason: what it said of this worker.
-        hang_blame: of all that hung in a job the one with the lowest is the cause (see workers.hang.Stuck).
+        hang_reason: the detector's reason for this worker.
+        hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
         checkpoint_load: it was loading a checkpoint.
         node_health_failed: this node's health check failed before the start; None: there was none.
-        node: where it ran.
+        node: name of the node where it ran.
         history: earlier failures of the job, oldest first.
     """
 
@@ -132,7 +132,7 @@ class Evidence:
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None
-    history: tuple[Past, ...] = ()
+    history: tuple[Precedent, ...] = ()
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
@@ -146,7 +146,7 @@ def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
 
 
 def read_error_file(path: str) -> ErrorFile:
-    """Read a worker's error file. Never raises for what a worker can leave there."""
+    """Read a worker's error file. Never raises, whatever a worker has left there."""
     if not path or not os.path.isfile(path):
         return ErrorFile()
     try:
@@ -163,8 +163,8 @@ def read_error_file(path: str) -> ErrorFile:
     return ErrorFile(path, data, "", exception, raised_ns)
 
 
-def _fit_for_torch(data: Any) -> bool:
-    """Whether torch's ProcessFailure and ChildFailedError can show this (both index into it unchecked)."""
+def _fit_for_torch(data: object) -> bool:
+    """Whether torch's ProcessFailure and ChildFailedError can show this (both index into it without a check)."""
     if not isinstance(data, dict):
         return False
     message = data.get("message")
@@ -189,7 +189,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _exception(data: dict[str, Any]) -> tuple[RaisedException | None, int | None]:
-    """The exception as the bootstrap tells it, else as torch's `@record` puts it: "KeyError: 'x'"."""
+    """Return the exception from the bootstrap's fields, else from the text of torch's `@record`: "KeyError: 'x'"."""
     ours = data.get("elastic_ext")
     if isinstance(ours, dict) and isinstance(ours.get("type"), str):
         frames = ours.get("frames")

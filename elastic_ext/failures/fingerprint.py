@@ -1,4 +1,4 @@
-"""What makes two failures the same: the exception's type, the user's innermost frame, the message without what varies.
+"""Fingerprints, equal for failures that are the same: exception type, innermost user frame, message without variable parts.
 
 Pure, standard library only.
 """
@@ -10,16 +10,16 @@ import sys
 
 from elastic_ext.failures.evidence import RaisedException
 
-MAX_MESSAGE = 300  # characters of a message that are compared
+MAX_MESSAGE = 300  # characters of a message that count
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{1,16}")
 _NUMBER = re.compile(r"\d{1,64}")
 
-# Parts of the path of a file that is not the user's. A frame of the error file has no directory: see _LIBRARY_CALLS.
+# Parts of the paths of library files. Frames of an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
 _STANDARD_MODULES = frozenset(sys.stdlib_module_names)
 
-# Where a traceback goes through torch, as "file function". Both must match: a user may have a module.py, too.
+# Frames of torch in a traceback, as "file function". Both must match: a user may have a module.py, too.
 _LIBRARY_CALLS = frozenset(
     {
         "module.py _wrapped_call_impl", "module.py _call_impl", "module.py load_state_dict", "module.py __getattr__",
@@ -43,7 +43,7 @@ def of_exit(rule: str, ended: str) -> str:
 
 
 def top_user_frame(frames: tuple[str, ...]) -> str:
-    """Return the innermost frame that is the user's, without its directory; the innermost of all if none is; "" without any."""
+    """Return the innermost user frame without its directory; without one, the innermost of all; "" for no frames."""
     users = [frame for frame in frames if not _is_library(frame)] or list(frames)
     return users[-1].rpartition("/")[2] if users else ""
 
@@ -57,7 +57,7 @@ def _is_library(frame: str) -> bool:
 
 
 def normalised(message: str) -> str:
-    """Return the first line of a message with its addresses, paths and numbers replaced."""
+    """Return the first line of a message, with placeholders for addresses, paths and numbers."""
     line = message.strip().partition("\n")[0][:MAX_MESSAGE]
     words = ["<path>" if "/" in word.strip("/") or word.lstrip("'\"(").startswith("/") else word for word in line.split()]
     return _NUMBER.sub("<number>", _ADDRESS.sub("<address>", " ".join(words)))

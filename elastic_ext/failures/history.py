@@ -1,7 +1,4 @@
-"""The failures of a job so far, and what they say about the next one. Pure, standard library only.
-
-An agent keeps its own ones in a list; a ledger that all agents share can keep the same records for the whole job.
-"""
+"""The failures of a job so far, and how each compares with the next one. Pure, standard library only."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.failures.classify import Diagnosis
-from elastic_ext.failures.evidence import Past
+from elastic_ext.failures.evidence import Precedent
 
 
 @dataclass(frozen=True)
 class PastFailure:
-    """What is remembered of a failure.
+    """The ledger's record of a failure.
 
     Attributes:
         steps: optimizer steps that the worker had done since it started; None: not known.
-        resumed_at: the step of the checkpoint that it had started from, 0 for the beginning; None: not known.
+        resumed_at: step of the checkpoint that the worker had started from, 0 for the beginning; None: not known.
         resumed_from: path or URL of that checkpoint; "": none.
         kind: of the diagnosis.
         charged: the restart after it counted against the budget.
@@ -37,7 +34,7 @@ class PastFailure:
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
-    """What to remember of a root cause."""
+    """Return the ledger's record of a root cause."""
     evidence = diagnosis.evidence
     return PastFailure(
         diagnosis.fingerprint,
@@ -51,10 +48,10 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
     )
 
 
-def seen_from(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Past, ...]:
-    """The earlier failures, oldest first, as the decision about this one looks at them."""
+def seen_from(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Precedent, ...]:
+    """Compare the earlier failures with this one, oldest first, for `policy.decide`."""
     return tuple(
-        Past(
+        Precedent(
             past.fingerprint == now.fingerprint,
             _any_progress(progress(past, later) for later in (*earlier[number + 1 :], now)),
             past.node,
@@ -74,12 +71,12 @@ def _any_progress(found: Iterable[bool | None]) -> bool | None:
 def progress(past: PastFailure, later: PastFailure) -> bool | None:
     """Whether the later try got further than the past one; None: not known.
 
-    Checkpoints are numbered as the user likes, in steps or in epochs. So a place behind that of the past failure counts only if
-    both tries began at the same checkpoint: a job may also resume by itself, from where we do not know.
+    Users number checkpoints in steps or in epochs. So a lower step than at the past failure means "no progress" only if both
+    tries began at the same checkpoint: a job may also resume by itself from a place that we do not know.
     """
     begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
-        # The steps of other optimizers than torch's are not counted: then only the checkpoints tell.
+        # Steps of optimizers that are not torch's are not counted; then only the checkpoints show progress.
         return past.first_step_done is False and begins_known and (later.resumed_at or 0) > (past.resumed_at or 0)
     if past.steps is None or later.steps is None:
         return None

@@ -1,4 +1,4 @@
-"""What the host says about a failure: the kernel's memory killer, the GPU driver's log, the platform. I/O beside `classify`."""
+"""The host's evidence about a failure: the kernel's memory killer, the GPU driver's log, the platform. I/O beside `classify`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import sources
 from elastic_ext.failures.evidence import Platform
 
-ANSWER_S = 0.4  # the settle time of a verdict is 0.5 s: a platform or a driver that answers later is unknown
-NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # there while its kernel module is
+ANSWER_S = 0.4  # the verdict waits 0.5 s for reports (`settle`); a platform or driver that answers later counts as unknown
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # exists while the kernel module is loaded
 
 
 @dataclass(frozen=True)
 class HostEvidence:
-    """Since the round started. None, or a platform without a name: not known."""
+    """The host's evidence since the round started. None, or a platform without a name: not known."""
 
     oom_kills: int | None
     xids: tuple[int, ...]
@@ -27,10 +27,10 @@ class HostEvidence:
 
 
 class Host:
-    """Asked after a failure; knows what was there before the round."""
+    """Collects the host's evidence after a failure, and knows the counts from before the round."""
 
     def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER) -> None:
-        """driver: a file that is there where NVIDIA's driver is."""
+        """driver: a file that exists where NVIDIA's driver is loaded."""
         self._settings = settings
         self._driver = driver
         self._log = sources.KernelLog()
@@ -40,19 +40,21 @@ class Host:
         self._asking: list[threading.Thread] = []
 
     def close(self) -> None:
+        """Release the kernel log."""
         self._log.close()
 
     def round_started(self, pids: Iterable[int]) -> None:
+        """Note the counts at the start of a round. pids: its workers."""
         self._before = sources.oom_counts(tuple(pids))
-        self._log.begin()  # what came before this round is not of it
+        self._log.begin()  # ignore records from before this round
 
     def ask(self) -> None:
-        """A worker has failed: begin to ask the platform and the GPU driver, beside all else; see `says`."""
+        """Start to ask the platform and the GPU driver, in threads of their own; see `says`."""
         self._platform, self._gpu_recovery = Platform(), ()
-        asked: list[Callable[[], None]] = [self._ask_platform]
+        questions: list[Callable[[], None]] = [self._ask_platform]
         if os.path.exists(self._driver):
-            asked.append(self._ask_driver)
-        self._asking = [threading.Thread(target=ask, name="elastic_ext-host", daemon=True) for ask in asked]
+            questions.append(self._ask_driver)
+        self._asking = [threading.Thread(target=ask, name="elastic_ext-host", daemon=True) for ask in questions]
         for thread in self._asking:
             thread.start()
 
@@ -60,12 +62,12 @@ class Host:
         self._platform = sources.detect(os.environ, self._settings.pod_file, self._settings.pod_api)
 
     def _ask_driver(self) -> None:
-        """In a process of its own, which makes no CUDA context."""
+        """The answer comes from a child process, which makes no CUDA context."""
         actions = [gpu.action for gpu in sources.recovery_actions() or ()]
         self._gpu_recovery = tuple(action for action in actions if action not in (None, "none"))
 
     def says(self, wait_s: float = ANSWER_S) -> HostEvidence:
-        """wait_s: for all answers together; what comes later is not known."""
+        """Return the evidence after `ask`. wait_s: seconds for all answers together; later answers count as not known."""
         deadline = time.monotonic() + wait_s
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))

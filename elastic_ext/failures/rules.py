@@ -1,8 +1,9 @@
-"""The table of failure rules as data: the first rule that matches decides, within a tier and from tier to tier.
+"""The table of failure rules as data. The tiers apply in order, and so do the rules of a tier: the first match decides.
 
-Within a tier a special rule stands before a general one: an ImportError that names a shared object before ImportError, "loss is
-nan" before ValueError. Texts are plain and lower case (`matching`): no rule of this table has a regular expression, so none can
-backtrack. Pure.
+A special rule stands before a general one: an ImportError that names a shared object before ImportError, "loss is nan" before
+ValueError. Texts are plain and lower case (`matching`): no rule has a regular expression, so none can backtrack. Pure.
+
+To add a rule: one row here, and one row in `tests/failures/test_classify.py`, which fails without it.
 
 Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly (ATC'19), A Acme (NSDI'24), B ByteRobust
 (SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; none: ours.
@@ -11,7 +12,6 @@ Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 from elastic_ext.base.kinds import (
@@ -32,29 +32,28 @@ from elastic_ext.base.kinds import (
 )
 from elastic_ext.failures.matching import (
     ASKED,
-    EXIT_ONLY,
-    HARDWARE_SAID,
-    PROGRAM_SAID,
+    EXIT_STATUS,
+    HARDWARE_EVIDENCE,
+    PROGRAM_OUTPUT,
     Condition,
-    Facts,
+    EvidenceView,
     Rule,
     Text,
-    Texts,
     contains,
 )
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
-_asked, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_SAID)
-_said, _exited = partial(Rule, PROGRAM_SAID), partial(Rule, EXIT_ONLY)
+_requested, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_EVIDENCE)
+_program, _exited = partial(Rule, PROGRAM_OUTPUT), partial(Rule, EXIT_STATUS)
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Classes that a rule for another class counts too: a bare name says nothing of its bases.
+# Classes that count as another one: a bare name does not show the base classes.
 COUNTS_AS = {
     **dict.fromkeys(
         ("ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "RemoteDisconnected",
@@ -78,7 +77,7 @@ COUNTS_AS = {
     "RendezvousConnectionError": "DistNetworkError",
 }  # fmt: skip
 
-# What a network file system says when it is ill, from any call.
+# Errors of any call on a network file system in trouble.
 _FILE_SYSTEM_ILL: tuple[Text, ...] = ("stale file handle", "input/output error", "transport endpoint is not connected")
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
@@ -96,93 +95,93 @@ _HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
 
 
 def held_by_another_process(text: str) -> str | None:
-    """Torch's words (lower case) for another process that held a GiB or more of the GPU's memory; less is a bare CUDA context."""
+    """Return the part of torch's text (lower case) about another process with 1 GiB or more; less is a bare CUDA context."""
     held = _HELD.search(text)
     return held[0] if held and not held[1].startswith("0.") else None
 
 
-def _reason(facts: Facts) -> str:
-    return facts.evidence.platform.reason.upper()
+def _reason(view: EvidenceView) -> str:
+    return view.evidence.platform.reason.upper()
 
 
 def _platform_says(*words: str) -> Condition:
-    return lambda facts: any(word in _reason(facts) for word in words)
+    return lambda view: any(word in _reason(view) for word in words)
 
 
 def _agent_got(*signals: str) -> Condition:
-    return lambda facts: facts.evidence.agent_signal in signals
+    return lambda view: view.evidence.agent_signal in signals
 
 
-def _before_first_step(facts: Facts) -> bool:
-    return facts.evidence.first_step_done is False
+def _before_first_step(view: EvidenceView) -> bool:
+    return view.evidence.first_step_done is False
 
 
-def _illegal_access(facts: Facts) -> bool:
-    return "illegal memory access" in facts.text or "illegal address" in facts.text
+def _illegal_access(view: EvidenceView) -> bool:
+    return "illegal memory access" in view.text or "illegal address" in view.text
 
 
-def _is_import_error(facts: Facts) -> bool:
-    return "ImportError" in facts.exception_names
+def _is_import_error(view: EvidenceView) -> bool:
+    return "ImportError" in view.exception_names
 
 
-def _shared_object(facts: Facts) -> bool:
-    """An undefined symbol names a shared object too, but the file was read: the versions do not fit, now and for ever."""
-    return _is_import_error(facts) and ".so" in facts.text and "undefined symbol" not in facts.text
+def _shared_object(view: EvidenceView) -> bool:
+    """Whether a shared object could not be read. With an undefined symbol it was read, but its version will never fit."""
+    return _is_import_error(view) and ".so" in view.text and "undefined symbol" not in view.text
 
 
-def _in_a_storage_client(facts: Facts) -> bool:
-    exception = facts.evidence.exception
+def _in_a_storage_client(view: EvidenceView) -> bool:
+    exception = view.evidence.exception
     frames = " ".join(exception.frames).lower() if exception else ""
-    return any(name in frames or name in facts.text for name in _STORAGE_NAMES)
+    return any(name in frames or name in view.text for name in _STORAGE_NAMES)
 
 
-def _loading(facts: Facts) -> bool:
-    return facts.evidence.checkpoint_load is True
+def _loading(view: EvidenceView) -> bool:
+    return view.evidence.checkpoint_load is True
 
 
-def _eof_of_data(facts: Facts) -> bool:
-    """A parser's "unexpected EOF while ..." is of a script, not of a checkpoint."""
-    return "unexpected eof while" not in facts.text
+def _eof_of_data(view: EvidenceView) -> bool:
+    """Whether "unexpected EOF" is about a checkpoint: a parser's "unexpected EOF while ..." is about a script."""
+    return "unexpected eof while" not in view.text
 
 
-_PEER_SAID = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 _PEER_OR_LAYER: tuple[Text, ...] = tuple(
-    (said, layer) for said in _PEER_SAID for layer in ("gloo", "nccl", "processgroup", "collective")
+    (text, layer) for text in _PEER_TEXTS for layer in ("gloo", "nccl", "processgroup", "collective")
 )
 
 
-def _peer_connection(facts: Facts) -> bool:
-    """gloo and NCCL raise RuntimeError; what another class or a log line says of a connection must name the layer, too."""
-    return contains(facts.text, _PEER_SAID if "RuntimeError" in facts.exception_names else _PEER_OR_LAYER)
+def _peer_connection(view: EvidenceView) -> bool:
+    """gloo and NCCL raise RuntimeError; another class, or a log line, must name the layer besides the connection."""
+    return contains(view.text, _PEER_TEXTS if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
 
 
-# The slurmd log says "CANCELLED AT ... DUE TO TIME LIMIT" of what no user has cancelled.
+# slurmd logs "CANCELLED AT ... DUE TO TIME LIMIT" though no user has cancelled the job.
 _PREEMPTED = (
     "PREEMPT", "NODE_FAIL", "NODE FAILURE", "TIME LIMIT",  # Slurm
     "DELETIONBYTAINTMANAGER", "EVICTIONBYEVICTIONAPI", "DELETIONBYPODGC", "TERMINATIONBYKUBELET",  # of DisruptionTarget
 )  # fmt: skip
 
 
-def _platform_preempted(facts: Facts) -> bool:
-    return _reason(facts) == "TIMEOUT" or _platform_says(*_PREEMPTED)(facts)
+def _platform_preempted(view: EvidenceView) -> bool:
+    return _reason(view) == "TIMEOUT" or _platform_says(*_PREEMPTED)(view)
 
 
-def _cancelled(facts: Facts) -> bool:
-    return _platform_says("CANCELLED", "SCANCEL")(facts) and not _platform_preempted(facts)
+def _cancelled(view: EvidenceView) -> bool:
+    return _platform_says("CANCELLED", "SCANCEL")(view) and not _platform_preempted(view)
 
 
-_PREEMPTED_BECAUSE = "the platform takes the allocation away; restarting inside it cannot help"
+_PREEMPTED_BECAUSE = "the platform takes the allocation away, so a restart inside it cannot help"
 
 TIER_1 = (
-    _asked("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
-    _asked("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
-    _asked("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to end: " + _PREEMPTED_BECAUSE, "S K",
+    _requested("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
+    _requested("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
+    _requested("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to stop: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM")),
-    _asked("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
-         when=lambda facts: facts.evidence.platform.disruption_target is True),
-    _asked("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
-    _asked("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
-         when=lambda facts: facts.evidence.stopped_by_agent),
+    _requested("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
+         when=lambda view: view.evidence.platform.disruption_target is True),
+    _requested("platform-preempted", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "S N K", when=_platform_preempted),
+    _requested("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
+         when=lambda view: view.evidence.stopped_by_agent),
 )  # fmt: skip
 
 XIDS_REPLACE = frozenset(
@@ -195,30 +194,32 @@ XIDS_RESTART = frozenset(
 )  # fmt: skip
 XIDS_ANNOTATE = frozenset(
     {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, *range(106, 109), 121, 137, 141, 152, 153, 157, 160, 161}
-)  # told in the reason; the rest of the evidence decides
+)  # added to the reason; the rest of the evidence decides
 
-# NVML's recovery actions after which no restart of the workers alone can help; "drain_p2p" and newer ones are only told.
+# NVML's recovery actions that a restart of the workers cannot replace; "drain_p2p" and newer ones are only added to the reason.
 _RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"})
 
 TIER_2 = (
-    _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only service cures", "X",
+    _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only maintenance can fix", "X",
          xids=XIDS_REPLACE),
     _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver says that a GPU of this node needs a reset", "X",
-         when=lambda facts: not _RECOVERY_REPLACE.isdisjoint(facts.evidence.gpu_recovery)),
+         when=lambda view: not _RECOVERY_REPLACE.isdisjoint(view.evidence.gpu_recovery)),
     _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
          "X B", xids=XIDS_ILLEGAL, when=_illegal_access),
-    _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart cures", "X",
+    _hardware("xid-restart", HARDWARE, RESTART, "the driver reported an error that a restart fixes", "X",
          xids=XIDS_RESTART),
-    _hardware("oom-killed", HOST_MEMORY, CONFIRM, "the kernel killed it for memory, which repeats almost always", "P D",
-         when=lambda facts: (facts.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(facts)),
+    _hardware("oom-killed", HOST_MEMORY, CONFIRM,
+         "the kernel killed it because memory ran out, which almost always happens again", "P D",
+         when=lambda view: (view.evidence.oom_kills or 0) > 0 or "OOMKILLED" in _reason(view)),
     _hardware("gpu-dead", HARDWARE, REPLACE_NODE, "the GPU or its link is broken", "U D",
          texts=("uncorrectable ecc", "uncorrectable nvlink", "fallen off the bus", ("nvlink", "fatal"),
                 "cuda_error_ecc_uncorrectable",
                 "error code is 507035")),
-    _hardware("hardware-exit", HARDWARE, REPLACE_NODE, "this exit code means a broken InfoROM, driver, or residue", "D",
+    _hardware("hardware-exit", HARDWARE, REPLACE_NODE,
+         "this exit code means a broken InfoROM or driver, or leftovers of an earlier process", "D",
          exit_codes=frozenset({14, 201, 202})),
     _hardware("node-check", HARDWARE, REPLACE_NODE, "this node's health check failed before the start",
-         when=lambda facts: facts.evidence.node_health_failed is True),
+         when=lambda view: view.evidence.node_health_failed is True),
 )  # fmt: skip
 
 _ALWAYS = _names(
@@ -235,104 +236,96 @@ _FILES = _names("FileNotFoundError PermissionError IsADirectoryError UnicodeDeco
 _STATE_DICT: tuple[Text, ...] = (
     "missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict",
 )  # fmt: skip
-_AT_START = "before the first optimizer step: it comes back on every try"
-_LATER = "it may come back: one more try tells"
+_AT_START = "before the first optimizer step: it would happen on every try"
+_LATER = "one more try shows whether it happens again"
 
 TIER_3 = (
-    _said("hang", HANG, RESTART, "the hang detector ended it",
-         when=lambda facts: facts.evidence.hang is True),
-    _said("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
-    _said("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
+    _program("hang", HANG, RESTART, "the hang detector ended it",
+         when=lambda view: view.evidence.hang is True),
+    _program("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
+    _program("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
          when=_shared_object),
-    _said("import-file-system", STORAGE, RESTART, "an import met a file system that is ill", "",
+    _program("import-file-system", STORAGE, RESTART, "an import failed because of the file system", "",
          texts=_FILE_SYSTEM_ILL, when=_is_import_error),
-    _said("code-always", CODE, STOP, "an error of this type comes back on every try", "A", exceptions=_ALWAYS),
-    _said("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
-         when=lambda facts: contains(facts.text, ("usage:",))),
-    _said("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
+    _program("code-always", CODE, STOP, "an error of this type would happen on every try", "A", exceptions=_ALWAYS),
+    _program("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
+         when=lambda view: contains(view.text, ("usage:",))),
+    _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
-    _said("file-system-ill", STORAGE, RESTART, "a network file system is ill", texts=_FILE_SYSTEM_ILL),
-    _said("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
-    _said("storage-busy", STORAGE, RESTART, "the server asked for a later try", texts=_BUSY_SERVER),
-    _said("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
+    _program("file-system-ill", STORAGE, RESTART, "a network file system is in trouble", texts=_FILE_SYSTEM_ILL),
+    _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
+    _program("storage-busy", STORAGE, RESTART, "the server asked to try again later", texts=_BUSY_SERVER),
+    _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client),
-    _said("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
+    _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
          exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
          texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
-    _said("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
+    _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
          texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
          checkpoints_back=1),
-    _said("device-memory-held", DEVICE_MEMORY, RESTART, "another process held memory of the GPU",
+    _program("device-memory-held", DEVICE_MEMORY, RESTART, "another process held GPU memory",
          exceptions=_names("OutOfMemoryError"), texts=("cuda out of memory", "cuda error: out of memory"),
-         when=lambda facts: held_by_another_process(facts.text.text) is not None),
-    _said("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU's memory does not suffice",
+         when=lambda view: held_by_another_process(view.text.ascii) is not None),
+    _program("device-memory", DEVICE_MEMORY, CONFIRM, "the GPU ran out of memory",
          exceptions=_names("OutOfMemoryError"),
          texts=("cuda out of memory", "cuda error: out of memory", "cublas_status_alloc_failed")),
-    _said("loader-shm", HOST_MEMORY, CONFIRM,
+    _program("loader-shm", HOST_MEMORY, CONFIRM,
          "a DataLoader worker died; the usual cause is that /dev/shm is too small",
          texts=(("dataloader worker", "exited unexpectedly"), ("dataloader worker", "killed by signal: bus error"))),
-    _said("host-memory", HOST_MEMORY, CONFIRM, "the host's memory does not suffice", exceptions=_names("MemoryError"),
+    _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
          texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"))),
-    _said("numeric", NUMERIC, CONFIRM, "the numbers left their range; the checkpoint before the last is tried",
+    _program("numeric", NUMERIC, CONFIRM,
+         "the loss or a gradient became NaN or infinite; the checkpoint before the last is tried",
          exceptions=_names("FloatingPointError"), checkpoints_back=1,
          texts=("loss is nan", "loss is inf", "nan loss", "returned nan values", "is non-finite", "gradient is nan",
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
                 "inf in gradient", "nan/inf", "inf/nan", "nan or inf", "inf or nan")),
-    _said("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
+    _program("gpu-launch", HARDWARE, RESTART, "a GPU call failed in a way that hardware causes",
          texts=("unspecified launch failure", "cudnn_status_internal_error", ("unhandled cuda error", "nccl"))),
-    _said("gpu-access", CODE, CONFIRM, "the GPU met an illegal access or a failed assertion", "B",
+    _program("gpu-access", CODE, CONFIRM, "the GPU reported an illegal access or a failed assertion", "B",
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered")),
-    _said("peer-gone", CASCADE, Response.FOLLOW, "a peer was gone in the middle of a collective; the cause is elsewhere", "T",
+    _program("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared during a collective; the cause is elsewhere", "T",
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
                 ("remote process exited", "nccl"))),
-    _said("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
+    _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection),
-    _said("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes came together",
+    _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError"), texts=("rendezvoustimeouterror",)),
-    _said("network", NETWORK, RESTART, "the network failed",
+    _program("network", NETWORK, RESTART, "the network failed",
          exceptions=_names("DistNetworkError DistStoreError ConnectionError TimeoutError gaierror socket.timeout"),
          texts=("name or service not known", "temporary failure in name resolution")),
-    _said("state-dict-at-start", CODE, STOP, "checkpoint and model do not fit, " + _AT_START, "P", texts=_STATE_DICT,
+    _program("state-dict-at-start", CODE, STOP, "checkpoint and model do not match, " + _AT_START, "P", texts=_STATE_DICT,
          when=_before_first_step),
-    _said("state-dict", CODE, CONFIRM, "checkpoint and model do not fit; " + _LATER, "P", texts=_STATE_DICT),
-    _said("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
+    _program("state-dict", CODE, CONFIRM, "checkpoint and model do not match; " + _LATER, "P", texts=_STATE_DICT),
+    _program("arguments-at-start", CODE, STOP, "raised " + _AT_START, "N B", exceptions=_ARGUMENTS, texts=_SHAPES,
          when=_before_first_step),
-    _said("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
-    _said("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
+    _program("arguments", CODE, CONFIRM, _LATER, "N B", exceptions=_ARGUMENTS, texts=_SHAPES),
+    _program("files-at-start", CODE, STOP, "the input is missing or wrong, " + _AT_START, "P", exceptions=_FILES,
          when=_before_first_step),
-    _said("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
+    _program("files", CODE, CONFIRM, "the input is missing or wrong; " + _LATER, "P", exceptions=_FILES),
 )  # fmt: skip
 
 
 TIER_4 = (
     _exited("interrupted", USER_STOP, STOP, "the user stopped it", exit_codes=frozenset({130}), signals=_names("SIGINT")),
-    _exited("killed", UNKNOWN, RESTART, "nobody is known to have asked for it, and the kernel names no lack of memory", "D",
+    _exited("killed", UNKNOWN, RESTART, "the sender is not known, and the kernel reports no lack of memory", "D",
          signals=_names("SIGKILL")),
     _exited("crash", CRASH, CONFIRM, "native code crashed", "N", signals=_names("SIGSEGV SIGILL SIGFPE")),
     _exited("bus-error", HARDWARE, RESTART, "memory or a mapped file could not be read", signals=_names("SIGBUS")),
-    _exited("abort", CRASH, RESTART, "it aborted without a word", signals=_names("SIGABRT")),
-    _exited("terminated", UNKNOWN, RESTART, "somebody else than the agent ended it", signals=_names("SIGTERM")),
-    _exited("no-handler", CODE, STOP, "the signal was meant for a handler that is not there",
+    _exited("abort", CRASH, RESTART, "it aborted without a message", signals=_names("SIGABRT")),
+    _exited("terminated", UNKNOWN, RESTART, "something other than the agent ended it", signals=_names("SIGTERM")),
+    _exited("no-handler", CODE, STOP, "the signal was meant for a handler that the script has not installed",
          signals=_names("SIGUSR1 SIGUSR2")),
-    _exited("usage-exit", CODE, STOP, "this exit code means wrong usage, not executable or not found",
+    _exited("usage-exit", CODE, STOP, "this exit code means wrong usage, or a command that is not executable or not found",
          exit_codes=frozenset({2, 126, 127})),
-    _exited("sysexits", CODE, STOP, "the program chose an exit code of sysexits.h that means: do not retry",
+    _exited("sysexits", CODE, STOP, "this exit code of sysexits.h means: do not retry",
          exit_codes=frozenset({*range(64, 75), 76, 77, 78})),
-    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks for another try",
+    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks to be started again",
          exit_codes=frozenset({75})),
     _exited("no-progress", CODE, STOP, "this exit code means: no progress", "N", exit_codes=frozenset({93})),
-    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing says that another try would fail", when=lambda facts: True),
+    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "no evidence says that another try would fail", when=lambda view: True),
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
-
-
-def _texts() -> Iterator[str]:
-    for rule in RULES:
-        for text in rule.texts:
-            yield from (text,) if isinstance(text, str) else text
-
-
-TEXTS = Texts(_texts())

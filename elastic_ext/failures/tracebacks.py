@@ -1,4 +1,4 @@
-"""The last Python traceback in what a worker wrote to stderr. Linear in the text; standard library only."""
+"""Finds the last Python traceback in a worker's stderr. Linear in the text; standard library only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from elastic_ext.failures.evidence import RaisedException
 
 HEADER = "Traceback (most recent call last):"
-MAX_LINES = 2000  # a recursion error prints about that many; what comes after them is not looked at
-MAX_MESSAGE_LINES = 50  # of a message that goes on in indented lines, e.g. torch's list of missing keys
+MAX_LINES = 2000  # a recursion error prints about that many; later lines are ignored
+MAX_MESSAGE_LINES = 50  # indented lines after a message's first, e.g. torch's list of missing keys
 MAX_LINE = 4096  # characters
 
 _FRAME = re.compile(r'  File "([^"\n]{1,4096})", line (\d{1,9})(?:, in ([^\n]{1,200}))?')
@@ -18,8 +18,8 @@ _RAISED = re.compile(r"([^\W\d][\w.]{0,200})(?:: ?|$)")
 def last_exception(text: str) -> RaisedException | None:
     """Return the exception of the last traceback in `text`, or None.
 
-    What stands before "Traceback" in its line is taken for a prefix, as torch ("[rank0]: ") and torchrun ("[default0]:") put it
-    before every line of a rank; lines of other ranks between them are passed over.
+    Any text before "Traceback" in its line counts as a prefix, like those that torch ("[rank0]: ") and torchrun ("[default0]:")
+    put before each line of a rank; lines with another prefix are skipped.
     """
     at = text.rfind(HEADER)
     if at < 0:
@@ -34,7 +34,7 @@ def _without_prefix(lines: list[str], prefix: str) -> list[str]:
 
 
 def _read(lines: list[str]) -> RaisedException | None:
-    """Frames and source lines are indented; the first line that is not tells the exception."""
+    """Read frames and source lines, which are indented, up to the first line that is not: it names the exception."""
     frames = []
     for number, line in enumerate(lines):
         if frame := _FRAME.match(line[:MAX_LINE]):

@@ -1,4 +1,4 @@
-"""The user's own rules: a TOML file and the entry-point group `elastic_ext.rules`. Only tier 1 of the table comes before them.
+"""User rules, from a TOML file and the entry-point group `elastic_ext.rules`. Only tier 1 of the table comes before them.
 
     [[rule]]
     name = "license server"
@@ -9,8 +9,8 @@
     kind = "network"
     decision = "restart"
 
-A rule matches if all that it names is there; it must name one of pattern, exit_code, exception and signal. Case does not matter
-in a pattern, and it is no regular expression: it cannot backtrack, so a worker's output cannot stall the agent.
+A rule matches if all of its conditions hold; it needs at least one of pattern, exit_code, exception and signal. A pattern ignores
+case and is not a regular expression: it cannot backtrack, so a worker's output cannot stall the agent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_ext.base import user_files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import CASCADE, KINDS, Response
 from elastic_ext.base.printable import literal, printable
-from elastic_ext.failures.matching import Facts
+from elastic_ext.failures.matching import EvidenceView
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,7 +38,7 @@ CONDITIONS = ("pattern", "exit_code", "exception", "signal")
 MOST_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
-USER_DECISIONS = tuple(verdict.value for verdict in Response if verdict is not Response.FOLLOW)
+USER_DECISIONS = tuple(response.value for response in Response if response is not Response.FOLLOW)
 MAX_PATTERN = 500  # characters
 MAX_BYTES = 1 << 20  # of a file
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
@@ -46,11 +46,11 @@ _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
 
 @dataclass(frozen=True)
 class UserRule:
-    """One rule of a user; `origin` is the file or the entry point. Fields as in the file; None: it does not matter."""
+    """One user rule. Fields as in the file; None: no such condition. origin: the file or the entry point."""
 
     name: str
     kind: str
-    verdict: Response
+    response: Response
     origin: str = ""
     pattern: str | None = None
     exit_code: int | None = None
@@ -61,20 +61,22 @@ class UserRule:
 
     @property
     def because(self) -> str:
+        """The end of the reason that users read."""
         return f"the rule {self.name!r} of {printable(self.origin) or 'the user'}"
 
-    def matches(self, facts: Facts) -> bool:
-        evidence = facts.evidence
+    def matches(self, view: EvidenceView) -> bool:
+        """Whether all conditions hold."""
+        evidence = view.evidence
         return (
             (self.exit_code is None or self.exit_code == evidence.exit_code)
-            and (self.exception is None or self.exception in facts.exception_names)
-            and (self.signal is None or self.signal == facts.signal)
-            and (self.pattern is None or found(self.pattern.lower(), facts.text.written))
+            and (self.exception is None or self.exception in view.exception_names)
+            and (self.signal is None or self.signal == view.signal)
+            and (self.pattern is None or found(self.pattern.lower(), view.text.lower))
         )
 
 
 def found(pattern: str, text: str) -> bool:
-    """Whether a pattern is in one of the lines of the text. Linear: the leftmost place of each part is always good enough."""
+    """Whether a line of the text holds the pattern. Linear: taking the leftmost match of each part is enough."""
     first, *others = pattern.split("*")
     start = 0
     while (at := text.find(first, start)) >= 0:
@@ -98,7 +100,7 @@ def load(path: str | None) -> tuple[UserRule, ...]:
     """Return the rules of a file (None: no file), then those of the entry points.
 
     Raises:
-        UsageError: names the file or the entry point, the rule, and what was expected.
+        UsageError: names the file or the entry point, the rule, and the expected value.
     """
     return (*(from_file(path) if path else ()), *from_entry_points(entry_points(group=GROUP)))
 
@@ -118,7 +120,7 @@ def from_file(path: str) -> tuple[UserRule, ...]:
 
 
 def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
-    """Return the rules that other packages bring: each entry point is a callable that returns tables or UserRules."""
+    """Return the rules of other packages: each entry point is a callable that returns tables or UserRules. Raises UsageError."""
     rules: list[UserRule] = []
     for point in points:
         origin = f"entry point {point.name} ({point.value})"
@@ -130,15 +132,15 @@ def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
     return tuple(rules)
 
 
-def from_tables(tables: Iterable[Any], origin: str) -> tuple[UserRule, ...]:
-    """Check tables as they stand in a file. Raises UsageError."""
+def from_tables(tables: Iterable[object], origin: str) -> tuple[UserRule, ...]:
+    """Make rules of tables like those of a file. Raises UsageError."""
     return tuple(
         table if isinstance(table, UserRule) else _checked(table, f"{origin}: rule {number}", origin)
         for number, table in enumerate(tables, 1)
     )
 
 
-def _checked(table: Any, where: str, origin: str) -> UserRule:
+def _checked(table: object, where: str, origin: str) -> UserRule:
     if not isinstance(table, Mapping):
         raise UsageError(f"{where}: expected a table with {', '.join(FIELDS)}")
     name = table.get("name")
@@ -159,14 +161,15 @@ def _checked(table: Any, where: str, origin: str) -> UserRule:
     return UserRule(name, table["kind"], Response(table["decision"]), origin, **conditions)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _is_pattern(value: Any) -> bool:
-    """Text with * in it. What looks like a regular expression is refused: taken as text it would never be found."""
-    plain = _is_text(value) and len(value) <= MAX_PATTERN and "\n" not in value and value.strip("*") != ""
-    return plain and not any(sign in value for sign in _REGEX_SIGNS)
+def _is_pattern(value: object) -> bool:
+    """Whether this is text with *. A regular expression is refused: as plain text it would never be found."""
+    if not isinstance(value, str) or len(value) > MAX_PATTERN or "\n" in value or not value.strip("*"):
+        return False
+    return not any(sign in value for sign in _REGEX_SIGNS)
 
 
 _CHECKS = (

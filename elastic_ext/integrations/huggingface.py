@@ -1,4 +1,4 @@
-"""The old name of `elastic_ext.training.huggingface`, for one release."""
+"""The old name of `elastic_ext.training.huggingface`, kept for one release."""
 
 import warnings
 
@@ -6,5 +6,7 @@ from elastic_ext.training.huggingface import SaveOnDemand
 
 __all__ = ["SaveOnDemand"]
 
-_MOVED = "elastic_ext.integrations.huggingface is now elastic_ext.training.huggingface; the old name goes with release 0.2"
+_MOVED = (
+    "elastic_ext.integrations.huggingface is now elastic_ext.training.huggingface; the old name will be removed in release 0.2"
+)
 warnings.warn(_MOVED, DeprecationWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The old name of `elastic_ext.training.lightning`, for one release."""
+"""The old name of `elastic_ext.training.lightning`, kept for one release."""
 
 import warnings
 
@@ -6,5 +6,5 @@ from elastic_ext.training.lightning import SaveOnDemand
 
 __all__ = ["SaveOnDemand"]
 
-_MOVED = "elastic_ext.integrations.lightning is now elastic_ext.training.lightning; the old name goes with release 0.2"
+_MOVED = "elastic_ext.integrations.lightning is now elastic_ext.training.lightning; the old name will be removed in release 0.2"
 warnings.warn(_MOVED, DeprecationWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-"""The agent's Prometheus metrics: the values are kept here, prometheus-client lends the families and the text format.
+"""The agent's Prometheus metrics. Their values are kept here; prometheus-client provides families and the text format.
 
-The counters of prometheus-client itself are not used. With PROMETHEUS_MULTIPROC_DIR in the environment, which is meant for
-the user's own workers, they live in files of that directory: the agent would not start where it is missing, two agents of one
-process would share their values, and the workers' own /metrics would show the agent's.
+The counters of prometheus-client are not used. With PROMETHEUS_MULTIPROC_DIR in the environment, which is meant for the user's
+own workers, they live in files of that directory: the agent would not start if it is missing, two agents in one process would
+share their values, and the workers' own /metrics would show the agent's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import numbers
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -24,19 +22,20 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
+from elastic_ext.observe.torchelastic import bridge_torchelastic as bridge_torchelastic  # agent.supervisor imports it from here
 
 logger = logging.getLogger(__name__)
 
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 PHASES = ("stop", "verdict", "rendezvous", "start")
 
-# Seconds. A parked standby is back in some 15 ms, a platform may take minutes to replace a node.
+# Seconds. A warm standby takes some 15 ms; a platform may take minutes to replace a node.
 RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-# torchelastic and what users put have a few dozen names; a name with a step or an id in it must not grow the agent for days.
+# torchelastic and users have a few dozen names; names with a step or an id in them must not let the agent grow for days.
 MAX_TORCHELASTIC_NAMES = 500
 
-MOST_LABEL = 200  # characters; more is cut
+MOST_LABEL = 200  # characters; the rest is cut off
 RESTART_KINDS = frozenset({*KINDS, "membership"})
 OTHER = "other"
 
@@ -49,9 +48,10 @@ class WorkerProgress:
 
     Attributes:
         last_step_age_s: seconds since its last optimizer step, None before the first.
-        step_s: seconds that a step has taken lately; skew: that by the median of the workers of this agent. None: not known.
-        saved_step: of the last checkpoint that it has seen committed, None before the first.
-        failed_saves: since then.
+        step_s: recent seconds per step; None: not known.
+        skew: step_s divided by the median of this agent's workers; None: not known.
+        saved_step: step of the last checkpoint that it saw committed, None before the first.
+        failed_saves: saves that failed since then.
     """
 
     local_rank: int
@@ -75,64 +75,60 @@ class _Family:
 
 # A counter's name is shown with _total behind it.
 _FAMILIES = {
-    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers by what caused them.", ("kind",)),
-    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures by what they were found to be.", ("kind",)),
+    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers by kind of cause.", ("kind",)),
+    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures by kind.", ("kind",)),
     "elastic_ext_round": _Family(GaugeMetricFamily, "The rendezvous round."),
     "elastic_ext_world_size": _Family(GaugeMetricFamily, "Workers in this round, over all nodes."),
     "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent by state.", ("state",)),
     "elastic_ext_worker_starts": _Family(
-        CounterMetricFamily, "Workers started by a warm standby, or cold and why.", ("how", "reason")
+        CounterMetricFamily, "Workers started, warm (by a standby) or cold, with the reason of a cold start.", ("how", "reason")
     ),
-    "elastic_ext_standbys": _Family(GaugeMetricFamily, "Warm standbys that wait."),
+    "elastic_ext_standbys": _Family(GaugeMetricFamily, "Warm standbys that are ready."),
     "elastic_ext_standby_memory_bytes": _Family(
-        GaugeMetricFamily, "Memory of the warm standbys and their server, pages that they share counted once."
+        GaugeMetricFamily, "Memory of the warm standbys and their server; shared pages count once."
     ),
-    "elastic_ext_checkpoint_copied_bytes": _Family(CounterMetricFamily, "Bytes sent from local_dir to checkpoint_dir."),
-    "elastic_ext_checkpoint_copy_failures": _Family(CounterMetricFamily, "Attempts to copy checkpoints that failed."),
+    "elastic_ext_checkpoint_copied_bytes": _Family(CounterMetricFamily, "Bytes copied from local_dir to checkpoint_dir."),
+    "elastic_ext_checkpoint_copy_failures": _Family(CounterMetricFamily, "Failed attempts to copy checkpoints."),
     "elastic_ext_checkpoint_copy_lag_steps": _Family(
         GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
     ),
-    "elastic_ext_checkpoint_copy_lag_seconds": _Family(
-        GaugeMetricFamily, "For how long the oldest checkpoint that is still to be copied has waited."
-    ),
+    "elastic_ext_checkpoint_copy_lag_seconds": _Family(GaugeMetricFamily, "Time that the oldest uncopied checkpoint has waited."),
     "elastic_ext_torchelastic_last_value": _Family(
-        GaugeMetricFamily, "The last value given to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+        GaugeMetricFamily, "Last value of put_metric of torch.distributed.elastic.metrics.", ("group", "name")
     ),
     "elastic_ext_torchelastic_values": _Family(
-        CounterMetricFamily, "Values given to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+        CounterMetricFamily, "Calls of put_metric of torch.distributed.elastic.metrics.", ("group", "name")
     ),
 }
 _WORKER_FAMILIES = {
-    "elastic_ext_worker_steps": _Family(
-        CounterMetricFamily, "Optimizer steps of the worker since it was started.", ("local_rank",)
-    ),
+    "elastic_ext_worker_steps": _Family(CounterMetricFamily, "Optimizer steps of the worker since its start.", ("local_rank",)),
     "elastic_ext_worker_last_step_age_seconds": _Family(
         GaugeMetricFamily, "Time since the worker's last optimizer step.", ("local_rank",)
     ),
-    "elastic_ext_worker_step_seconds": _Family(GaugeMetricFamily, "Time of an optimizer step lately.", ("local_rank",)),
+    "elastic_ext_worker_step_seconds": _Family(GaugeMetricFamily, "Recent time per optimizer step.", ("local_rank",)),
     "elastic_ext_worker_step_skew": _Family(
-        GaugeMetricFamily, "Time of an optimizer step lately, by the median of this agent's workers.", ("local_rank",)
+        GaugeMetricFamily, "Recent time per optimizer step, relative to the median of this agent's workers.", ("local_rank",)
     ),
     "elastic_ext_worker_saved_step": _Family(
-        GaugeMetricFamily, "Step of the last checkpoint that this worker has seen committed.", ("local_rank",)
+        GaugeMetricFamily, "Step of the last checkpoint that this worker saw committed.", ("local_rank",)
     ),
     "elastic_ext_worker_failed_saves": _Family(
-        GaugeMetricFamily, "Checkpoints that failed since the last one was committed; 3 and more are an alarm.", ("local_rank",)
+        GaugeMetricFamily, "Saves that failed since the last commit; alert at 3 or more.", ("local_rank",)
     ),
 }
 _RECOVERY = "elastic_ext_recovery_seconds"
-_RECOVERY_HELP = "Time that the phases of a recovery took."
+_RECOVERY_HELP = "Duration of the phases of a recovery."
 
 
 class AgentMetrics(Collector):
-    """What one agent tells Prometheus, in a registry of its own. Every method may be called from any thread.
+    """The metrics of one agent, in a registry of its own. Every method may be called from any thread.
 
     Args:
-        torch: torch's version; this module does not import it.
-        run_id: the job's.
         version: of this package.
+        torch: torch's version; this module does not import torch.
+        run_id: of the job.
         node: this node's name, by default its host name.
-        progress: called at each scrape, in the thread of the scrape. It should not raise: that fails the whole scrape.
+        progress: called at each scrape, in the scrape's thread. It should not raise: that would fail the whole scrape.
     """
 
     def __init__(
@@ -159,42 +155,54 @@ class AgentMetrics(Collector):
         self.registry.register(self)
 
     def restarted(self, kind: str) -> None:
-        """Count a restart of the workers. ``kind``: a kind of failure, or membership."""
+        """Count a restart of the workers. kind: a kind of failure, or "membership"."""
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
     def failed(self, kind: str) -> None:
-        """Count a failure of the kind that it was found to be."""
-        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # another agent may have said it
+        """Count a failure. kind: of the diagnosis."""
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # it may come from another agent
 
     def round_started(self, round: int, world_size: int) -> None:
-        """``world_size``: workers over all nodes."""
+        """Note a new round. world_size: workers over all nodes."""
         with self._lock:
             self._values["elastic_ext_round"][()] = round
             self._values["elastic_ext_world_size"][()] = world_size
 
     def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
-        """How many of this agent's workers are in each state. It replaces what was said before."""
+        """Set the number of this agent's workers in each state."""
         counts = zip(WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
         with self._lock:
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
     def worker_started(self, how: str, reason: str) -> None:
-        """``how``: warm or cold. ``reason``: of a cold start, out of a fixed set: each one is a time series for ever."""
+        """Count a start of a worker.
+
+        Args:
+            how: "warm" or "cold".
+            reason: of a cold start, out of a fixed set: each one is a time series for ever.
+        """
         self._add("elastic_ext_worker_starts", (_label(how), _label(reason)))
 
     def standbys(self, count: int, used_bytes: int) -> None:
-        """How many warm standbys wait, and what they use with their server."""
+        """Set the number of ready warm standbys, and their memory with their server."""
         with self._lock:
             self._values["elastic_ext_standbys"][()] = count
             self._values["elastic_ext_standby_memory_bytes"][()] = used_bytes
 
     def phase(self, name: str, seconds: float) -> None:
-        """One phase of a recovery took ``seconds``. Raises KeyError for a name that is not in PHASES."""
+        """Record the duration of a phase of a recovery. Raises KeyError for a name that is not in PHASES."""
         with self._lock:
             self._recovery[name].observe(seconds)
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool) -> None:
-        """The copier of checkpoints has sent so many bytes more. lag_steps: None: there is nothing in checkpoint_dir yet."""
+        """Record the progress of copying checkpoints.
+
+        Args:
+            size: bytes copied since the last call.
+            lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None: checkpoint_dir is still empty.
+            lag_s: see elastic_ext_checkpoint_copy_lag_seconds.
+            failed: an attempt to copy has failed.
+        """
         with self._lock:
             self._add("elastic_ext_checkpoint_copied_bytes", (), size)
             self._add("elastic_ext_checkpoint_copy_failures", (), int(failed))
@@ -202,13 +210,13 @@ class AgentMetrics(Collector):
             self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
 
     def copy_failed(self) -> None:
-        """The copier of checkpoints has died, or seems to be stuck."""
+        """Count a failure of the copier itself: it has died, or seems to be stuck."""
         self._add("elastic_ext_checkpoint_copy_failures", (), 1)
 
     def put(self, group: str, name: str, value: float) -> None:
-        """Keep a value given to torchelastic's put_metric, which takes anything: what is no number is dropped.
+        """Keep a value of torchelastic's put_metric, which takes anything: a value that is no number is dropped. Never raises.
 
-        The first MAX_TORCHELASTIC_NAMES names are kept; later ones are dropped, with one warning. Never raises.
+        The first MAX_TORCHELASTIC_NAMES names are kept; later names are dropped, with one warning.
         """
         number = _number(value)
         if number is None:
@@ -224,7 +232,7 @@ class AgentMetrics(Collector):
             warned, self._full = self._full, True
         if not warned:
             logger.warning(
-                "more than %d names were given to put_metric: %s/%s and other new ones are not shown; "
+                "put_metric was called with more than %d names: %s/%s and other new names are not shown; "
                 "a metric's name should not hold a step or an id",
                 MAX_TORCHELASTIC_NAMES,
                 *labels,
@@ -236,18 +244,18 @@ class AgentMetrics(Collector):
             values[labels] = values.get(labels, 0) + count
 
     def describe(self) -> Iterator[Metric]:
-        """The families without their values; the registry asks for it when it registers a collector."""
+        """Yield the families without values; the registry calls this when it registers a collector."""
         for name, family in {**_FAMILIES, **_WORKER_FAMILIES}.items():
             yield family.new(name)
         yield HistogramMetricFamily(_RECOVERY, _RECOVERY_HELP, labels=("phase",))
-        yield InfoMetricFamily("elastic_ext", "What this agent is.")
+        yield InfoMetricFamily("elastic_ext", "Versions, run id and node of this agent.")
 
     def collect(self) -> Iterator[Metric]:
-        """Called at each scrape, in the thread of the scrape."""
+        """Yield the families with their values; called at each scrape, in the scrape's thread."""
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
             recovery = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._recovery.items()}
-        yield InfoMetricFamily("elastic_ext", "What this agent is.", value=self._info)
+        yield InfoMetricFamily("elastic_ext", "Versions, run id and node of this agent.", value=self._info)
         for name, by_labels in values.items():
             family = _FAMILIES[name].new(name)
             for labels, value in by_labels.items():
@@ -278,7 +286,7 @@ class AgentMetrics(Collector):
 
 
 class _Histogram:
-    """Counts by bucket; not locked."""
+    """Counts by bucket. The caller holds the lock."""
 
     def __init__(self) -> None:
         self.sum = 0.0
@@ -289,7 +297,7 @@ class _Histogram:
         self._counts[bisect.bisect_left(RECOVERY_BUCKETS, seconds)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus has them: (upper bound, observations at or below it)."""
+        """Return cumulative counts as Prometheus wants them: (upper bound, observations at or below it)."""
         shown, below = [], 0
         for bound, count in zip((*RECOVERY_BUCKETS, math.inf), self._counts, strict=True):
             below += count
@@ -298,72 +306,15 @@ class _Histogram:
 
 
 def _label(value: str) -> str:
-    """A lone surrogate, as in a host name or run id from an undecodable variable, would make every scrape fail."""
+    """Make a label printable: a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
     return shown(str(value))[:MOST_LABEL]
 
 
 def _number(value: object) -> float | None:
-    # Only what Python and numpy call a real number: float() of a tensor would wait for its device.
+    # Only real numbers of Python and numpy: float() of a tensor would wait for its device.
     if not isinstance(value, numbers.Real):
         return None
     try:
         return float(value)
     except OverflowError:
         return None
-
-
-# torchelastic's own metrics.
-
-TORCHELASTIC_GROUP = "torchelastic"
-
-
-class _Default:
-    """Stands for "no handler for this group": hands on to the default handler of the moment.
-
-    torch.distributed.elastic.metrics has no public way to take a group's handler away again.
-    """
-
-    def emit(self, metric_data: Any) -> None:
-        from torch.distributed.elastic.metrics import getStream
-
-        getStream("elastic_ext: a group that nobody configures").handler.emit(metric_data)
-
-
-class _Tee:
-    """A handler that feeds ``metrics`` while it is not None, and always ``before``, whose errors stay the caller's."""
-
-    def __init__(self, metrics: AgentMetrics, before: Any) -> None:
-        self.metrics: AgentMetrics | None = metrics
-        self.before = before
-
-    def emit(self, metric_data: Any) -> None:
-        metrics = self.metrics
-        if metrics is not None:
-            metrics.put(metric_data.group_name, metric_data.name, metric_data.value)
-        self.before.emit(metric_data)
-
-
-@contextmanager
-def bridge_torchelastic(metrics: AgentMetrics) -> Iterator[None]:
-    """Inside, what torchelastic gives to put_metric goes to ``metrics`` too, besides the handler that was configured before.
-
-    Afterwards that handler is back, unless somebody has configured another one meanwhile, which then stays. Bridges of several
-    agents in one process may end in any order.
-    """
-    from torch.distributed.elastic.metrics import configure, getStream
-
-    before = getStream(TORCHELASTIC_GROUP).handler
-    if before is getStream("elastic_ext: a group that nobody configures").handler:
-        before = _Default()
-    tee = _Tee(metrics, before)
-    configure(tee, TORCHELASTIC_GROUP)
-    try:
-        yield
-    finally:
-        tee.metrics = None
-        current = getStream(TORCHELASTIC_GROUP).handler
-        if isinstance(current, _Tee):
-            # Take ended bridges off the top; one that ended before a later one is passed through until that ends.
-            while isinstance(current, _Tee) and current.metrics is None:
-                current = current.before
-            configure(current, TORCHELASTIC_GROUP)

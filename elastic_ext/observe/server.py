@@ -1,7 +1,7 @@
 """The agent's HTTP server: GET /metrics, and a page at / that links to it.
 
-Nothing here may stop a training job: a port that is taken costs a warning, and clients, who may be strangers, cost a bounded
-number of descriptors and no threads. One thread serves them all with poll.
+Nothing here may stop a training job: a port that is taken causes a warning, and clients, who may be strangers, cost a bounded
+number of descriptors and no threads. One thread serves all of them with poll.
 """
 
 from __future__ import annotations
@@ -22,33 +22,38 @@ from prometheus_client.registry import CollectorRegistry
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MOST_CLIENTS = 16  # connections at once; a scraper or two need one each
-CLIENT_TIMEOUT_S = 10.0  # from connecting to the last byte; the default scrape_timeout of Prometheus: it has given up by then
+MOST_CLIENTS = 16  # connections at once; each scraper needs one
+CLIENT_TIMEOUT_S = 10.0  # from connecting to the last byte: the default scrape_timeout of Prometheus
 MOST_REQUEST = 16 << 10  # bytes
-BACKLOG = 128  # connections that the kernel keeps until they are taken
-RETRY_ACCEPT_S = 1.0  # after there was no descriptor or memory for another connection
+BACKLOG = 128  # connections that the kernel keeps until they are accepted
+RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
 INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a>\n'
 
-# The host is fine, this port of it is not: try another port there. For anything else the host is the trouble.
+# The host is fine, but not this port: try another port there. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # the connection stays in the backlog, and poll tells of it
+_NO_ROOM = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+)  # the connection stays in the backlog, and poll keeps reporting it
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 
 
 class MetricsServer:
-    """Serves ``registry`` from a daemon thread until `close`. Never raises because of the network.
+    """Serves `registry` from a daemon thread until `close`. Never raises because of the network.
 
-    If ``port`` of ``host`` cannot be had, any free one is taken; if ``host`` cannot be bound at all, a free port of 127.0.0.1:
-    with one warning. If that fails too, a warning, and nothing is served.
+    If `port` of `host` is not available, the server takes any free port; if `host` cannot be bound at all, a free port of
+    127.0.0.1. Both cause one warning. If that fails too, it warns and serves nothing.
 
     Args:
         host: address or name to bind, IPv4 or IPv6.
         port: 0 takes any free one.
-        announce: level of the log line that says where it listens.
+        announce: level of the log line with the address.
 
     Attributes:
-        port: the port it listens on, None if nothing is served.
-        url: of the server as seen from this machine, None if nothing is served.
+        port: the port that the server listens on, None if it serves nothing.
+        url: URL of the server for this machine, None if it serves nothing.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO) -> None:
@@ -60,7 +65,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no thread to be had: a limit of the container
+        except RuntimeError as error:  # no more threads: a limit of the container
             logger.warning("metrics: nothing is served: %s", error)
             self._server.close()
             self._server = None
@@ -70,7 +75,7 @@ class MetricsServer:
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
 
     def close(self) -> None:
-        """Stop listening, release the port and cut requests that are under way; calling it again does nothing."""
+        """Stop listening, release the port and cut off open requests; a second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -97,7 +102,7 @@ def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server | None:
 
 
 def _url(address: str, port: int) -> str:
-    """The address as a client on this machine would use it: a wildcard is none."""
+    """Return the URL for clients on this machine; a wildcard address becomes the loopback."""
     address = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
@@ -122,7 +127,7 @@ def _refusal(status: HTTPStatus, text: str) -> _Page:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, which is cut at `deadline` (monotonic). unsent: what is left of the answer; None: it still asks."""
+    """One connection, cut off at `deadline` (time.monotonic()). unsent: the rest of the answer; None: still reading."""
 
     connection: socket.socket
     deadline: float
@@ -131,23 +136,23 @@ class _Client:
 
 
 class _Server:
-    """The listening socket, and the connections that were taken from it.
+    """The listening socket and its accepted connections.
 
-    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. Whoever comes while all
-    are taken gets the place of the one that has gone longest without a whole request, so those who ask nothing cannot keep
-    out those who do.
+    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all places are taken, a
+    new client gets the place of the one that has waited longest without a whole request, so silent clients cannot keep out
+    others.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        """Raises OSError (also for a name that does not resolve), OverflowError for a port out of range."""
+        """Listen. Raises OSError (also for a name that does not resolve), OverflowError for a port out of range."""
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._registry = registry
         self._failure_shown = self._stopping = False
         self._clients: list[_Client] = []  # the oldest first
-        self._accept_at: float | None = None  # when to listen again; None: it does listen
+        self._accept_at: float | None = None  # when to listen again; None: it listens
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Bind again beside connections of the last one; a listening socket is still in the way.
+            # Connections of an earlier agent do not block the port; a listening socket still does.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind((str(address), port))
             self._listener.listen(BACKLOG)
@@ -161,7 +166,7 @@ class _Server:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until `stop`."""
+        """Serve until `stop`."""
         try:
             while not self._stopping:
                 self._turn()
@@ -169,7 +174,7 @@ class _Server:
             logger.exception("metrics: nothing is served any more")
 
     def stop(self) -> None:
-        """Have `serve` return; from any thread."""
+        """Make `serve` return; may be called from any thread."""
         self._stopping = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # Linux: wakes poll at once
@@ -177,14 +182,14 @@ class _Server:
             logger.debug("metrics: %s", error)
 
     def close(self) -> None:
-        """After `serve` has returned, or was never called."""
+        """Close all sockets, after `serve` has returned or if it was never called."""
         for client in list(self._clients):
             self._cut(client)
         self._selector.close()
         self._listener.close()
 
     def _turn(self) -> None:
-        """Wait for something to do, and do it. Whole requests are answered before anybody may lose a place."""
+        """Wait for events and handle them. Whole requests are answered before any client loses its place."""
         ready = [key.data for key, _ in self._selector.select(self._next_look_s())]
         for client in filter(None, ready):
             self._go_on(client)
@@ -209,18 +214,18 @@ class _Server:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _NO_ROOM:
-                logger.debug("metrics: no connection is taken for %g s: %s", RETRY_ACCEPT_S, error)
+                logger.debug("metrics: no connection is accepted for %g s: %s", RETRY_ACCEPT_S, error)
                 self._selector.unregister(self._listener)
                 self._accept_at = now + RETRY_ACCEPT_S
-            return  # else the client has gone again
+            return  # with any other error the client has gone
         connection.setblocking(False)
         client = _Client(connection, now + CLIENT_TIMEOUT_S)
         self._clients.append(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._go_on(client)  # what it asks is often there already
+        self._go_on(client)  # often its request has already arrived
 
     def _go_on(self, client: _Client) -> None:
-        """Read or write what can be now."""
+        """Read or write as much as possible without blocking."""
         try:
             if client.unsent is None:
                 self._read(client)
@@ -228,7 +233,7 @@ class _Server:
                 self._write(client)
         except BlockingIOError:
             pass
-        except OSError as error:  # it went away, which is no news
+        except OSError as error:  # the client went away
             logger.debug("metrics: a connection ended: %s", error)
             self._cut(client)
 
@@ -237,7 +242,7 @@ class _Server:
         client.received += data
         page = self._answer(bytes(client.received))
         if page is None and not data:
-            raise ConnectionError("it ended before the request did")
+            raise ConnectionError("closed before the request was whole")
         if page is not None:
             client.unsent = memoryview(page.encoded())
             client.received.clear()
@@ -251,7 +256,7 @@ class _Server:
         client.connection.close()
 
     def _cut(self, client: _Client) -> None:
-        """Without leaving to the kernel what it has not read."""
+        """Close a connection; the kernel drops unsent data."""
         self._forget(client)
         client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
         client.connection.close()
@@ -261,7 +266,7 @@ class _Server:
         self._clients.remove(client)
 
     def _answer(self, received: bytes) -> _Page | None:
-        """The page that a request gets; None: it is not whole yet."""
+        """Return the page for a request; None: the request is not whole yet."""
         head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
         if not end:
             too_long = len(received) > MOST_REQUEST
@@ -282,7 +287,7 @@ class _Server:
         try:
             return self._page(path, accept)
         except Exception as error:  # whatever a collector raises
-            # With its trace once: a scrape comes every few seconds, for weeks.
+            # Show it once: a scrape comes every few seconds, for weeks.
             level = logging.DEBUG if self._failure_shown else logging.WARNING
             logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
             self._failure_shown = True

@@ -17,7 +17,8 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.ledger import Ledger, Report, Rules, decode_ledger, decode_report, encode_ledger
+from elastic_ext.failures.judgement import Circumstances
+from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_report, encode_ledger
 from elastic_ext.failures.policy import Backoff
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,9 @@ def rules(
     nodes: int | None = None,
     min_nodes: int | None = None,
     lost: tuple[str, ...] = (),
-) -> Rules:
-    """The rules of a judgement now; see `failures.ledger.Rules`."""
-    return Rules(
+) -> Circumstances:
+    """The circumstances of a judgement now."""
+    return Circumstances(
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),

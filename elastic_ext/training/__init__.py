@@ -1,0 +1,24 @@
+"""The functions that a training script may call. All but `health_barrier` do nothing where our agent does not run the script.
+
+`huggingface` and `lightning` hold the callbacks for those libraries. Importing this package does not import torch.
+"""
+
+from elastic_ext.base import log_records
+from elastic_ext.training.barrier import health_barrier
+from elastic_ext.training.progress import Phase, phase, report_progress
+from elastic_ext.training.resume import resume_from, resume_step
+from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
+
+__all__ = [
+    "Phase",
+    "health_barrier",
+    "phase",
+    "report_progress",
+    "report_save_failed",
+    "report_saved",
+    "resume_from",
+    "resume_step",
+    "save_requested",
+]
+
+log_records.install()  # scripts may import from here without asking the package elastic_ext for anything

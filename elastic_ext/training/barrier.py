@@ -1,4 +1,4 @@
-"""A barrier that says who is missing, for scripts that want to check now and then that all ranks are well."""
+"""A barrier that names the missing ranks, for scripts that check from time to time that all ranks are healthy."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from elastic_ext.base.errors import RanksMissing, UsageError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-STORE_S = timedelta(seconds=30)  # that the store has to answer
+STORE_S = timedelta(seconds=30)  # for the store to answer
+MOST_SHOWN = 16  # ranks named in a message
 _stores: dict[int, TCPStore] = {}  # by pid, as below
-_passed: dict[int, int] = {}  # barriers that this process has come to, by pid: a child that the script forks is no rank
+_passed: dict[int, int] = {}  # barriers that this process has reached, by pid: a child that the script forks is no rank
 
 
 def health_barrier(timeout_s: float) -> None:
-    """Wait until every rank of the job has come here, and its device (CUDA) has done what it was given before.
+    """Wait until every rank of the job has reached this barrier with an idle device (CUDA).
 
-    Over the store that torchrun's workers share, not over a collective, so that a rank that is stuck in one cannot take this one
-    along. Every rank must call it equally often. Two requests to the store a call, on each rank.
+    The barrier uses the store that torchrun's workers share, not a collective, so a rank that is stuck in a collective cannot
+    block this one. Every rank must call it the same number of times. A call costs each rank two requests to the store.
 
     Args:
-        timeout_s: how long the last one may come after this one.
+        timeout_s: how long to wait for the others, in seconds.
 
     Raises:
-        RanksMissing: a rank did not come in time; the message and `ranks` name those.
-        UsageError: not a process that torchrun has started, or no positive time.
+        RanksMissing: a rank did not arrive in time, or the store does not answer; `ranks` and the message name the ranks.
+        UsageError: torchrun did not start this process, or the time is not positive.
     """
     if not timeout_s > 0:
         raise UsageError(f"health_barrier({timeout_s!r}): expected a number of seconds greater than 0")
@@ -37,7 +38,7 @@ def health_barrier(timeout_s: float) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise UsageError(f"health_barrier() is for processes that torchrun has started: {error!r} of the environment") from error
+        raise UsageError(f"health_barrier() is for processes that torchrun has started; the environment lacks {error}") from error
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -58,12 +59,13 @@ def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s:
             f"health barrier: the store of the job at {where[0]}:{where[1]} does not answer: {error}", ()
         ) from error
     if missing:
-        shown = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+        more = f" and {len(missing) - MOST_SHOWN} more" if len(missing) > MOST_SHOWN else ""
+        shown = ", ".join(map(str, missing[:MOST_SHOWN])) + more
         raise RanksMissing(f"health barrier: rank {shown} of {world} did not come within {timeout_s:g} s", missing)
 
 
 def _connected(where: tuple[str, int]) -> TCPStore:
-    """A connection for each process, however often it comes here."""
+    """Return this process's one connection to the store."""
     from torch.distributed import TCPStore
 
     if os.getpid() not in _stores:
@@ -74,6 +76,6 @@ def _connected(where: tuple[str, int]) -> TCPStore:
 def _missing(store: TCPStore, prefix: str, world: int, timeout_s: float) -> list[int]:
     try:
         store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # torch says so of a time that is over, and of a store that is gone, where the next call fails too
+    except RuntimeError:  # a timeout, or the store is gone; then the next call fails, too
         return [rank for rank in range(world) if not store.check([f"{prefix}/{rank}"])]
     return []

@@ -9,49 +9,73 @@ The agent's `checkpoint_dir` is the Trainer's `output_dir`, a local path: the Tr
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(f"elastic_ext.training.huggingface needs the package transformers, and: {error}") from error
+if TYPE_CHECKING:
+    TrainerCallback = object
+else:
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise ImportError(f"elastic_ext.training.huggingface needs the package transformers, and: {error}") from error
+
+
+class _State(Protocol):
+    """The part of transformers.TrainerState that is used here."""
+
+    global_step: int
+
+    @property
+    def is_world_process_zero(self) -> bool: ...
+
+
+class _Control(Protocol):
+    """The part of transformers.TrainerControl that is used here."""
+
+    should_save: bool
 
 
 class SaveOnDemand(TrainerCallback):
-    """Has the Trainer save at the step that all ranks have agreed on when the agent asks; tells the agent of each save."""
+    """Makes the Trainer save at the step that all ranks have agreed on when the agent asks; reports each save to the agent."""
 
     def __init__(self) -> None:
-        self._wanted = False
-        self._began = 0.0  # monotonic: what the Trainer does last before it may save
+        self._requested = False
+        self._began = 0.0  # time.monotonic() of the Trainer's last event before it may save
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._wanted = False
+    def on_train_begin(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Forget a request of an earlier training."""
+        self._requested = False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Wanted until it is saved: save_strategy="best" takes should_save back where it evaluates at this step.
-        self._wanted = save_requested() or self._wanted
-        control.should_save = control.should_save or self._wanted
+    def on_step_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Ask the Trainer to save here if the agent asks for it."""
+        # The request stays until it is saved: save_strategy="best" resets should_save if it evaluates at this step.
+        self._requested = save_requested() or self._requested
+        control.should_save = control.should_save or self._requested
         self._began = time.monotonic()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Note the time: the Trainer may save next."""
         self._began = time.monotonic()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Note the time: the Trainer may save next."""
         self._began = time.monotonic()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # This rank has saved its part; the Trainer's ranks do not wait for each other. All are here if we have asked for it, but
-        # a callback of the user's may have one rank alone save: then rank 0 tells, which writes the state of the Trainer last.
-        if self._wanted and dist.is_initialized():
+    def on_save(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Report the save. This rank has saved its part, but the Trainer's ranks do not wait for each other."""
+        # All ranks save if we have asked for it. But a user's callback may make one rank save alone; then rank 0 reports, which
+        # writes the Trainer's state last.
+        if self._requested and dist.is_initialized():
             dist.barrier()
-        if self._wanted or state.is_world_process_zero:
+        if self._requested or state.is_world_process_zero:
             report_saved(state.global_step, time.monotonic() - self._began)
-        self._wanted = False
+        self._requested = False
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._wanted:
+    def on_train_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
+        """Report a request that was not saved any more."""
+        if self._requested:
             report_save_failed()

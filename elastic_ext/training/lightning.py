@@ -4,7 +4,7 @@
     trainer.fit(model, ckpt_path=elastic_ext.resume_from())
 
 The agent's `checkpoint_dir` is the directory of the ModelCheckpoint. Saves on demand stay there until somebody removes them (the
-ModelCheckpoint counts its own only); `elastic-ext checkpoints prune` does.
+ModelCheckpoint counts only its own); `elastic-ext checkpoints prune` does.
 """
 
 from __future__ import annotations
@@ -15,44 +15,72 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
-LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two packages with the same classes, which know nothing of each other
+LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two packages with the same classes, independent of each other
+
+
+class _Strategy(Protocol):
+    """The part of a Lightning Strategy that is used here."""
+
+    checkpoint_io: Any
+
+
+class _Trainer(Protocol):
+    """The part of Lightning's Trainer that is used here."""
+
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def current_epoch(self) -> int: ...
+    @property
+    def checkpoint_callback(self) -> object: ...
+    @property
+    def default_root_dir(self) -> str: ...
+    @property
+    def strategy(self) -> _Strategy: ...
+    def save_checkpoint(self, filepath: str) -> None: ...
 
 
 class SaveOnDemand:
-    """Has the Trainer save at the step that all ranks have agreed on when the agent asks.
+    """Makes the Trainer save at the step that all ranks have agreed on when the agent asks.
 
     An instance is a Callback of the library that the script has imported.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> SaveOnDemand:
+    def __new__(cls, *args: object, **kwargs: object) -> SaveOnDemand:
         missing = tuple(base for base in _callbacks() if not issubclass(cls, base))
         return super().__new__(type(cls.__name__, (cls, *missing), {}) if missing else cls)
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        """dirpath: where to save, a path or a URL; default: where the first ModelCheckpoint does, else `default_root_dir`."""
+        """Create the callback.
+
+        Args:
+            dirpath: where to save, a path or a URL; default: the directory of the first ModelCheckpoint, else `default_root_dir`.
+        """
         self._dirpath = dirpath
         self._step = 0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: _Trainer, pl_module: object) -> None:
+        """Note the step that the training starts from."""
         self._step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._step:  # gradients are being accumulated
+    def on_train_batch_end(self, trainer: _Trainer, pl_module: object, outputs: object, batch: object, batch_idx: int) -> None:
+        """Save here if the agent asks for it; a batch after which gradients are still being accumulated is no step."""
+        if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         if save_requested():
             self._save(trainer)
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: _Trainer) -> None:
         began = time.monotonic()
         folder = self._dirpath or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         try:
-            with _at_once(trainer.strategy):
-                # Named as a ModelCheckpoint does by default: so they are of one kind, in one order.
+            with _synchronous(trainer.strategy):
+                # The default name of a ModelCheckpoint, so that all checkpoints are of one kind and in one order.
                 trainer.save_checkpoint(os.path.join(folder, f"epoch={trainer.current_epoch}-step={self._step}.ckpt"))
         except BaseException:
             report_save_failed()
@@ -61,8 +89,8 @@ class SaveOnDemand:
 
 
 @contextmanager
-def _at_once(strategy: Any) -> Iterator[None]:
-    """An AsyncCheckpointIO comes back before anything is written; what it wraps does not."""
+def _synchronous(strategy: _Strategy) -> Iterator[None]:
+    """Inside, saves return when they are written: an AsyncCheckpointIO is replaced by the one that it wraps."""
     usual = strategy.checkpoint_io
     if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(usual).__mro__):
         strategy.checkpoint_io = usual.checkpoint_io
@@ -73,7 +101,7 @@ def _at_once(strategy: Any) -> Iterator[None]:
 
 
 def _callbacks() -> list[type]:
-    """The class Callback of the library that is in use."""
+    """Return the class Callback of each library that the script has imported, else of one that is installed."""
     loaded = [module for name in LIBRARIES if (module := sys.modules.get(name)) is not None]
     for name in LIBRARIES if not loaded else ():
         try:

@@ -1,218 +1,130 @@
-"""What a training script may call. Everything here does nothing where the script does not run under our agent.
+"""Saves on demand, the script's side. The agent asks for one before the job has to leave (a preemption, `elastic-ext checkpoints
+save`). All ranks must save at the same step boundary, but they see the request at different moments. So:
 
-Saves on demand. The agent asks for one before this job has to leave (a preemption, `elastic-ext checkpoints save`); all ranks
-must act at the same step boundary, and they see the request at different moments. So:
+1. Each agent shows the request to its workers, then counts itself in the store of the round. The last agent writes `go`.
+2. From then on rank 0 looks for `go` at each boundary. When it finds it, it writes the number of the next boundary and the last
+   request that the save will answer into the store, and only then starts the step up to that boundary.
+3. Every other rank that sees the request looks for that number at each boundary.
 
-1. Each agent shows the request to its workers, then says so in the store of the round. The last one to say so writes `go`.
-2. From then on, at each boundary, rank 0 looks for `go`; when it is there, it writes the number of the next boundary into the
-   store, and which requests the save will answer, and only then starts the step up to it.
-3. Every other rank that sees the request looks, at each boundary, for that number.
+The keys are those of `save/...` in `base.round_store`.
 
-No rank is past the agreed boundary when the number is there: to get to it a rank needs rank 0's part in the collectives of
-that step, which rank 0 starts after it has written. Host code may run ahead of a GPU, so while a request is pending each
-boundary waits for the device. Without a request a boundary costs the look at one word of memory.
+Invariant: no rank is past the agreed boundary when its number appears. To get there, a rank needs rank 0's part in the
+collectives of that step, and rank 0 starts those after it has written the number. Host code may run ahead of a GPU, so while a
+request is pending each boundary waits for the device. Without a request a boundary costs one look at a word of memory.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
-import mmap
-import os
 import sys
 import time
-from typing import Any
 
-from elastic_ext.base import checkpoint_variables, log_records, round_store
-from elastic_ext.base.errors import UsageError
-from elastic_ext.workers import bootstrap, wake_pipe
+from elastic_ext.base import round_store
+from elastic_ext.training.worker import Worker, this_worker
 
 logger = logging.getLogger(__name__)
-log_records.install()  # here, too: scripts import a module of elastic_ext.training without asking the package for anything
 
-CLOCK_S = 0.001  # what may be lost in adding and subtracting times
-_PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")
-
-
-def resume_from() -> str | None:
-    """The checkpoint that the agent has chosen for this round, the same on all ranks: a path or a URL; None: begin anew."""
-    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
-
-
-def resume_step() -> int | None:
-    """Its step, by its content, else by its name; None where neither tells one, or there is nothing to resume from."""
-    step = os.environ.get(checkpoint_variables.RESUME_STEP)
-    return int(step) if step else None
+CLOCK_S = 0.001  # tolerance for adding and subtracting times
 
 
 def save_requested() -> bool:
-    """Shall this job save a checkpoint now? Every rank must ask, once at the end of each optimizer step; all get the same answer.
+    """Whether to save a checkpoint now. Call it on every rank, once at the end of each optimizer step.
 
-    A step must have a collective that all ranks take part in (or depend on), as it has with DDP, FSDP and pipelines.
+    All ranks get the same answer, provided that each step has a collective that all ranks take part in (or depend on), as with
+    DDP, FSDP and pipelines.
     """
-    boundaries = _boundaries()
+    boundaries = _this_workers_boundaries()
     return boundaries is not None and boundaries.passed()
 
 
 def report_saved(step: int, seconds: float) -> None:
-    """A checkpoint of `step` is complete on its storage, `seconds` after it was asked for. Any rank may say so, best all do."""
-    boundaries = _boundaries()
+    """Report that a checkpoint is complete on its storage. One rank is enough, all ranks are better.
+
+    Args:
+        step: the checkpoint's step.
+        seconds: time from the request to the complete checkpoint.
+    """
+    boundaries = _this_workers_boundaries()
     if boundaries is not None:
         boundaries.saved(step, seconds)
 
 
 def report_save_failed() -> None:
-    """The checkpoint that was asked for last did not come to be; nobody needs to wait for it."""
-    boundaries = _boundaries()
+    """Report that the requested checkpoint has failed, so that nobody waits for it."""
+    boundaries = _this_workers_boundaries()
     if boundaries is not None:
         boundaries.failed()
 
 
-def report_progress() -> None:
-    """Something has been done that no step of a torch.optim.Optimizer tells of, a batch of an evaluation, say."""
-    words = _words()
-    if words is not None:
-        words[bootstrap.PROGRESS] += 1
-        bootstrap.note_sign(words, time.monotonic_ns())
-
-
-def phase(name: str) -> Phase:
-    """From now on this process does this: "compile", "data", "step", "checkpoint" or "eval"; "" for none of them.
-
-    Either until the next call, or as `with elastic_ext.phase("eval"):` until the block ends. For the thread that trains: what
-    runs beside it has no phase. The hang detector has more patience with a compile, a checkpoint and an evaluation.
-
-    Raises:
-        UsageError: another name.
-    """
-    if name not in _PHASES:
-        raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
-    words = _words()
-    before = words[bootstrap.PHASE] if words is not None else 0
-    _enter(bootstrap.PHASES.index(name))
-    return Phase(before)
-
-
-class Phase:
-    """A phase that has begun; the end of a `with` block brings back the one before."""
-
-    def __init__(self, before: int) -> None:
-        self._before = before
-
-    def __enter__(self) -> Phase:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _enter(self._before)
-
-
-def _enter(phase_: int) -> None:
-    words = _words()
-    if words is not None:
-        now_ns = time.monotonic_ns()
-        bootstrap.note_sign(words, now_ns)  # of the phase that ends
-        words[bootstrap.PHASE_SINCE_NS] = now_ns
-        words[bootstrap.PHASE] = phase_
-
-
-def _words() -> memoryview | None:
-    boundaries = _boundaries()
-    return boundaries.words if boundaries is not None else None
-
-
 class _Boundaries:
-    """The step boundaries of this process."""
+    """The step boundaries of this worker, and the agreement on those at which all ranks save."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        """told: what the agent said to this worker. Raises KeyError, OSError or ValueError where that is not all there."""
-        first = told["slot"] * bootstrap.SLOT_BYTES
-        with open(told["progress"], "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), first + bootstrap.SLOT_BYTES)
-        self.words = memoryview(self._map)[first:].cast("Q")
-        self._news: str = told["news"]
-        self._host, self._port = told["store"]
-        self._rank = int(os.environ["RANK"])
-        self._alone = int(os.environ["WORLD_SIZE"]) == 1
-        self._store: Any = None
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._store: round_store.Store | None = None
         self._number = 0  # of this boundary
-        self._taken = 0  # the last request that this process has acted on
-        self._taken_at = 0.0  # monotonic
+        self._answered = 0  # the last request that this process has acted on
+        self._answered_at = 0.0  # time.monotonic()
 
     def passed(self) -> bool:
-        self.words[bootstrap.ASKS_FOR_SAVES] = 1
+        """Count a boundary; whether it is one at which all ranks save."""
         self._number += 1
-        wanted = self.words[bootstrap.SAVE_WANTED]
-        if wanted <= self._taken:
+        requested = self._worker.row.requested_save()
+        if requested <= self._answered:
             return False
-        taken = wanted if self._alone else self._agreed(wanted)
-        if not taken:
+        answered = requested if self._worker.world_size == 1 else self._agreed(requested)
+        if not answered:
             return False
-        self._taken, self._taken_at = taken, time.monotonic()
+        self._answered, self._answered_at = answered, time.monotonic()
         return True
 
-    def _agreed(self, wanted: int) -> int:
-        """Is this the boundary of a save? The number of the last request that it answers; 0: it is not.
+    def _agreed(self, requested: int) -> int:
+        """Return the last request that a save at this boundary answers; 0 for no save here.
 
-        The oldest request that is not answered is looked for, which is the same on all ranks; the newest is not.
+        All ranks look up the oldest unanswered request, which is the same for all of them; the newest is not.
         """
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        oldest = self._taken + 1
+        oldest = self._answered + 1
         try:
             store = self._connected()
             at, go = round_store.save_at(oldest), round_store.save_go(oldest)
             if store.check([at]):
                 agreed, answered = map(int, store.get(at).split())
-                if agreed < self._number:  # not in a script that keeps to what save_requested() asks for
+                if agreed < self._number:  # the script does not call save_requested() at every step on all ranks
                     logger.error("the save on demand was agreed for boundary %s, and this is %s: not saved", agreed, self._number)
-                    self._taken = answered
+                    self._answered = answered
                     self.failed()
                 return answered if agreed == self._number else 0
-            if self._rank == 0 and store.check([go]):
-                store.set(at, f"{self._number + 1} {wanted}")
+            if self._worker.rank == 0 and store.check([go]):
+                store.set(at, f"{self._number + 1} {requested}")
         except (RuntimeError, ValueError) as error:
             logger.warning("no save on demand, the store of the round does not answer: %s", error)
-            self._taken = wanted
+            self._answered = requested
         return 0
 
-    def _connected(self) -> Any:
+    def _connected(self) -> round_store.Store:
         if self._store is None:
-            self._store = round_store.connect(self._host, self._port)
+            self._store = round_store.connect(*self._worker.store)
         return self._store
 
     def saved(self, step: int, seconds: float) -> None:
-        words = self.words
-        words[bootstrap.SAVED_STEP] = step + 1
-        words[bootstrap.SAVE_NS] = max(1, int(seconds * 1e9))
-        words[bootstrap.SAVES] += 1
-        words[bootstrap.FAILED_SAVES] = 0
-        if time.monotonic() - seconds >= self._taken_at - CLOCK_S:  # not one that was under way when this one was agreed
-            words[bootstrap.SAVE_KEPT] = self._taken
-        wake_pipe.tell(self._news)
+        """See `report_saved`. A save that was under way when the last request was answered does not answer it."""
+        answers = time.monotonic() - seconds >= self._answered_at - CLOCK_S
+        self._worker.row.report_saved(step, seconds, self._answered if answers else None)
 
     def failed(self) -> None:
-        self.words[bootstrap.SAVE_FAILED] = self._taken
-        self.words[bootstrap.FAILED_SAVES] += 1
-        wake_pipe.tell(self._news)
+        """See `report_save_failed`."""
+        self._worker.row.report_save_failed(self._answered)
 
 
-_found: dict[int, _Boundaries | None] = {}  # by pid: a child that the script forks is no worker of the agent's
+def _this_workers_boundaries() -> _Boundaries | None:
+    worker = this_worker()
+    return None if worker is None else _boundaries_of(worker)
 
 
-def _boundaries() -> _Boundaries | None:
-    pid = os.getpid()
-    if pid not in _found:
-        _found[pid] = None if _found else _connect()
-    return _found[pid]
-
-
-def _connect() -> _Boundaries | None:
-    text = os.environ.get(bootstrap.WORKER_ENV)
-    if not text:
-        return None
-    try:
-        return _Boundaries(json.loads(text))
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        logger.warning("no saves on demand in this worker: %s %s", type(error).__name__, error)
-        return None
+@functools.cache
+def _boundaries_of(worker: Worker) -> _Boundaries:
+    return _Boundaries(worker)

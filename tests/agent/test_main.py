@@ -138,7 +138,7 @@ def test_what_the_readme_says_of_torchruns_options(tmp_path):
     late = ["--monitor-interval=1000", "--rdzv-conf=max_restarts=-1", "--node-rank=7", "--start-method=fork", str(once)]
     job = run([*EXT, *late], tmp_path)
     assert job.returncode == 0, job.all
-    assert "restart 1 no limit" in job.err
+    assert "restart 1, no limit" in job.err
 
 
 @pytest.mark.parametrize(("state", "code"), [("CANCELLED", 130), ("PREEMPTED", 75)])

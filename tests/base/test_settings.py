@@ -131,7 +131,27 @@ def test_a_value_that_python_refuses_to_write(value, tmp_path):
 
 
 def test_every_setting_says_what_was_expected():
-    assert {field.metadata["parse"] for field in dataclasses.fields(settings.Settings)} <= settings._EXPECTED.keys()
+    assert all(field.metadata["type"].expected for field in dataclasses.fields(settings.Settings))
+
+
+def test_a_renamed_setting_keeps_its_old_name_for_a_release(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(settings.RENAMED, "rack", "topology")
+    file = tmp_path / "conf.toml"
+    file.write_text('rack = "file"')
+    assert settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)}).topology == "file"
+    assert settings.read({"rack": "conf"}, {"ELASTIC_EXT_RACK": "env"}).topology == "conf"
+    assert settings.read({"topology": "conf"}, {"ELASTIC_EXT_RACK": "env"}).topology == "conf"
+    assert settings.read({"rack": "conf"}, {"ELASTIC_EXT_TOPOLOGY": "env"}).topology == "conf"
+    assert caplog.messages[0] == f"setting rack in {file} is now called topology; the old name works until the next release"
+    assert len(caplog.messages) == 5
+    with pytest.raises(UsageError, match="topology is given twice in --rdzv-conf: rack is its old name"):
+        settings.read({"rack": "a", "topology": "b"}, {})
+
+
+def test_old_names_of_settings_are_no_settings_and_lead_to_one():
+    known = {field.name for field in dataclasses.fields(settings.Settings)}
+    assert not known & settings.RENAMED.keys()
+    assert set(settings.RENAMED.values()) <= known
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats import manifest
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
+from elastic_ext.failures import judgement, policy
 from elastic_ext.failures import ledger as job
-from elastic_ext.failures import policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import rounds
@@ -84,7 +84,7 @@ HEADER = Header(round=3, state=State.RUNNING, nodes=2, world=4, address="10.0.0.
 PART = Assignment(round=3, rank=1, base_rank=2, base_role_rank=2, role_world=4, seal="ab")
 EVIDENCE = Evidence(rank=3, exit_code=1, exception=RaisedException("builtins.KeyError", "'x'", ("train.py:7 step",)), step=12)
 REPORT = job.Report("host1", classify(EVIDENCE), resumed_at=10, stacks="rank 1 was at train.py:7", resumed_from="/c/step_10")
-LEDGER, VERDICT = job.judge({"n1": REPORT}, job.Ledger(), job.Rules(3), 2)
+LEDGER, VERDICT = judgement.judge({"n1": REPORT}, job.Ledger(), judgement.Circumstances(3), 2)
 LIMITS = Limits(1, 4, 1.0)
 RECORDS = {
     "round": encode(HEADER),
@@ -118,7 +118,7 @@ def use_part(data: bytes) -> None:
 
 def use_report(data: bytes) -> None:
     report = job.decode_report(data.decode(errors="replace"))
-    job.judge({"n1": report, "n2": REPORT}, LEDGER, job.Rules(3), 3)
+    judgement.judge({"n1": report, "n2": REPORT}, LEDGER, judgement.Circumstances(3), 3)
 
 
 def use_verdict(data: bytes) -> None:
@@ -131,7 +131,7 @@ def use_verdict(data: bytes) -> None:
 
 def use_ledger(data: bytes) -> None:
     ledger = job.decode_ledger(data.decode(errors="replace"))
-    job.judge({"n1": REPORT}, ledger, job.Rules(3), 3)
+    judgement.judge({"n1": REPORT}, ledger, judgement.Circumstances(3), 3)
     shown(job_status.JobStatus("job", HEADER, {"n1": NODE}, {"n1": PART}, ledger, {}))
 
 

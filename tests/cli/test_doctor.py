@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from elastic_ext.base.printable import redacted
-from elastic_ext.cli import doctor
-from elastic_ext.cli.doctor import FAIL, OK, WARN, Check
+from elastic_ext.base.settings import Settings
+from elastic_ext.cli import doctor, doctor_checks
+from elastic_ext.cli.doctor_checks import FAIL, OK, WARN, Finding
 from tests.etcd_server import EtcdServer
 from tests.jobs import environment
 from tests.ports import free_port
@@ -113,8 +114,8 @@ def test_another_user_who_may_not_write(tmp_path):
 def test_a_file_where_a_directory_is_to_be(tmp_path, below):
     (tmp_path / "file").write_text("")
     (tmp_path / "there").mkdir()
-    settings = doctor.Settings(checkpoint_dir=str(tmp_path / "there"), local_dir=f"{tmp_path}/file{below}")
-    found = {check.name: check for check in doctor._checkpoints(doctor.Asked(settings))}
+    settings = Settings(checkpoint_dir=str(tmp_path / "there"), local_dir=f"{tmp_path}/file{below}")
+    found = {check.name: check for check in doctor_checks.check_checkpoints(doctor_checks.Inputs(settings))}
     assert found["checkpoint_dir"].state == OK
     assert found["local_dir"].state == FAIL
     assert f"{tmp_path}/file is not a directory" in found["local_dir"].detail
@@ -135,11 +136,11 @@ def test_settings_that_cannot_be_and_few_descriptors(tmp_path):
     assert len(lines) < 40  # one screen
 
 
-def test_a_look_that_hangs_or_fails_costs_only_itself():
+def test_a_check_that_hangs_or_fails_costs_only_itself():
     gate = doctor.threading.Event()
     begin = time.monotonic()
     stuck = doctor._Running("stuck", lambda: gate.wait() and [], 0.2).result()
-    assert stuck == [Check("stuck", FAIL, "no answer within 0.2 s")]
+    assert stuck == [Finding("stuck", FAIL, "no answer within 0.2 s")]
     assert time.monotonic() - begin < 10
     gate.set()
     (failed,) = doctor._Running("failed", lambda: [][0], 10).result()
@@ -148,7 +149,7 @@ def test_a_look_that_hangs_or_fails_costs_only_itself():
 
 def test_the_settings_file_may_be_a_pipe_that_nobody_writes_to(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "SETTINGS_S", 0.2)
-    monkeypatch.setattr(doctor, "LOOKS", ())
+    monkeypatch.setattr(doctor, "CHECKS", ())
     os.mkfifo(tmp_path / "settings.toml")
     (check,) = doctor.examine("", "", {"ELASTIC_EXT_CONFIG": str(tmp_path / "settings.toml")})
     assert check.state == FAIL
@@ -166,16 +167,16 @@ def test_the_settings_file_may_be_a_pipe_that_nobody_writes_to(tmp_path, monkeyp
 )
 def test_no_secret_of_an_address_is_shown(address, shown):
     assert redacted(address) == shown
-    asked = doctor.Asked(doctor.Settings(), address)
+    inputs = doctor_checks.Inputs(Settings(), address)
     if "@" in address and "s3" not in address:
-        (check,) = doctor._Running("etcd", lambda: doctor._etcd(asked), 20).result()
+        (check,) = doctor._Running("etcd", lambda: doctor_checks.check_etcd(inputs), 20).result()
         assert check.state == FAIL
         assert "pw" not in check.detail
         assert "p@w" not in check.detail
 
 
 def test_nothing_that_others_wrote_reaches_the_terminal_raw():
-    shown = doctor.rendered([Check("other plug-ins", WARN, "bad\x1b[2Jname\nok    etcd  forged", "run \x9b1m")])
+    shown = doctor.rendered([Finding("other plug-ins", WARN, "bad\x1b[2Jname\nok    etcd  forged", "run \x9b1m")])
     assert "\x1b" not in shown
     assert "\x9b" not in shown
     assert sum(line.startswith(("ok", "warn", "fail")) for line in shown.splitlines()) == 1

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ext.base import settings, user_files
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.kinds import Response
 from elastic_ext.cli import main
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
@@ -224,7 +225,7 @@ def test_a_bad_file_is_told_with_its_name(tmp_path, text, said):
 
 
 def entry_point_rules():
-    return [GOOD, user_rules.UserRule("made", "code", user_rules.Response.STOP, signal="SIGHUP")]
+    return [GOOD, user_rules.UserRule("made", "code", Response.STOP, signal="SIGHUP")]
 
 
 def broken_entry_point():

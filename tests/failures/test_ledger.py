@@ -6,16 +6,26 @@ import random
 
 import pytest
 
-from elastic_ext.base.kinds import Response as Asked
+from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import RecordError
-from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence, Past, Platform, RaisedException
-from elastic_ext.failures.ledger import Ledger, Report, Rules, judge
+from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
+from elastic_ext.failures.judgement import Circumstances, judge
+from elastic_ext.failures.ledger import (
+    MOST_FAILURES,
+    Ledger,
+    Report,
+    decode_ledger,
+    decode_report,
+    decode_verdict,
+    encode_ledger,
+    encode_report,
+    encode_verdict,
+)
 from elastic_ext.failures.policy import NO_LIMIT, Action, Backoff
 from elastic_ext.rendezvous.judging import LedgerFile, ledger_of, report_of
 
-RULES = Rules(max_restarts=3, nodes=3, min_nodes=2)
+RULES = Circumstances(max_restarts=3, nodes=3, min_nodes=2)
 
 
 def report(host="h", type_=None, message="", resumed_at=None, order=0, **more):
@@ -28,7 +38,7 @@ PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.
 
 
 def again(reports, times, rules=RULES):
-    """Judge the same reports so many times; return what came out."""
+    """Judge the same reports this many times; return the last ledger and all verdicts."""
     ledger, verdicts = Ledger(), []
     for round_ in range(1, times + 1):
         ledger, verdict = judge(reports, ledger, rules, round_)
@@ -57,8 +67,8 @@ def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
     told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
     _, charged = judge(told, Ledger(), RULES, 1)
     _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)
-    assert (charged.decision.verdict, charged.restarts) == (Asked.RESTART, 1)
-    assert (free.decision.verdict, free.restarts) == (Asked.RESTART_FREE, 0)
+    assert (charged.decision.response, charged.restarts) == (Response.RESTART, 1)
+    assert (free.decision.response, free.restarts) == (Response.RESTART_FREE, 0)
     assert "node c was lost or cut off" in free.decision.reason
 
 
@@ -78,7 +88,7 @@ def test_the_budget_is_the_jobs_and_not_the_nodes():
 
 def test_a_preemption_is_free():
     _, verdicts = again({"a": report("ha", exit_code=75)}, 10)
-    assert {verdict.decision.verdict for verdict in verdicts} == {Asked.RESTART_FREE}
+    assert {verdict.decision.response for verdict in verdicts} == {Response.RESTART_FREE}
     assert verdicts[-1].restarts == 0
 
 
@@ -91,17 +101,17 @@ def test_a_checkpoint_that_came_since_gives_the_budget_back():
 
 def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
     _, (first, second) = again({"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}, 2)
-    assert first.decision.verdict is Asked.CONFIRM
-    assert (second.decision.verdict, second.ends_job) == (Asked.REPLACE_NODE, False)
+    assert first.decision.response is Response.CONFIRM
+    assert (second.decision.response, second.ends_job) == (Response.REPLACE_NODE, False)
     assert (second.for_node("a").action, second.for_node("a").exit_code) == (Action.STOP, 69)
     assert (second.for_node("b").action, second.for_node("b").exit_code) == (Action.RESTART, None)
     assert second.keeps_ledger
 
 
 def test_the_ledger_is_bounded():
-    ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Rules(NO_LIMIT))
-    assert len(job.encode_ledger(ledger)) < 200_000
-    assert len(ledger.failures) == job.MOST_FAILURES
+    ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
+    assert len(encode_ledger(ledger)) < 200_000
+    assert len(ledger.failures) == MOST_FAILURES
 
 
 @pytest.mark.parametrize("type_", [None, "KeyError"])
@@ -114,21 +124,21 @@ def test_records(type_):
         xids=(79, 48),
         platform=Platform("slurm", "PREEMPTED", True),
         stderr_tail="t" * 9000,
-        history=(Past(True),),
+        history=(Precedent(True),),
     )
-    back = job.decode_report(job.encode_report(told), order=5)
-    assert len(job.encode_report(told)) < 8000
+    back = decode_report(encode_report(told), order=5)
+    assert len(encode_report(told)) < 8000
     assert (back.host, back.resumed_at, back.diagnosis.order) == ("h", 7, 5)
-    for name in ("kind", "decision", "rule", "fingerprint", "tier", "checkpoints_back"):
+    for name in ("kind", "response", "rule", "fingerprint", "tier", "checkpoints_back"):
         assert getattr(back.diagnosis, name) == getattr(told.diagnosis, name)
     assert (back.diagnosis.evidence.xids, back.diagnosis.evidence.platform.reason) == ((79, 48), "PREEMPTED")
     ledger, verdict = judge({"a": back}, Ledger(), RULES, 1)
-    assert job.decode_verdict(job.encode_verdict(verdict)) == verdict
-    assert job.decode_ledger(job.encode_ledger(ledger)) == ledger
+    assert decode_verdict(encode_verdict(verdict)) == verdict
+    assert decode_ledger(encode_ledger(ledger)) == ledger
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "decision": 3}'])
-@pytest.mark.parametrize("decode", [job.decode_report, job.decode_verdict, job.decode_ledger])
+@pytest.mark.parametrize("decode", [decode_report, decode_verdict, decode_ledger])
 def test_what_is_no_record_is_refused(decode, text):
     with pytest.raises(RecordError) as error:
         decode(text)
@@ -136,7 +146,7 @@ def test_what_is_no_record_is_refused(decode, text):
 
 
 def test_a_limit_for_one_kind_leaves_the_others_alone():
-    rules = Rules(NO_LIMIT, kind_limits={"network": 2})
+    rules = Circumstances(NO_LIMIT, kind_limits={"network": 2})
     ledger, ended = Ledger(), []
     for number in range(3):
         told = {"a": report("ha", "ConnectionError", "refused " + "abc"[number])}
@@ -149,7 +159,7 @@ def test_a_limit_for_one_kind_leaves_the_others_alone():
 
 def test_progress_pays_for_the_limit_of_a_kind_too():
     """Two of two are spent, then a checkpoint is kept: two more, not one."""
-    rules, ledger, ended = Rules(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
+    rules, ledger, ended = Circumstances(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
     for number, resumed_at in enumerate((0, 0, 7, 7, 7)):
         told = {"a": report("ha", "ConnectionError", "refused " + "abcde"[number], resumed_at=resumed_at)}
         ledger, verdict = judge(told, ledger, rules, number)
@@ -176,17 +186,17 @@ def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
     good = report("ha", "KeyError", "x", node="ha", xids=(44,))
     ledger, _ = judge({"a": good, "b": report("hb", **PEER)}, Ledger(), RULES, 1)
     for _ in range(5000):
-        told, kept = json.loads(job.encode_report(good)), json.loads(job.encode_ledger(ledger))
+        told, kept = json.loads(encode_report(good)), json.loads(encode_ledger(ledger))
         for _ in range(random_.randint(1, 3)):
             told, kept = changed(random_, told), changed(random_, kept)
         after, verdict = judge({"a": report_of(json.dumps(told), 3)}, ledger_of(json.dumps(kept)), RULES, 2)
-        job.decode_verdict(job.encode_verdict(verdict))
-        job.decode_ledger(job.encode_ledger(after))
+        decode_verdict(encode_verdict(verdict))
+        decode_ledger(encode_ledger(after))
     assert [told for told in caplog.messages if not told.isprintable()] == []
 
 
 def test_the_wait_grows_to_its_limit_and_progress_ends_it():
-    rules = Rules(NO_LIMIT, backoff=Backoff(1.0, 60.0))
+    rules = Circumstances(NO_LIMIT, backoff=Backoff(1.0, 60.0))
     ledger, waits = Ledger(), []
     for number in range(9):
         ledger, verdict = judge({"a": report("ha", exit_code=20 + number, resumed_at=0)}, ledger, rules, number)
@@ -228,10 +238,10 @@ def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):
 def test_a_charge_whose_time_is_over_no_longer_counts():
     ledger = Ledger()
     for code in (20, 21):
-        ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Rules(2), code)
+        ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Circumstances(2), code)
     assert ledger.charged == 2
     told = {"a": report("ha", exit_code=22)}
-    assert judge(told, ledger, Rules(2), 3)[1].decision.rule == "budget"
-    assert judge(told, ledger, Rules(2, charges=2), 3)[1].decision.rule == "budget"
-    after, verdict = judge(told, ledger, Rules(2, charges=1), 3)
+    assert judge(told, ledger, Circumstances(2), 3)[1].decision.rule == "budget"
+    assert judge(told, ledger, Circumstances(2, charges=2), 3)[1].decision.rule == "budget"
+    after, verdict = judge(told, ledger, Circumstances(2, charges=1), 3)
     assert (verdict.decision.action, verdict.restarts, after.charged) == (Action.RESTART, 2, 2)

@@ -3,9 +3,9 @@
 import pytest
 
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence, Past, RaisedException
+from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.history import PastFailure, progress, record, seen_from
-from elastic_ext.failures.policy import EXIT_CODES, NO_LIMIT, Action, decide
+from elastic_ext.failures.policy import EXIT_CODES, NO_LIMIT, Action, Budget, Nodes, decide
 
 
 def of(type_=None, message="", **more):
@@ -16,7 +16,7 @@ def of(type_=None, message="", **more):
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
-SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
+SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
     [
         # 1. a suspected bug that came back
         (KEY, (), None, "confirm", "code", "arguments", None),
-        (KEY, (Past(False, False, "n2"),), None, "confirm", "code", "arguments", None),
-        (KEY, (Past(True, True, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (Precedent(False, False, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (Precedent(True, True, "n2"),), None, "confirm", "code", "arguments", None),
         (KEY, (SAME_THERE,), None, "stop", "code", "repeated", 65),
-        (KEY, (Past(True, False, None),), None, "stop", "code", "repeated", 65),
+        (KEY, (Precedent(True, False, None),), None, "stop", "code", "repeated", 65),
         (KEY, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),  # alone: where it was says nothing
         (SEGV, (SAME_THERE,), None, "stop", "code", "repeated", 65),
         (of("MemoryError"), (SAME_THERE,), None, "stop", "host_memory", "repeated", 65),
@@ -35,13 +35,13 @@ SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
         (of("FloatingPointError"), (SAME_THERE,), None, "stop", "numeric", "repeated", 65),
         (of("OSError", "No space left on device"), (SAME_THERE,), None, "stop", "storage", "repeated", 65),
         # progress not known: one try more
-        (KEY, (Past(True, None, "n2"),), None, "confirm", "code", "arguments", None),
-        (KEY, (Past(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        (KEY, (Precedent(True, None, "n2"),), None, "confirm", "code", "arguments", None),
+        (KEY, (Precedent(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
         (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
-        (NETWORK, (Past(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
-        (NETWORK, (Past(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
+        (NETWORK, (Precedent(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
+        (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
         (of(exit_code=75), (SAME_THERE,) * 9, None, "restart_free", "preemption", "try-again", None),
         # 3. one node
@@ -55,20 +55,20 @@ SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
         # no evidence at all
         (SILENT, (), None, "restart", "unknown", "no-evidence", None),
-        (SILENT, (Past(True, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
-        (SILENT, (Past(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
-        (SILENT, (Past(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
-        (SILENT, (Past(False, False, "n2"),) * 2, None, "confirm", "unknown", "no-evidence", None),
+        (SILENT, (Precedent(True, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (SILENT, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
+        (SILENT, (Precedent(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        (SILENT, (Precedent(False, False, "n2"),) * 2, None, "confirm", "unknown", "no-evidence", None),
         # an exception that no rule knows: the same one again is evidence
         (OWN, (), None, "restart", "unknown", "no-evidence", None),
         (OWN, (SAME_THERE,), None, "stop", "code", "repeated", 65),
-        (OWN, (Past(True, False, None),), None, "stop", "code", "repeated", 65),
+        (OWN, (Precedent(True, False, None),), None, "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,), (1, 1), "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,), (3, 2), "replace_node", "unknown", "same-node", 69),
         (OWN, (SAME_HERE,), (2, 2), "confirm", "unknown", "no-evidence", None),
-        (OWN, (Past(False, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
-        (OWN, (Past(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
-        (OWN, (Past(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
+        (OWN, (Precedent(False, False, "n2"),), None, "confirm", "unknown", "no-evidence", None),
+        (OWN, (Precedent(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
+        (OWN, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
@@ -79,8 +79,8 @@ SAME_HERE, SAME_THERE = Past(True, False, "n1"), Past(True, False, "n2")
 )
 def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code):
     running, least = nodes or (None, None)
-    decided = decide(diagnosis, 0, NO_LIMIT, past, running, least)
-    assert (decided.verdict.value, decided.kind, decided.rule, decided.exit_code) == (decision, kind, rule, exit_code)
+    decided = decide(diagnosis, history=past, nodes=Nodes(running, least))
+    assert (decided.response.value, decided.kind, decided.rule, decided.exit_code) == (decision, kind, rule, exit_code)
     assert (decided.action is Action.RESTART) == decision.startswith(("restart", "confirm"))
     assert decided.charged == (decision in ("restart", "confirm"))
     assert decided.reason.startswith(diagnosis.reason)
@@ -100,7 +100,7 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
     ],
 )
 def test_the_budget(diagnosis, charged, limit, action):
-    decided = decide(diagnosis, charged, limit)
+    decided = decide(diagnosis, Budget(limit, charged))
     assert decided.action is action
     if action is Action.STOP and charged:
         assert (decided.rule, decided.exit_code) == ("budget", 1)
@@ -132,15 +132,15 @@ WARM = {"warm": True, "first_step_done": False}
     ],
 )
 def test_a_warm_start_is_no_proof_of_a_bug(diagnosis, charged, decision, rule, cold):
-    decided = decide(diagnosis, charged, 3)
-    assert (decided.verdict.value, decided.cold) == (decision, cold), decided
+    decided = decide(diagnosis, Budget(3, charged))
+    assert (decided.response.value, decided.cold) == (decision, cold), decided
     assert rule is None or decided.rule == rule
 
 
 def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one():
     warm = of("my.Trouble", "x", **WARM)
     for was_warm, rule in ((False, "repeated"), (True, "warm-start"), (None, "warm-start")):
-        assert decide(warm, 1, 3, (Past(True, False, "n1", warm=was_warm),), nodes=1).rule == rule
+        assert decide(warm, Budget(3, 1), (Precedent(True, False, "n1", warm=was_warm),), Nodes(1)).rule == rule
 
 
 def test_exit_codes_of_the_presets():
@@ -154,7 +154,7 @@ def test_exit_codes_of_the_presets():
 def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
     broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive")
     assert decide(broken).checkpoints_back == 1
-    assert decide(broken, 3, 3).checkpoints_back == 0
+    assert decide(broken, Budget(3, 3)).checkpoints_back == 0
     assert decide(NETWORK).checkpoints_back == 0
 
 

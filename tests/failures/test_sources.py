@@ -338,13 +338,6 @@ def test_what_a_pod_says(pod, reason, target):
     assert kubernetes.platform_of(pod) == Platform("kubernetes", reason, target)
 
 
-def test_why_the_container_before_this_one_ended():
-    pod = {"status": {"containerStatuses": [{"name": "main", "lastState": {"terminated": {"reason": "OOMKilled"}}}]}}
-    assert kubernetes.last_termination(pod, "main") == "OOMKilled"
-    assert kubernetes.last_termination(pod, "other") is None
-    assert kubernetes.last_termination(None, "main") is None
-
-
 def test_the_pod_file(tmp_path):
     path = tmp_path / "pod.json"
     environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}
@@ -492,11 +485,11 @@ def test_a_slurm_that_does_not_answer_is_not_known(tmp_path):
 
 
 def test_the_environment_of_slurm(tmp_path):
-    environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_END_TIME": "1000", "SLURM_RESTART_COUNT": "2", "PATH": str(tmp_path)}
-    assert slurm.read_environment(environ) == slurm.Job("42", 1000, 2)
+    environ = {"SLURM_JOB_ID": "42", "SLURM_JOB_END_TIME": "1000", "PATH": str(tmp_path)}
+    assert slurm.read_environment(environ) == slurm.Job("42", 1000)
     assert detect(environ) == Platform("slurm", "DUE TO TIME LIMIT")  # 1970
     assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
-    assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x", "SLURM_RESTART_COUNT": ""}) == slurm.Job("7")
+    assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.Job("7")
 
 
 def test_the_sources_are_listed():

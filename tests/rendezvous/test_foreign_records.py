@@ -22,7 +22,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.cli import main
 from elastic_ext.etcd import KeyValue
 from elastic_ext.failures import ledger as job
-from elastic_ext.failures.ledger import Ledger, judge
+from elastic_ext.failures.judgement import judge
+from elastic_ext.failures.ledger import Ledger
 from elastic_ext.failures.policy import STOP_CODES, Action
 from elastic_ext.rendezvous import round_records
 from elastic_ext.rendezvous.c10d import store_job

@@ -1,7 +1,7 @@
-"""What the host says about a failure: the kernel, the GPU driver, Kubernetes, Slurm.
+"""Sources of evidence on the host: the kernel, the GPU driver, Kubernetes, Slurm.
 
-Each source answers in plain values within its deadline and never raises for what a host can look like. None is "not known": no
-such file, no right to read it, no answer in time. It is never "fine".
+Each source answers in plain values within its deadline and never raises, whatever the host looks like. None means "not known"
+(no such file, no right to read it, no answer in time), never "fine".
 """
 
 from elastic_ext.failures.sources.gpu import RecoveryAction, recovery_actions

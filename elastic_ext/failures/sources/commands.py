@@ -1,4 +1,4 @@
-"""Programs that may hang for ever in a driver or on a network: run with a deadline that holds whatever they do."""
+"""Runs programs that may hang in a driver or on a network, with a hard deadline."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ KILL_S = 0.2
 
 
 def output(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> str | None:
-    """Standard output of `command`; None if it is not there, fails, says too much, or is not done in time.
+    """Run a command; return its standard output, or None if it does not exist, fails, prints more than MAX_BYTES or is late.
 
-    What is left of it is killed. A process that sleeps in the kernel is left behind as it is: waiting for it would not end.
+    A late process is killed. One that sleeps in the kernel is left behind: waiting for it might never end.
     """
     try:
         process = subprocess.Popen(
@@ -51,7 +51,7 @@ def output(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | No
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """Until its end; None if that does not come in time."""
+    """Read until the end; None if that comes too late."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     data = b""

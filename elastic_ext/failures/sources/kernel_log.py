@@ -22,7 +22,7 @@ _XID = re.compile(
 
 @dataclass(frozen=True)
 class Xid:
-    """pci: the GPU, as the driver writes it. pid: None where the driver does not tell; a number of the host's pid namespace."""
+    """pci: the GPU, as the driver writes it. pid: in the host's pid namespace; None where the driver gives none."""
 
     number: int
     pci: str
@@ -30,7 +30,7 @@ class Xid:
 
 
 def parse_xid(line: str) -> Xid | None:
-    """The Xid of one line of the kernel log; None for any other line."""
+    """Return the Xid of a line of the kernel log; None for any other line."""
     found = _XID.search(line)
     if found is None:
         return None
@@ -39,7 +39,7 @@ def parse_xid(line: str) -> Xid | None:
 
 
 class KernelLog:
-    """Reads what the kernel says from construction to close(). Needs the right to read /dev/kmsg: root, or dmesg_restrict=0."""
+    """Reads the kernel log from begin() on. This needs the right to read /dev/kmsg: root, or dmesg_restrict=0."""
 
     def __init__(self, device: str = DEVICE) -> None:
         self._xids: list[Xid] = []
@@ -51,7 +51,7 @@ class KernelLog:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what has been said by now."""
+        """Skip all records so far."""
         self._xids = []
         if self._descriptor is not None:
             try:
@@ -60,7 +60,7 @@ class KernelLog:
                 self.close()
 
     def xids(self) -> list[Xid] | None:
-        """All since begin(); None if the log cannot be read. What comes faster than it is read within READ_S waits."""
+        """Return all Xids since begin(); None if the log cannot be read. Takes READ_S at most; the next call reads the rest."""
         if self._descriptor is None:
             return None
         deadline = time.monotonic() + READ_S
@@ -70,7 +70,7 @@ class KernelLog:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                continue  # the kernel has overwritten what was next; the read after this gets what is left
+                continue  # the kernel has overwritten the next record; the next read gets the oldest one left
             except OSError:
                 self.close()
                 return None
@@ -82,6 +82,7 @@ class KernelLog:
         return list(self._xids)
 
     def close(self) -> None:
+        """Release the log."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -1,7 +1,7 @@
-"""What Kubernetes says of our own pod: from a file that holds it, or from the API server where the pod may ask.
+"""The state of our own pod in Kubernetes: from a file, or from the API server where the pod may ask.
 
-The downward API hands out metadata only, no conditions. So somebody else keeps the file (a sidecar, a node agent), or the pod's
-service account has the right to `get` pods and the setting `pod_api` turns the question on.
+The downward API has metadata only, no conditions. So a sidecar or a node agent must keep the file, or the pod's service account
+needs the right to `get` pods and the setting `pod_api` must be on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 4 << 20
 
 
 def platform_of(pod: Mapping[str, Any] | None) -> Platform:
-    """What a pod, or the status of one, says. None: nothing could be read of it."""
+    """Return why the pod ends. pod: a pod or its status; None: it could not be read."""
     if pod is None:
         return Platform("kubernetes")
     status, metadata = _mapping(pod.get("status", pod)), _mapping(pod.get("metadata"))
@@ -37,31 +37,20 @@ def platform_of(pod: Mapping[str, Any] | None) -> Platform:
     reasons = (
         target.get("reason") if disrupted else None,
         status.get("reason"),  # "Evicted", "NodeLost"
-        # Not lastState: that is the container before this one, whose agent is gone.
+        # Not lastState: that is the previous container, whose agent is gone.
         *(_mapping(_mapping(c.get("state")).get("terminated")).get("reason") for c in _mappings(status.get("containerStatuses"))),
         "Deleted" if metadata.get("deletionTimestamp") else None,
     )
-    # A sidecar that has done its work says so too.
+    # "Completed" is a sidecar that has done its work.
     reason = next((reason for reason in reasons if isinstance(reason, str) and reason not in ("", "Completed")), "")
     return Platform("kubernetes", reason, disrupted)
 
 
-def last_termination(pod: Mapping[str, Any] | None, container: str) -> str | None:
-    """Why the container before this one ended ("OOMKilled", "Error"): what an agent that starts again may want to know."""
-    status = _mapping(_mapping(pod).get("status", pod))
-    for found in _mappings(status.get("containerStatuses")):
-        if found.get("name") == container:
-            reason = _mapping(_mapping(found.get("lastState")).get("terminated")).get("reason")
-            return reason if isinstance(reason, str) else None
-    return None
-
-
 def deletion_grace_s(pod: Mapping[str, Any] | None, now: float) -> float | None:
-    """Seconds until a pod whose deletion was asked for is killed; None before, and where not known.
+    """Return the seconds until a pod that is being deleted is killed; None: it is not being deleted, or not known.
 
-    `deletionGracePeriodSeconds` begins when the deletion is asked for, and a preStop hook uses some of it before SIGTERM comes.
-    `deletionTimestamp` is when it ends, by the wall clock of the API server: that of another machine, so it is used only to
-    shorten the time.
+    `deletionGracePeriodSeconds` begins with the request to delete, and a preStop hook uses some of it before SIGTERM comes.
+    `deletionTimestamp` is its end by the API server's wall clock, that of another machine, so it may only shorten the time.
 
     Args:
         now: Unix time of this host.
@@ -73,16 +62,16 @@ def deletion_grace_s(pod: Mapping[str, Any] | None, now: float) -> float | None:
     return end - now if end is not None and 0 < end - now < seconds else float(seconds)
 
 
-def _unix_time(text: Any) -> float | None:
-    """Of "2026-11-21T20:57:24Z", as Kubernetes writes it; None: it is none."""
+def _unix_time(text: object) -> float | None:
+    """Return the Unix time of e.g. "2026-11-21T20:57:24Z", as Kubernetes writes it; None for anything else."""
     try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
-    except (ValueError, TypeError):
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
         return None
 
 
 def read_pod(path: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None if it is not there, too large or none."""
+    """Return the JSON object in a file; None if there is none, or a file of more than MAX_BYTES."""
     try:
         if not Path(path).is_file():  # a pipe would block
             return None
@@ -93,12 +82,16 @@ def read_pod(path: str) -> dict[str, Any] | None:
 
 
 def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> dict[str, Any] | None:
-    """Our own pod from the API server; None without the right to ask, or without an answer within `timeout_s` in all.
+    """Return our own pod from the API server; None without the right to ask, or without an answer in time.
 
-    account: the directory with the token, the CA and the namespace. The pod's name is POD_NAME, else the host's name.
+    The pod's name is the variable POD_NAME, else the host's name.
+
+    Args:
+        account: the directory with the token, the CA and the namespace.
+        timeout_s: seconds for everything together.
     """
     answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    # A thread, for a server may send one byte a second, and looking up a name has no deadline of its own.
+    # A thread: a server may send one byte a second, and a name lookup has no deadline.
     threading.Thread(target=lambda: answers.put(_get(environ, Path(account), timeout_s)), daemon=True).start()
     try:
         return answers.get(timeout=timeout_s)
@@ -132,9 +125,9 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
+def _mappings(value: object) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -1,7 +1,7 @@
-"""How often the kernel has killed for memory in the control groups of the agent and its workers.
+"""Counts the kernel's out-of-memory kills in the control groups of the agent and its workers.
 
 Version 2 counts in memory.events, the groups below included; version 1 in memory.oom_control, each group for itself (Linux 4.13).
-A group is counted where its file shows in this mount namespace; a kill that the host's own shortage brought counts too.
+A group counts if its file is visible in this mount namespace. Kills because of the host's own shortage count, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _HIERARCHIES = (_Hierarchy("cgroup2", "", "memory.events"), _Hierarchy("cgroup",
 
 
 def oom_counts(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Kills so far, by the file that counts them; empty where none can be read.
+    """Return the kills so far, by the file that counts them; empty where none can be read.
 
-    pids: workers, before they are reaped: each may be in a group of its own. The agent's group always counts.
+    Args:
+        pids: workers, before they are reaped: each may be in a group of its own. The agent's group always counts.
     """
     mounts = _read("/proc/self/mountinfo") or ""
     files = {file for pid in ("self", *pids) for file in counting_files(_read(f"/proc/{pid}/cgroup") or "", mounts)}
@@ -36,9 +37,9 @@ def oom_counts(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def oom_kills_since(before: Mapping[str, int]) -> int | None:
-    """Kills since `before`, which oom_counts() returned; None if it is not known.
+    """Return the kills since `before`, a result of oom_counts(); None if not known.
 
-    A group that is gone takes its count along: without a kill elsewhere nothing is known then.
+    A group that is gone takes its count along; then only a kill in another group makes the answer known.
     """
     rises = [None if (now := _count(file)) is None else now - count for file, count in before.items()]
     known = [rise for rise in rises if rise is not None]
@@ -47,7 +48,7 @@ def oom_kills_since(before: Mapping[str, int]) -> int | None:
 
 
 def counting_files(cgroup: str, mountinfo: str) -> list[str]:
-    """Where the kills of a process are counted: from its /proc/PID/cgroup and our /proc/self/mountinfo, as text (proc(5))."""
+    """Return the files that count the kills of a process, from the texts of its /proc/PID/cgroup and our /proc/self/mountinfo."""
     paths = {}  # by controller
     for line in cgroup.splitlines():
         number, _, rest = line.partition(":")
@@ -71,7 +72,7 @@ def counting_files(cgroup: str, mountinfo: str) -> list[str]:
 
 
 def _below(root: str, path: str | None) -> str | None:
-    """`path` as it is under a mount of `root`; None if it is not under it."""
+    """Return `path` relative to a mount of `root`; None if it is not under it."""
     if path is None or "/.." in path:  # outside of our own cgroup namespace
         return None
     if root == "/":
@@ -80,7 +81,7 @@ def _below(root: str, path: str | None) -> str | None:
 
 
 def _unescape(path: str) -> str:
-    """Mountinfo writes blanks, tabs, newlines and backslashes in octal."""
+    """Undo the octal escapes of mountinfo: blanks, tabs, newlines and backslashes."""
     for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(escaped, plain)
     return path

@@ -1,4 +1,4 @@
-"""Started by `gpu.py` as a process of its own: what NVML recommends for each GPU, as JSON on standard output.
+"""The child process of `gpu.py`: prints NVML's recommendation for each GPU as JSON, [[PCI address, action or null], ...].
 
 NVML makes no CUDA context.
 """
@@ -14,7 +14,7 @@ def main() -> None:
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         (field,) = pynvml.nvmlDeviceGetFieldValues(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-        # The value is a union whose type the driver names; a whole number of any width reads the same in this one.
+        # The value is a union whose type the driver names; its first bytes are the same for integers of any width.
         action = field.value.uiVal if field.nvmlReturn == pynvml.NVML_SUCCESS else None
         bus = pynvml.nvmlDeviceGetPciInfo(device).busId
         found.append([bus.decode() if isinstance(bus, bytes) else bus, action])

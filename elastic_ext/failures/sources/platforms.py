@@ -1,4 +1,4 @@
-"""What runs this node's agent, and what it says about the agent's end."""
+"""The platform that runs this node's agent, and its reason for the agent's end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from elastic_ext.failures.sources import kubernetes, slurm
 
 
 def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform:
-    """Ask the platform that this process runs on; one without a name where there is none that we know. Takes up to 2 s where
-    it hangs.
+    """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
 
-    Slurm first: under Slinky its nodes are pods, and the job's end is Slurm's to tell.
+    Slurm comes first: under Slinky its nodes are pods, but Slurm ends the job.
 
     Args:
-        pod_file: JSON of the pod or of its status, kept up to date by somebody else.
-        pod_api: ask the API server, if there is no such file.
+        pod_file: the pod or its status as JSON, which something else keeps up to date.
+        pod_api: ask the API server if there is no such file.
+
+    Returns:
+        A Platform; without a name if there is no known platform.
     """
     if slurm.job_id(environ):
         return slurm.ask(environ)
@@ -28,7 +30,7 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
 
 
 def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
-    """Seconds until Kubernetes, which deletes our pod, kills it; None: not known. As `detect`."""
+    """Return the seconds until Kubernetes kills our pod, which it is deleting; None: not known. Arguments as for `detect`."""
     return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
 
 

@@ -1,4 +1,4 @@
-"""What Slurm says of our job: its environment, and `scontrol show job` where that is there."""
+"""The state of our job in Slurm: from the environment, and from `scontrol show job` where that is installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.sources import commands
 
 TIMEOUT_S = 2.0
-TIME_LIMIT = "DUE TO TIME LIMIT"  # as Slurm itself says it in the job's output
+TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output
 SHORTLY_S = 5.0  # Slurm sends its signals about when the limit is reached, by its own clock
 
-# JobState -> what it means for us; the other states (RUNNING, COMPLETING, PENDING, ...) say nothing of an end.
+# JobState -> the reason; other states (RUNNING, COMPLETING, PENDING, ...) are no reason to end.
 _OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL", "REQUEUED", "REVOKED", "STOPPED", "FAILED")
 _ENDS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": TIME_LIMIT, **{state: state for state in _OTHER_ENDS}}
 _REASONS = {"TimeLimit": TIME_LIMIT, "Preempted": "PREEMPTED", "NodeDown": "NODE_FAIL"}
@@ -24,20 +24,20 @@ _FIELD = re.compile(r"(?:^|\s)(JobState|Reason)=(\S*)")
 
 @dataclass(frozen=True)
 class Job:
-    """What the environment tells. end_time: Unix time of the limit; None: no limit or not told (Slurm before 22.05)."""
+    """The job in the environment. end_time: Unix time of the limit; None: no limit, or Slurm before 22.05."""
 
     job_id: str
     end_time: int | None = None
-    restart_count: int | None = None
 
 
 def job_id(environ: Mapping[str, str]) -> str:
-    """ "" outside of a job."""
+    """Return the job's id; "" outside of a job."""
     return environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
 
 
 def read_environment(environ: Mapping[str, str]) -> Job:
-    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), _number(environ.get("SLURM_RESTART_COUNT")))
+    """Return the job that this process belongs to."""
+    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")))
 
 
 def _number(text: str | None) -> int | None:
@@ -45,7 +45,7 @@ def _number(text: str | None) -> int | None:
 
 
 def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
-    """What Slurm says of the job that this process belongs to."""
+    """Ask Slurm why the job of this process ends. timeout_s: seconds for scontrol."""
     job = read_environment(environ)
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     text = None
@@ -58,9 +58,9 @@ def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
 
 
 def parse_show_job(text: str) -> str:
-    """Why the job ends, from `scontrol show job`; "" if that does not tell.
+    """Return why the job ends, from the output of `scontrol show job`; "" if that gives no reason.
 
-    Several jobs may be shown (an array, a heterogeneous job, the run before a requeue): the first that tells decides.
+    It may show several jobs (an array, a heterogeneous job, the run before a requeue): the first with a reason decides.
     """
     fields = _FIELD.findall(text)
     for name, value in fields:

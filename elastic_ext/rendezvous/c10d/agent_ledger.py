@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from elastic_ext.base import kinds
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import ledger as job
+from elastic_ext.failures import judgement
+from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
 from elastic_ext.rendezvous import judging
 
 
@@ -29,24 +30,24 @@ class AgentLedger:
         self.begin(self._file.ledger)
 
     @property
-    def ledger(self) -> job.Ledger:
+    def ledger(self) -> Ledger:
         """As this agent knows it; the job's store may have a newer one."""
         return self._file.ledger
 
-    def begin(self, ledger: job.Ledger) -> None:
+    def begin(self, ledger: Ledger) -> None:
         """Start from this ledger. It does not say when a restart was charged, so each counts as charged now."""
         self._file.ledger = ledger
         self._charged_at = [time.monotonic()] * ledger.charged
 
     def judge(
         self,
-        reports: Mapping[str, job.Report],
-        ledger: job.Ledger,
+        reports: Mapping[str, Report],
+        ledger: Ledger,
         round_: int,
         nodes: int = 1,
         left: str | None = None,
         store_host: str = "",
-    ) -> tuple[job.Ledger, job.JobVerdict]:
+    ) -> tuple[Ledger, JobVerdict]:
         """Return the ledger after the judgement, and the verdict.
 
         Args:
@@ -63,13 +64,13 @@ class AgentLedger:
             begin = time.monotonic() - self._settings.budget_window
             self._charged_at = [at for at in self._charged_at if at > begin]
             rules = replace(rules, charges=len(self._charged_at))
-        after, verdict = job.judge(reports, ledger, rules, round_)
-        if verdict.decision.verdict is kinds.Response.REPLACE_NODE and verdict.node == store_host:
+        after, verdict = judgement.judge(reports, ledger, rules, round_)
+        if verdict.decision.response is kinds.Response.REPLACE_NODE and verdict.node == store_host:
             # The store would go with it, and no node could start again.
-            after, verdict = job.judge(reports, ledger, replace(rules, min_nodes=nodes), round_)
+            after, verdict = judgement.judge(reports, ledger, replace(rules, min_nodes=nodes), round_)
         return after, verdict
 
-    def adopt(self, ledger: job.Ledger, verdict: job.JobVerdict) -> None:
+    def adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:
         """Keep what has been decided, whichever node has decided it."""
         self._file.write(ledger)
         if ledger.charged == verdict.decision.charged:  # all earlier charges have been given back

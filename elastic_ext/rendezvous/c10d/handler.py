@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous import plain, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
@@ -127,7 +127,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def stalled(self, stalled: bool) -> None:
         self._nodes.events.stalled(stalled)
 
-    def conclude(self, report: job.Report) -> job.JobVerdict:
+    def conclude(self, report: Report) -> JobVerdict:
         return self._nodes.conclude(report)
 
     def finished(self) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from elastic_ext.base import round_store
 from elastic_ext.base.exchange import Alone, Exchange
-from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.round_events import LocalEvents
 from elastic_ext.rendezvous.handler import RoundEnd
@@ -57,7 +57,7 @@ class OneMachine:
     def round_over(self) -> RoundEnd | None:
         return self.events.ended_by.end if self.events.ended_by is not None else None
 
-    def conclude(self, report: job.Report) -> job.JobVerdict:
+    def conclude(self, report: Report) -> JobVerdict:
         ledger, verdict = self._ledger.judge({self.node_id: report}, self._ledger.ledger, self.number)
         self._ledger.adopt(ledger, verdict)
         return verdict

@@ -32,8 +32,7 @@ from elastic_ext.base import kinds
 from elastic_ext.base.errors import NodeRefused
 from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
-from elastic_ext.failures import ledger as job
-from elastic_ext.failures.ledger import JobStopped
+from elastic_ext.failures.ledger import JobStopped, JobVerdict, Ledger, Report
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
@@ -238,7 +237,7 @@ class SeveralNodes:
 
     # Verdicts
 
-    def conclude(self, report: job.Report) -> job.JobVerdict:
+    def conclude(self, report: Report) -> JobVerdict:
         """If there is no store to agree through, this node judges for itself."""
         waits = self._waits
         patience_s = waits.settle_s if self.events.heard_no_failure else waits.patience_s
@@ -254,15 +253,15 @@ class SeveralNodes:
         self._adopt(*concluded)
         return concluded[1]
 
-    def _judge(self, reports: Mapping[str, job.Report], ledger: job.Ledger, store_host: str) -> tuple[job.Ledger, job.JobVerdict]:
+    def _judge(self, reports: Mapping[str, Report], ledger: Ledger, store_host: str) -> tuple[Ledger, JobVerdict]:
         part = self._round.part
         return self._ledger.judge(reports, ledger, part.round, part.nodes, self.events.left_by, store_host)
 
-    def _adopt(self, ledger: job.Ledger, verdict: job.JobVerdict) -> None:
+    def _adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:
         self._round.concluded = True
         self._stopped = verdict.ends_job
         self._ledger.adopt(ledger, verdict)
-        if verdict.decision.verdict is kinds.Response.REPLACE_NODE:
+        if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self._leaves_alone = verdict.node == self.node_id
             self._refusals.add(verdict.host, verdict.decision.reason)
 

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from elastic_ext.base import kinds
 from elastic_ext.base.printable import printable
-from elastic_ext.failures import ledger as job
+from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger, encode_report, encode_verdict
 from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.job_keys import NodeReport
@@ -35,7 +35,7 @@ MOST_AGENTS = 2**16  # the host waits for no more agents than this at the end
 JUDGING_S = 10.0  # a judge that need not wait any more gets this long; then another node takes its place
 
 # Called with the reports, the ledger before, and the id of the node that hosts the store ("" if none does).
-Judge = Callable[[Mapping[str, job.Report], job.Ledger, str], tuple[job.Ledger, job.JobVerdict]]
+Judge = Callable[[Mapping[str, Report], Ledger, str], tuple[Ledger, JobVerdict]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StoreJob:
     Every method raises StoreLost if the store does not answer. Each may be called again after `reconnect`.
     """
 
-    def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: job.Ledger) -> None:
+    def __init__(self, store: Store, run_id: str, node_id: str, hosts: bool, ledger: Ledger) -> None:
         """hosts: the store lives in this process. ledger: what this node knows of earlier failures."""
         self.calls = StoreCalls(store, job_keys.folder(run_id))
         self._node_id = node_id
@@ -63,15 +63,15 @@ class StoreJob:
         self._first = ""
         self._number = 0  # of this agent; 0 until it has come in
 
-    def come_in(self) -> job.Ledger:
+    def come_in(self) -> Ledger:
         """Call this before anything else. Returns the ledger of the job."""
         if not self.calls.connected:
             self.calls.connect()
         self._first = self.calls.swap(job_keys.FIRST, "", self._node_id)
         if self._hosts:
             self.calls.put(job_keys.HOST, self._node_id)
-        if self._known != job.Ledger():
-            self.calls.swap(job_keys.LEDGER_BEFORE, "", job.encode_ledger(self._known))
+        if self._known != Ledger():
+            self.calls.swap(job_keys.LEDGER_BEFORE, "", encode_ledger(self._known))
         self._number = self._number or self.calls.add(job_keys.AGENTS, 1)
         return self.ledger()
 
@@ -87,16 +87,14 @@ class StoreJob:
         elif self.calls.read(job_keys.FIRST) != self._first:
             raise self.calls.lose("another store has taken its place")
 
-    def conclude(
-        self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
-    ) -> tuple[job.Ledger, job.JobVerdict]:
+    def conclude(self, part: Part, report: Report, judge: Judge, settle_s: float, patience_s: float) -> tuple[Ledger, JobVerdict]:
         """The workers of this node have failed. Return the ledger after the job's one verdict, and the verdict.
 
         Args:
             settle_s: how long to wait for nodes that have not reported yet.
             patience_s: the same if no report names a cause. A host that has died holds up the job for this long.
         """
-        self._report(part, job.encode_report(report))
+        self._report(part, encode_report(report))
         judging_node = ""
         while True:
             before, judging_node = judging_node, self.calls.swap(job_keys.judge(part.round), judging_node, self._node_id)
@@ -109,26 +107,26 @@ class StoreJob:
             if (concluded := self._await(part, max(settle_s, patience_s) + JUDGING_S)) is not None:
                 return concluded
 
-    def hear(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.JobVerdict] | None:
+    def hear(self, part: Part, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
         """Workers have failed on another node only. Return what `conclude` returns there; None if nothing comes in time."""
         self._report(part, "")
         return self._await(part, timeout_s)
 
-    def ledger(self) -> job.Ledger:
+    def ledger(self) -> Ledger:
         """The ledger of the job; a new one if there is none or it cannot be read."""
         return judging.ledger_of(self.calls.read(job_keys.LEDGER) or self.calls.read(job_keys.LEDGER_BEFORE))
 
-    def stopped(self) -> job.JobVerdict | None:
+    def stopped(self) -> JobVerdict | None:
         """The verdict that has ended the job for all nodes."""
         text = self.calls.read(job_keys.STOPPED)
         return self._reader.verdict(text, job_keys.STOPPED.encode()) if text else None
 
-    def stop(self, verdict: job.JobVerdict) -> job.JobVerdict:
+    def stop(self, verdict: JobVerdict) -> JobVerdict:
         """End the job by a verdict of this node alone. The other nodes find the job closed, and read why.
 
         Returns the verdict that holds for all nodes: another one may have been there first.
         """
-        self.calls.swap(job_keys.STOPPED, "", job.encode_verdict(verdict))
+        self.calls.swap(job_keys.STOPPED, "", encode_verdict(verdict))
         return self.stopped() or verdict
 
     def refused(self, host: str) -> str:
@@ -155,7 +153,7 @@ class StoreJob:
         text = json.dumps({"schema": job_keys.SCHEMA, **asdict(record)})
         self.calls.swap(job_keys.report(part.round, part.rank), "", text)
 
-    def _await(self, part: Part, timeout_s: float) -> tuple[job.Ledger, job.JobVerdict] | None:
+    def _await(self, part: Part, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
         mine = job_keys.verdict(part.round, part.rank)
         self.calls.wait_all([mine], timeout_s)
         if (text := self.calls.read(mine)) == NOTHING:
@@ -165,9 +163,7 @@ class StoreJob:
             verdict = next((each for each in ledger.verdicts[-1:] if each.round == part.round), None)
         return (ledger, verdict) if verdict is not None else None
 
-    def _judge(
-        self, part: Part, report: job.Report, judge: Judge, settle_s: float, patience_s: float
-    ) -> tuple[job.Ledger, job.JobVerdict]:
+    def _judge(self, part: Part, report: Report, judge: Judge, settle_s: float, patience_s: float) -> tuple[Ledger, JobVerdict]:
         reports = {self._node_id: report, **self._await_reports(part, settle_s, patience_s)}
         host = self.calls.read(job_keys.HOST)
         while True:
@@ -177,13 +173,13 @@ class StoreJob:
                 verdict = ledger.verdicts[-1]
                 break
             ledger, verdict = judge(reports, self.ledger(), host)
-            after = job.encode_ledger(ledger)
+            after = encode_ledger(ledger)
             if self.calls.swap(job_keys.LEDGER, before, after) == after:
                 break
         self._publish(part, verdict)
         return ledger, verdict
 
-    def _await_reports(self, part: Part, settle_s: float, patience_s: float) -> dict[str, job.Report]:
+    def _await_reports(self, part: Part, settle_s: float, patience_s: float) -> dict[str, Report]:
         keys = [job_keys.report(part.round, rank) for rank in range(part.nodes)]
 
         def longer_s() -> float:
@@ -198,16 +194,16 @@ class StoreJob:
         self.calls.wait_all(keys, settle_s, longer_s)
         return self._reports(keys)
 
-    def _reports(self, keys: Sequence[str]) -> dict[str, job.Report]:
+    def _reports(self, keys: Sequence[str]) -> dict[str, Report]:
         """The failures reported so far, by id of the node."""
         texts = [(key, text) for key in keys if (text := self.calls.read(key)) not in ("", NOTHING)]
         records = [self._reader.read(NodeReport, text, key, job_keys.SCHEMA) for key, text in texts]
         return {each.node: judging.report_of(each.report, each.order) for each in records if each is not None and each.report}
 
-    def _publish(self, part: Part, verdict: job.JobVerdict) -> None:
+    def _publish(self, part: Part, verdict: JobVerdict) -> None:
         """Write the verdict last: whoever knows it may read the rest."""
-        text = job.encode_verdict(verdict)
-        if verdict.decision.verdict is kinds.Response.REPLACE_NODE:
+        text = encode_verdict(verdict)
+        if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self.calls.put(job_keys.refused(verdict.host), verdict.decision.reason)
         if verdict.ends_job:
             self.calls.put(job_keys.STOPPED, text)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import ledger
+from elastic_ext.failures import judgement, ledger
 from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
 from elastic_ext.rendezvous.round_records import State
@@ -44,7 +44,7 @@ class AgentPolicy:
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)
-        after, verdict = ledger.judge(given, judging.ledger_of(ledger_text), rules, reports.round)
+        after, verdict = judgement.judge(given, judging.ledger_of(ledger_text), rules, reports.round)
         return Judgement(
             State.CLOSED if verdict.ends_job else State.BROKEN,
             verdict.decision.reason,
@@ -53,14 +53,14 @@ class AgentPolicy:
             charged=verdict.decision.charged,
             refunded=reports.charges > 0 and after.charged == verdict.decision.charged,
             window_s=window_s,
-            refused=verdict.host if verdict.decision.verdict is Response.REPLACE_NODE else "",
+            refused=verdict.host if verdict.decision.response is Response.REPLACE_NODE else "",
             refused_s=self._settings.refuse_node,
         )
 
     def judge_alone(self, node_id: str, report: ledger.Report, round_: int) -> ledger.JobVerdict:
         """The verdict of a node that does not get the job's."""
-        _, verdict = ledger.judge({node_id: report}, ledger.Ledger(), self._rules(1), round_)
+        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), self._rules(1), round_)
         return verdict
 
-    def _rules(self, nodes: int) -> ledger.Rules:
+    def _rules(self, nodes: int) -> judgement.Circumstances:
         return judging.rules(self._settings, self.max_restarts, nodes=nodes)

@@ -102,7 +102,7 @@ def _rank(job: JobStatus, id_: str) -> int:
 
 def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     decision = verdict.decision
-    what = decision.verdict.value if decision.verdict is not None else decision.action.value
+    what = decision.response.value if decision.response is not None else decision.action.value
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
     yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"

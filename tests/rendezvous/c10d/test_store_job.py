@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
+from elastic_ext.failures import judgement
 from elastic_ext.failures import ledger as job
 from elastic_ext.rendezvous.c10d import store_calls, store_job
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING, StoreCalls, StoreLost
@@ -36,7 +37,7 @@ class Node:
     def judge(self, reports, ledger, store_host):
         self.judged.append(set(reports))
         assert store_host == "a-id"
-        return job.judge(reports, ledger, RULES, self.part.round)
+        return judgement.judge(reports, ledger, RULES, self.part.round)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_of_two_judges_one_is_heard(store):
 
 
 def test_the_ledger_of_an_earlier_agent_counts_and_its_rounds_are_not_ours(store):
-    before, _ = job.judge({"x": report("c", signal="SIGKILL")}, job.Ledger(), RULES, 1)
+    before, _ = judgement.judge({"x": report("c", signal="SIGKILL")}, job.Ledger(), RULES, 1)
     _, b = Node(store, 0, 2, "a"), Node(store, 1, 2, "b", before)
     ledger, verdict = b.conclude(report("b", signal="SIGSEGV"), settle_s=0.1)
     assert (ledger.charged, verdict.restarts, len(ledger.failures)) == (2, 2, 2)
@@ -244,7 +245,7 @@ def test_a_store_in_the_place_of_the_lost_one_is_told_nothing():
         with pytest.raises(StoreLost, match="another store"):
             node.job.reconnect()
         with pytest.raises(StoreLost, match="another store"):
-            node.job.stop(job.judge({"a": report("a")}, job.Ledger(), RULES, 1)[1])
+            node.job.stop(judgement.judge({"a": report("a")}, job.Ledger(), RULES, 1)[1])
         assert other.job.stopped() is None
 
 

@@ -1,0 +1,114 @@
+"""The types of settings: how a text becomes a value, and what the error message expects. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ext.base import name_pattern
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.records import MOST_NAME, is_name
+
+
+@dataclass(frozen=True)
+class SettingType:
+    """The type of a setting.
+
+    Attributes:
+        parse: makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError for a bad one.
+        expected: completes "expected ..." in the error message.
+    """
+
+    parse: Callable[[str], Any]
+    expected: str
+
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def _float_from(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least <= value < float("inf"):
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _int_within(least: int, most: float = float("inf")) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> SettingType:
+    """Return the type of a setting that takes one of these texts."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return SettingType(parse, f"{', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
+    limits = {kind: int(count) for kind, _, count in (each.partition(":") for each in text.split())}
+    if not limits or not limits.keys() <= set(KINDS) or min(limits.values()) < 0:
+        raise ValueError(text)
+    return tuple(limits.items())
+
+
+def _pattern(text: str) -> str:
+    try:
+        name_pattern.compiled(text)
+    except UsageError as error:
+        raise ValueError(text) from error
+    return text
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(text.split())
+    if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(text)
+    return names
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
+
+
+def _name(text: str) -> str:
+    """The name becomes part of keys in etcd, followed by a number and a process id."""
+    if not is_name(text) or len(text) > MOST_NAME // 2:
+        raise ValueError(text)
+    return text
+
+
+BOOLEAN = SettingType(lambda text: _BOOLEANS[text.lower()], "on or off")
+SECONDS = SettingType(_float_from(0), "a number of seconds, 0 or more")
+SECONDS_FROM_1 = SettingType(_float_from(1), "a number of seconds, 1 or more")
+WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or more")  # etcd's leases cannot be shorter
+MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes a second, 0 or more")
+PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
+RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
+# Lists have blanks between their parts, since --rdzv-conf cannot hold commas.
+KIND_LIMITS = SettingType(_kind_limits, f"kinds with a number each, as in 'hang:3 network:20'; the kinds are {', '.join(KINDS)}")
+MODULES = SettingType(_modules, "names of modules with blanks between them")
+PATTERN = SettingType(
+    _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt"
+)
+TEXT = SettingType(_text, "a non-empty text")
+NAME = SettingType(_name, f"1 to {MOST_NAME // 2} printable characters without a /")

@@ -1,0 +1,106 @@
+"""`elastic-ext explain`: what a failure means, from a file with evidence or from the records of a job in etcd."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from elastic_ext.base import settings, user_files
+from elastic_ext.base.errors import EX_CONFIG, UsageError
+from elastic_ext.cli.terminal import complain
+from elastic_ext.failures import case, user_rules
+from elastic_ext.failures.classify import classify, root_cause
+from elastic_ext.failures.policy import EXIT_CODES, decide
+from elastic_ext.failures.user_rules import UserRule
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command to those of `elastic-ext`."""
+    explain = commands.add_parser("explain", help="explain a failure and what would be done about it")
+    explain.description = (
+        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null where the agent "
+        "goes on), reason, rule. A bad case gets one line on stderr, and the others are still printed; the exit code is then 78, "
+        "as it is if a record of a job cannot be read."
+    )
+    explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or one on each line of a .jsonl file")
+    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
+    explain.add_argument("--rdzv-id", metavar="ID", help="the job; prints what failed, when, where, and what was decided and why")
+    explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
+    explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which set of exit codes to print")
+    explain.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain files or a job; return 0, or 78 if something could not be read. Raises UsageError."""
+    job = (args.rdzv_endpoint, args.rdzv_id)
+    if any(job) == bool(args.files) or any(job) != all(job):
+        raise UsageError("explain: expected files, or a job with --rdzv-endpoint and --rdzv-id")
+    return _explain_job(*job) if all(job) else _explain_files(args)
+
+
+def _explain_job(endpoint: str, run_id: str) -> int:
+    """TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
+    from elastic_ext.rendezvous.etcd import job_status
+    from elastic_ext.rendezvous.etcd.connect import connect
+
+    with connect(endpoint, settings.read({}, os.environ)) as client:
+        found = job_status.read(client, run_id)
+    print("\n".join(job_status.lines(found)), flush=True)
+    for fault in found.faults:
+        complain(fault)
+    return EX_CONFIG if found.faults else 0
+
+
+def _explain_files(args: argparse.Namespace) -> int:
+    rules = user_rules.load(args.rules)
+    faults = 0
+    for path in args.files:
+        for where, text in _texts(path):
+            try:
+                print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
+            except UsageError as error:
+                faults += 1
+                complain(f"{where}: {error}")
+    return EX_CONFIG if faults else 0
+
+
+def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
+    """Return what `explain` prints for one case. Raises UsageError if the case is no evidence."""
+    diagnosis = root_cause([classify(case.evidence(value), rules)])
+    decision = decide(diagnosis, exit_codes=exit_codes)
+    assert decision.response is not None
+    return {
+        "id": value.get("id"),
+        "kind": decision.kind,
+        "decision": decision.response.value,
+        "exit_code": decision.exit_code,
+        "reason": decision.reason,
+        "rule": decision.rule,
+    }
+
+
+def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
+    """Yield the JSON texts of a file, each with its place for an error message."""
+    try:
+        content = user_files.text(path)
+    except (OSError, ValueError) as error:
+        yield path, UsageError(f"cannot be read: {error}")
+        return
+    if not path.endswith(".jsonl"):
+        yield path, content
+        return
+    for number, line in enumerate(content.split("\n"), 1):  # not splitlines(): a JSON text may hold other line ends
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+def _parsed(text: str | UsageError) -> object:
+    if isinstance(text, UsageError):
+        raise text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON: {error}") from error

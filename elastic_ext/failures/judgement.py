@@ -1,0 +1,101 @@
+"""One verdict for the whole job, from the reports of its nodes and its ledger. Pure, standard library only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_ext.base.kinds import Response
+from elastic_ext.failures import history, policy
+from elastic_ext.failures.classify import Diagnosis, root_cause
+from elastic_ext.failures.history import PastFailure
+from elastic_ext.failures.ledger import MOST_FAILURES, MOST_STACKS, MOST_VERDICTS, JobVerdict, Ledger, Report
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """The input of a judgement besides reports and ledger.
+
+    Attributes:
+        nodes: nodes that are here now, those with a report and spares included.
+        min_nodes: nodes that the job needs at least.
+        lost: ids of the round's nodes that are gone or were cut off; they explain any failure that follows from another.
+        charges: restarts charged within the budget's window; None: there is no window, all count.
+        at: see JobVerdict.
+        exit_codes, backoff, jitter: see policy.decide.
+        kind_limits: see policy.Budget.
+    """
+
+    max_restarts: int
+    exit_codes: str = "design"
+    nodes: int | None = None
+    min_nodes: int | None = None
+    lost: tuple[str, ...] = ()
+    charges: int | None = None
+    at: str = ""
+    kind_limits: Mapping[str, int] = field(default_factory=dict)
+    backoff: policy.Backoff = policy.NO_BACKOFF
+    jitter: float = 0.0
+
+
+def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
+    """Return the ledger after this round, and the verdict that all agents carry out.
+
+    Args:
+        reports: by node id, at least one.
+        ledger: the job's history before this round.
+        round_: the round that has ended.
+    """
+    node, cause = _cause(reports, circumstances)
+    report = reports[node]
+    now = history.record(cause, report.resumed_at, report.resumed_from)
+    budget = _budget(ledger, now, circumstances)
+    decision = policy.decide(
+        cause,
+        budget,
+        history.seen_from(now, ledger.failures),
+        policy.Nodes(circumstances.nodes, circumstances.min_nodes),
+        circumstances.exit_codes,
+        circumstances.backoff,
+        circumstances.jitter,
+    )
+    charged = budget.charged + decision.charged
+    now = replace(now, charged=decision.charged)
+    stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MOST_STACKS]
+    verdict = JobVerdict(
+        decision, round_, node, report.host, cause.evidence.rank, charged, circumstances.max_restarts, circumstances.at, stacks
+    )
+    return (
+        Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
+        verdict,
+    )
+
+
+def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
+    """Return the id of the node with the root cause, and its diagnosis."""
+    cause = root_cause([report.diagnosis for report in reports.values()])
+    node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    if circumstances.lost and report.follows:
+        reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
+        cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
+    return node, cause
+
+
+def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:
+    """Return what the job may still spend: a checkpoint saved since refunds earlier charges, and the window forgets old ones."""
+    if _saved_since(ledger.failures, now):
+        charged = 0
+    else:
+        charged = ledger.charged if circumstances.charges is None else min(ledger.charged, circumstances.charges)
+    # The newest charges count: those before were refunded, or their time is over.
+    kinds = [failure.kind for failure in reversed(ledger.failures) if failure.charged][:charged]
+    return policy.Budget(circumstances.max_restarts, charged, circumstances.kind_limits, Counter(kinds))
+
+
+def _saved_since(earlier: Sequence[PastFailure], now: PastFailure) -> bool:
+    """Whether this round began at a later checkpoint than every round before: the restarts charged so far have paid off."""
+    if now.resumed_at is None or not earlier:
+        return False
+    before = [failure.resumed_at for failure in earlier]
+    return all(at is not None and at < now.resumed_at for at in before)

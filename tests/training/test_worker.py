@@ -1,0 +1,140 @@
+"""What a script reports reaches the agent's progress table, and all ranks agree on the boundary of a save. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+import elastic_ext
+from elastic_ext.base.errors import RanksMissing, UsageError
+from elastic_ext.training import saves, worker
+from elastic_ext.workers import bootstrap
+from elastic_ext.workers.progress import ProgressTable
+from elastic_ext.workers.wake_pipe import WakePipe
+
+
+class Store:
+    """The round's store, within this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+
+@pytest.fixture
+def table(tmp_path):
+    table = ProgressTable(str(tmp_path / "progress"), 3)
+    yield table
+    table.remove()
+
+
+@pytest.fixture
+def description(tmp_path, table):
+    pipe = WakePipe(str(tmp_path / "pipe"))
+    yield {"slot": 1, "progress": table.path, "news": pipe.path, "store": ["127.0.0.1", 1]}
+    pipe.close()
+
+
+@pytest.fixture
+def as_worker(monkeypatch, description):
+    monkeypatch.setenv(bootstrap.WORKER_ENV, json.dumps(description))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(worker, "_workers", {})
+
+
+def test_reports_are_in_the_workers_row(table, as_worker):
+    elastic_ext.report_progress()
+    with elastic_ext.phase("eval"):
+        assert table.read(1).phase == "eval"
+        with elastic_ext.phase("data"):
+            assert table.read(1).phase == "data"
+        assert table.read(1).phase == "eval"
+    elastic_ext.report_save_failed()
+    elastic_ext.report_saved(7, 0.5)
+    row = table.read(1)
+    assert (row.phase, row.reports, row.saves, row.saved_step, row.save_s, row.failed_saves) == ("", 1, 1, 7, 0.5, 0)
+    assert table.read(0) == table.read(2)
+    with pytest.raises(UsageError, match="expected one of step, data"):
+        elastic_ext.phase("training")
+
+
+def test_one_worker_saves_when_it_is_asked_once(table, as_worker):
+    assert not elastic_ext.save_requested()
+    assert table.read(1).asks_for_saves
+    table.want_save(1, 2)
+    assert elastic_ext.save_requested()
+    assert not elastic_ext.save_requested()
+    elastic_ext.report_saved(3, 100.0)  # was under way when the request came
+    assert table.read(1).save_kept == 0
+    elastic_ext.report_saved(4, 0.0)
+    assert table.read(1).save_kept == 2
+
+
+def test_a_child_that_the_script_forks_is_no_worker(table, as_worker):
+    assert worker.this_worker() is not None
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if worker.this_worker() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_without_the_agent_nothing_happens(monkeypatch):
+    monkeypatch.delenv(bootstrap.WORKER_ENV, raising=False)
+    monkeypatch.setattr(worker, "_workers", {})
+    elastic_ext.report_progress()
+    with elastic_ext.phase("eval"):
+        assert not elastic_ext.save_requested()
+    elastic_ext.report_saved(1, 1.0)
+    assert elastic_ext.resume_from() is None
+    assert elastic_ext.resume_step() is None
+
+
+@pytest.mark.parametrize("missing", ["slot", "progress", "news", "store"])
+def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, as_worker, description, missing):
+    del description[missing]
+    monkeypatch.setenv(bootstrap.WORKER_ENV, json.dumps(description))
+    assert worker.this_worker() is None
+    assert missing in caplog.text
+
+
+def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
+    """Rank 0 writes the boundary only when all agents have shown the request; the others look for it."""
+    store = Store()
+    monkeypatch.setattr(saves.round_store, "connect", lambda host, port: store)
+    rows = [worker.ProgressRow(table.path, slot, description["news"]) for slot in range(3)]
+    ranks = [saves._Boundaries(worker.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
+
+    def boundary() -> list[bool]:
+        return [rank.passed() for rank in ranks]
+
+    assert boundary() == [False] * 3
+    for slot in range(3):
+        table.want_save(slot, 2)
+    assert boundary() == [False] * 3  # request 1 is the oldest unanswered one
+    store.set("save/1/go", "1")
+    assert boundary() == [False] * 3
+    assert store.get("save/1/at") == b"4 2"
+    assert boundary() == [True] * 3
+    assert boundary() == [False] * 3  # the save has answered request 2, too
+    late = saves._Boundaries(worker.Worker(rows[1], ("h", 1), 1, 3))
+    late._number = 8
+    assert not late.passed()
+    assert table.read(1).save_failed == 2
+
+
+def test_names_for_scripts():
+    assert elastic_ext.RanksMissing is RanksMissing
+    assert {"Checkpointer", "phase", "save_requested"} <= set(dir(elastic_ext))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = elastic_ext.nothing

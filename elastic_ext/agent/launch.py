@@ -87,6 +87,11 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     return spec
 
 
+def max_restarts(spec: WorkerSpec, settings: Settings) -> int:
+    """Return the job's budget of a prepared spec; NO_LIMIT where there is none."""
+    return int(spec.max_restarts) if settings.max_restarts is None else settings.max_restarts
+
+
 def has_bootstrap(spec: WorkerSpec) -> bool:
     """Whether the workers of a prepared spec run through the bootstrap."""
     program = python_program(spec.entrypoint, spec.args)

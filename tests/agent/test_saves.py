@@ -16,9 +16,9 @@ from elastic_ext.agent import saves
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
-from tests.jobs import AGENT, TORCHRUN, Job
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 
-JOB = Path(__file__).parent / "scripts" / "saving_job.py"
+JOB = SCRIPTS / "saving_job.py"
 
 
 def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float | None = None) -> Progress:
@@ -121,13 +121,13 @@ def test_told_to_leave_a_node_saves_first(tmp_path, workers):
     saved = steps_saved(tmp_path, 0, workers)
     assert len(saved[0]) == 1
     assert all(each == saved[0] for each in saved)
-    assert "the checkpoint before leaving: kept" in done.err
+    assert "checkpoint before leaving: saved" in done.err
 
 
 @pytest.mark.long("slow")
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("deaf", "does not ask for saves on demand"), ("slow", "the checkpoint before leaving: not there yet")],
+    [("deaf", "does not ask for saves on demand"), ("slow", "checkpoint before leaving: not finished")],
 )
 def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
     conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=1.2", "--shutdown-timeout=1"]

@@ -1,0 +1,149 @@
+"""All that works beside the workers for as long as the agent runs: opened before the first round, closed after the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from contextlib import ExitStack
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from elastic_ext.agent import launch
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.standbys import WarmStarts, warm_starts
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.checkpoints.copying import copier
+from elastic_ext.checkpoints.copying.copier import Copier
+from elastic_ext.failures.host import Host
+from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
+from elastic_ext.observe.server import MetricsServer
+from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
+from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.standby.rules import ColdReason
+from elastic_ext.workers.stderr.tails import StderrTails
+from elastic_ext.workers.wake_pipe import WakePipe
+
+logger = logging.getLogger(__name__)
+
+
+class Copying(Companion):
+    """Tells the checkpoint copier of saves."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def look(self, workers: LocalWorkers) -> None:
+        self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._copier.look()  # there may be a checkpoint that was saved as the last thing
+
+
+class Evidence(Companion):
+    """Tells the sources of host evidence when a round starts: what was there before is not of this round."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._host.round_started(workers.processes.pids.values())
+
+
+class Reaping(Companion):
+    """Tells the reaper whom to end, and how to take this node out of the job, should the agent be killed."""
+
+    def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
+        self._reaper, self._handler = reaper, handler
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
+
+
+class JobCompanions:
+    """What works beside the workers of this agent, of all rounds.
+
+    Attributes:
+        token: marks every process that this agent starts, for the reaper.
+        metrics_url: where the metrics are served; None: nowhere.
+        wakeup: readable when a signal arrives or the rendezvous has an event.
+        wake_pipe: readable when a worker has something to say.
+        flight_recorder: None where hangs are not looked for, or there is no NCCL.
+        copier: None where there is no local tier.
+        each: those that meet the loop as a `Companion`, in the order in which it calls them. A new one is a line here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: Settings,
+        handler: Rendezvous,
+        logs: WorkerLogs,
+        metrics: AgentMetrics,
+        extras: bool,
+        stack: ExitStack,
+    ) -> None:
+        """Open all. Each of these steps needs the ones before it: all small files are in the run directory, and the reaper must
+        be there before the processes that it is to end.
+
+        Args:
+            extras: there are descriptors for warm standbys and the workers' stderr, too.
+            stack: closes all, in reverse order, but for what `finish` ends.
+        """
+        self.token = secrets.token_hex(16)
+        self.wakeup = stack.enter_context(Wakeup())
+        self.metrics_url = _serve(metrics, settings, stack)
+        stack.enter_context(bridge_torchelastic(metrics))
+        logs.run_dir = launch.make_run_dir(spec.local_world_size)
+        stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
+        stack.callback(logs.remove)
+        self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "news"))
+        stack.callback(self.wake_pipe.close)
+        self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
+        stack.callback(self.stderr.close)
+        self.host = Host(settings)
+        stack.callback(self.host.close)
+        self.reaper = Reaper(self.token, logs.run_dir)
+        if extras:
+            self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
+        else:
+            self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
+        self.flight_recorder: FlightRecorder | None = None
+        if settings.hang and torch.distributed.is_nccl_available():
+            self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
+            stack.callback(self.flight_recorder.close)
+        self.copier = copier.start(settings, self.token, metrics)
+        self.each: list[Companion] = [Reaping(self.reaper, handler), Evidence(self.host), self.warm_starts]
+        if self.copier is not None:
+            self.each.append(Copying(self.copier))
+
+    def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
+        """End the processes that this agent has started; return the checkpoints that are on this node only.
+
+        Args:
+            clean: the job has ended well. Unless it has, nothing that was started here is alive when this returns.
+            copy_s: seconds that copying checkpoints may still take; None: as long as it makes progress.
+        """
+        left: tuple[str, ...] = ()
+        self.warm_starts.close()
+        try:
+            if self.copier is not None:  # before the reaper, which would end it
+                left = self.copier.close(copy_s)
+        finally:  # a signal has ended the wait, too
+            self.reaper.close(clean)
+        return left
+
+
+def _serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
+    if not settings.metrics:
+        return None
+    # A port that nobody chose must be seen, and torchrun shows warnings only.
+    announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
+    server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
+    stack.callback(server.close)
+    return server.url

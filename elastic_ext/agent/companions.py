@@ -1,4 +1,4 @@
-"""All that works beside the workers for as long as the agent runs: opened before the first round, closed after the last."""
+"""Whatever works beside the workers for as long as the agent runs: opened before the first round, closed after the last."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Copying(Companion):
         self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        self._copier.look()  # there may be a checkpoint that was saved as the last thing
+        self._copier.look()  # the last thing that a worker did may have been a save
 
 
-class Evidence(Companion):
-    """Tells the sources of host evidence when a round starts: what was there before is not of this round."""
+class EvidenceGathering(Companion):
+    """Tells the host evidence when a round starts: whatever was there before has nothing to do with it."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -56,7 +56,7 @@ class Evidence(Companion):
 
 
 class Reaping(Companion):
-    """Tells the reaper whom to end, and how to take this node out of the job, should the agent be killed."""
+    """Tells the reaper which workers to end, and how to take this node out of the job, if the agent is killed."""
 
     def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
         self._reaper, self._handler = reaper, handler
@@ -66,16 +66,16 @@ class Reaping(Companion):
 
 
 class JobCompanions:
-    """What works beside the workers of this agent, of all rounds.
+    """The companions that outlive a round, and the descriptors that the loop waits for.
 
     Attributes:
         token: marks every process that this agent starts, for the reaper.
-        metrics_url: where the metrics are served; None: nowhere.
+        metrics_url: address of the metrics; None if they are not served.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has something to say.
-        flight_recorder: None where hangs are not looked for, or there is no NCCL.
-        copier: None where there is no local tier.
-        each: those that meet the loop as a `Companion`, in the order in which it calls them. A new one is a line here.
+        flight_recorder: None if hangs are not looked for, or without NCCL.
+        copier: None without a local tier.
+        each: those that meet the loop as a `Companion`, in the order in which it calls them. A new companion is a line here.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class JobCompanions:
         extras: bool,
         stack: ExitStack,
     ) -> None:
-        """Open all. Each of these steps needs the ones before it: all small files are in the run directory, and the reaper must
-        be there before the processes that it is to end.
+        """Open all. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of what
+        follows; then the reaper, before the processes that it has to end.
 
         Args:
-            extras: there are descriptors for warm standbys and the workers' stderr, too.
-            stack: closes all, in reverse order, but for what `finish` ends.
+            extras: whether there are descriptors for warm standbys and for the workers' stderr.
+            stack: closes in reverse order whatever `finish` does not end.
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
@@ -118,7 +118,7 @@ class JobCompanions:
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)
-        self.each: list[Companion] = [Reaping(self.reaper, handler), Evidence(self.host), self.warm_starts]
+        self.each: list[Companion] = [Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts]
         if self.copier is not None:
             self.each.append(Copying(self.copier))
 
@@ -126,7 +126,7 @@ class JobCompanions:
         """End the processes that this agent has started; return the checkpoints that are on this node only.
 
         Args:
-            clean: the job has ended well. Unless it has, nothing that was started here is alive when this returns.
+            clean: whether the job has ended well. Unless it has, nothing that was started here is alive when this returns.
             copy_s: seconds that copying checkpoints may still take; None: as long as it makes progress.
         """
         left: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class JobCompanions:
         try:
             if self.copier is not None:  # before the reaper, which would end it
                 left = self.copier.close(copy_s)
-        finally:  # a signal has ended the wait, too
+        finally:  # also if a signal has ended the wait
             self.reaper.close(clean)
         return left
 
@@ -142,7 +142,7 @@ class JobCompanions:
 def _serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
     if not settings.metrics:
         return None
-    # A port that nobody chose must be seen, and torchrun shows warnings only.
+    # A port that nobody chose must be seen, and torchrun shows only warnings.
     announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
     server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
     stack.callback(server.close)

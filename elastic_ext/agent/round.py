@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterable
 
@@ -21,8 +20,6 @@ from elastic_ext.failures.ledger import MOST_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.progress import Leaving
 from elastic_ext.workers.stderr.tails import StderrTails
-
-logger = logging.getLogger(__name__)
 
 
 class RunningRound:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_TO_AGREE = 3  # a request is seen after one step at most, agreed for the next, and one is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
+END_S = 1.0  # for the thread that acknowledges requests to end
 
 
 @dataclass(frozen=True)
@@ -201,10 +202,7 @@ class SaveOnDemand(Companion):
         return SaveResult.FAILED if any(progress.save_failed >= number for progress in workers) else None
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        self.close()
-
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Wait for the thread: one that came back from torch's C++ code while the process ends would abort it."""
+        # A thread that came back from torch's C++ code while the process ends would abort it.
         self._acks.put(None)
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(END_S)

@@ -237,7 +237,7 @@ class Supervisor(TorchAgent):
         """Wait for the workers of the other nodes; False if the round ends otherwise."""
         return self._handler.await_all_done()
 
-    def start_workers(self) -> dict[int, Any]:
+    def start_workers(self) -> dict[int, int]:
         """Start the workers of the round that was joined; see `RoundStart.run`. Returns their pids by local rank."""
         assert self._resume is not None, "start_workers before join_round"
         start = RoundStart(self._handler, self._settings, self._logs, self._companions, self.group)

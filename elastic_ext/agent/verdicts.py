@@ -98,5 +98,5 @@ class Verdicts:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         exits.decided(code)
-        exits.tell(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
+        exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         return code

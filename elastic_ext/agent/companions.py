@@ -112,6 +112,7 @@ class JobCompanions:
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:
+            logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
         self.flight_recorder: FlightRecorder | None = None
         if settings.hang and torch.distributed.is_nccl_available():

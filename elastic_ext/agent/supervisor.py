@@ -51,10 +51,11 @@ SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 class Supervisor(TorchAgent):
     """Supervises the workers of one node, from the first round of the job to its end.
 
-    What lives for one round only is in `RunningRound`, which is None between two rounds.
+    It keeps the job: rendezvous, settings, rules, metrics, companions. Whatever lives for one round only is in a `RunningRound`,
+    made by `RoundStart` and watched by `RoundWatch`; there is none between two rounds.
 
-    Invariants: the restart count that workers see only grows and is no budget; a membership change is never charged; whatever
-    makes the agent give up, its result is FAILED.
+    Invariants: the restart count that workers see only grows and is no budget; a membership change is never charged; whenever
+    the agent gives up, its result is FAILED.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
@@ -83,12 +84,10 @@ class Supervisor(TorchAgent):
         self._handler.prepare(self.spec, max_restarts, lambda: resume.newest_checkpoint(self._settings))
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the job on this node; see torch's agent. Nothing that was started here is alive after it, unless it ended well."""
+        """Run the job on this node; see torch's agent. Unless it ends well, nothing that was started here is alive after it."""
         exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
-            if not self._extras:
-                logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
@@ -111,7 +110,7 @@ class Supervisor(TorchAgent):
                 left = self._companions.finish(clean, copy_s)
             return self._verdicts.stop_undelivered(left) if clean and left else result
 
-    # The loop: a round is watched until it ends, its failure is judged, the decision is carried out.
+    # The loop: watch a round until it ends, judge its failure, carry out the decision.
 
     def supervise(self) -> RunResult:
         """Run rounds until the job ends."""
@@ -135,30 +134,31 @@ class Supervisor(TorchAgent):
 
     def _run_rounds(self) -> RunResult:
         while True:
-            watch = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round)
-            result = watch.run()
+            result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
             if result is None:
                 self._restart(MEMBERSHIP)
-            elif result.state is WorkerState.SUCCEEDED:
+                continue
+            if result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
                     self._handler.finished()
                     return result
                 self._restart(MEMBERSHIP)
-            else:
-                cause, others = postmortem.cause_and_others(self._failed_workers(result))
-                verdict = self._conclude(result, cause)
-                decision = verdict.for_node(self._handler.node_id)
-                logger.error("%s", report.block(cause, others, verdict, decision, self._handler.node_id))
-                self._metrics.failed(decision.kind)
-                if decision.action is Action.STOP:
-                    return self._stop(verdict, decision, report.process_failures(cause, others))
-                self._prepare_restart(verdict, decision)
-                self._restart(decision.kind)
+                continue
+            cause, others = postmortem.cause_and_others(self._failed_workers(result))
+            verdict = self._conclude(result, cause)
+            decision = verdict.for_node(self._handler.node_id)
+            logger.error("%s", report.block(cause, others, verdict, decision, self._handler.node_id))
+            self._metrics.failed(decision.kind)
+            if decision.action is Action.STOP:
+                return self._stop(verdict, decision, report.process_failures(cause, others))
+            self._prepare_restart(verdict, decision)
+            self._restart(decision.kind)
 
-    # Judging a failure, and what follows from the verdict.
+    # Judge a failure, carry out the verdict.
 
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
+        """Gather the evidence of each worker that failed here, and classify it."""
         self._companions.stderr.settle()
         companions = self._companions
         ended = self._running.ended(self._handler.host, companions.host.says(), companions.stderr, result)
@@ -172,6 +172,7 @@ class Supervisor(TorchAgent):
             return self._handler.conclude(self._running.report(self._handler.host, cause.diagnosis))
 
     def _prepare_restart(self, verdict: JobVerdict, decision: Decision) -> None:
+        """Do what the verdict asks for before the next round, and wait for as long as it says. A signal ends the wait."""
         if decision.charged:
             self.charge_restart()
         if decision.cold:
@@ -179,7 +180,7 @@ class Supervisor(TorchAgent):
         if decision.checkpoints_back and verdict.node == self._handler.node_id:
             self._running.resume.quarantine(decision, self._handler.round)
         deadline = time.monotonic() + decision.delay_s
-        while (left_s := deadline - time.monotonic()) > 0:  # a signal ends it by its exception
+        while (left_s := deadline - time.monotonic()) > 0:
             readable(self._companions.wakeup, left_s)
             raise_again(self._companions.wakeup.clear())
 
@@ -193,13 +194,14 @@ class Supervisor(TorchAgent):
         return self._verdicts.stop(verdict, decision, failures)
 
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
-        """Stop for a reason that is no failure of a worker here."""
+        """Stop for another reason than a failure of a worker here."""
         self._stop_round()
         logger.error("%s", report.from_elsewhere(verdict))
         self._metrics.failed(verdict.decision.kind)
         return self._stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
+        """Unless the user stops the job, have it save a checkpoint in the time that is left."""
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
         self._leave_by = time.monotonic() + grace_s
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
@@ -212,7 +214,7 @@ class Supervisor(TorchAgent):
     # Rounds.
 
     def join_round(self) -> None:
-        """Rendezvous and agree on the checkpoint to resume from; again if the round is over before that."""
+        """Rendezvous and agree on the checkpoint to resume from. If the round ends before that, start again."""
         first = self._resume is None
         while True:
             with self._phase("rendezvous"):
@@ -225,16 +227,14 @@ class Supervisor(TorchAgent):
                 logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
         self._resume.log()
-        if first:  # a warning, though it is none: torchrun shows nothing else
+        if first:  # logged as a warning, because torchrun shows nothing below
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.metrics_url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
 
     def known_workers(self) -> list[Worker] | None:
-        """Return the ranks that the rendezvous knows."""
         return self._handler.workers()
 
     def all_nodes_finished(self) -> bool:
-        """Wait for the workers of the other nodes; False if the round ends otherwise."""
         return self._handler.await_all_done()
 
     def start_workers(self) -> dict[int, int]:
@@ -255,7 +255,7 @@ class Supervisor(TorchAgent):
     def _stop_round(self, grace_s: float | None = None) -> None:
         """Stop the workers that still run; once a round.
 
-        grace_s: instead of the usual grace; nobody is asked where it is after it.
+        grace_s: instead of the usual grace, in seconds. Workers that outlive it are not asked where they are.
         """
         round_ = self._round
         if round_ is None or round_.stopped:
@@ -268,12 +268,12 @@ class Supervisor(TorchAgent):
         self._count_workers("stopped")
 
     def _close_round(self) -> None:
-        """The one place where the round becomes None. A signal may interrupt it; it can be called again."""
+        """End the round: the only place where it becomes None. A signal may interrupt this; it can be called again."""
         if self._round is not None:
             self._round.close()
             self._round = None
         elif self._resume is not None:
-            self._resume.release()  # of a round that was joined, and whose workers were never started
+            self._resume.release()  # the workers of the round that was joined were never started
 
     @property
     def _running(self) -> RunningRound:
@@ -283,7 +283,7 @@ class Supervisor(TorchAgent):
     # Metrics.
 
     def _progress(self) -> list[WorkerProgress]:
-        """Called from the threads of the metrics server."""
+        """Return the rows of the metrics. Called from the threads of the metrics server."""
         round_ = self._round
         return round_.progress_rows() if round_ is not None else []
 
@@ -292,7 +292,7 @@ class Supervisor(TorchAgent):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Measure one phase of a recovery; the first start is none."""
+        """Measure one phase of a recovery. The first start of a job is not a recovery."""
         start = time.monotonic()
         yield
         if name == "stop" or self._handler.round > 1:

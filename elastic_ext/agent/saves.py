@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
@@ -183,7 +182,7 @@ class SaveOnDemand(Companion):
             self._thread.start()
 
     def _acknowledge(self) -> None:
-        store: Any = None
+        store = None
         while (number := self._acks.get()) is not None:
             try:
                 if store is None:

@@ -1,4 +1,4 @@
-"""From a verdict to the end of this agent: exit code, verdict file, Kubernetes' termination message, torch's failures."""
+"""From a verdict to the end of this agent: its exit code, the verdict file, the result that torch gets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from elastic_ext.rendezvous.handler import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-PLATFORM_S = 2.0  # for the platform to say why the agent was told to stop
+PLATFORM_S = 2.0  # for the platform to answer why the agent was told to stop
 
 
 class Verdicts:
-    """Makes the verdicts that need no judgement of a worker's failure, and carries out those that stop this agent.
+    """Makes the verdicts that follow from no worker's failure, and stops this agent because of any verdict.
 
-    Invariant: every verdict stands where schedulers look before the agent leaves, and the result is always FAILED.
+    Invariants: a verdict is published where schedulers look before the agent leaves; the result is FAILED.
     """
 
     def __init__(self, settings: Settings, handler: Rendezvous) -> None:
@@ -40,21 +40,21 @@ class Verdicts:
     # Verdicts of this node alone.
 
     def no_checkpoint_left(self, reason: str) -> JobVerdict:
-        """All checkpoints are bad, and beginning from nothing would lose the work."""
+        """Stop: all checkpoints are bad, and beginning from nothing would lose the work."""
         return self._own(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
 
     def host_exhausted(self, error: OSError) -> JobVerdict:
-        """This host lacks descriptors, processes, memory or room for files."""
+        """Stop: this host lacks descriptors, processes, memory or room for files. Another one may have them."""
         reason = f"this host lacks what the next round needs: {error}"
         return self._own(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
 
     def kernel_sleep(self) -> JobVerdict:
-        """A worker has slept in the kernel for too long."""
+        """Stop: a worker has slept in the kernel for too long."""
         reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
         return self._own(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
     def _own(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
-        """code: of the preset "design"."""
+        """code: in the preset "design"."""
         return self._about(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
     def _about(self, decision: Decision) -> JobVerdict:
@@ -63,30 +63,26 @@ class Verdicts:
     # The end of this agent.
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
-        """Return the result of the agent.
+        """Publish the verdict and return the result of the agent.
 
         Args:
             verdict: of the job.
-            decision: what this node does about it.
-            failures: torch's record of them, by global rank.
+            decision: of this node.
+            failures: torch's record of the failures, by global rank.
         """
         return RunResult(WorkerState.FAILED, failures=exits.Failures(failures, self._publish(verdict, decision)))
 
-    def stop_without_failure_here(self, verdict: JobVerdict) -> RunResult:
-        """The same for a verdict that no worker of this node is the reason of."""
-        return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
-
     def stop_undelivered(self, left: tuple[str, ...]) -> RunResult:
-        """Training is done, but these checkpoints are on this node only. Started again here, the agent copies them."""
+        """Training is done, but these checkpoints are on this node only. An agent that is started here again copies them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
         verdict = self._own(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
-        return self.stop_without_failure_here(verdict)
+        return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
 
     def publish_signal(self, error: SignalException, host: Host) -> None:
-        """A signal ends this agent. Who sent it, and so the exit code, is for the platform to say where it can."""
+        """A signal ends this agent. Ask the platform who sent it, which decides on the exit code; publish a verdict if it knows."""
         if exits.of_verdict() is not None:
-            return  # the job had ended before
+            return  # the job has ended already
         host.ask()
         platform = host.says(PLATFORM_S).platform
         diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))

@@ -102,14 +102,14 @@ def _process_failure(worker: FailedWorker) -> ProcessFailure:
         message = data["message"]
         failure.error_file = worker.error_file.path
         failure.error_file_data = data
-        failure.message = _fit(message)
+        failure.message = _safe_for_torch(message)
         failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
     elif worker.error_file.problem:
         failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
     return failure
 
 
-def _fit(message: Any) -> Any:
+def _safe_for_torch(message: Any) -> Any:
     """Make the message of an error file safe for torch, which prints the text, or the traceback in the dict."""
     if not isinstance(message, dict):
         return shown_lines(str(message))

@@ -80,7 +80,7 @@ class Verdicts:
         return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
 
     def publish_signal(self, error: SignalException, host: Host) -> None:
-        """A signal ends this agent. Ask the platform who sent it, which decides on the exit code; publish a verdict if it knows."""
+        """A signal ends this agent: ask the platform who sent it, which decides on the exit code; publish what it knows."""
         if exits.of_verdict() is not None:
             return  # the job has ended already
         host.ask()

@@ -4,7 +4,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-long chaos lint matrix bench clean
+.PHONY: demo test test-long chaos lint matrix bench reference clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
@@ -41,6 +41,9 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/node_loss.py
 	$(PY) benchmarks/steady_state.py
 	$(PY) benchmarks/code_bug_waste.py
+
+reference: $(READY) ## write the generated tables of elastic_ext/REFERENCE.md
+	$(PY) -m tests.reference
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

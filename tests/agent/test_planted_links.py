@@ -23,7 +23,7 @@ from elastic_ext.agent import exits
 exits.publish({"exit_code": 65}, sys.argv[1])
 """,
     "ledger": """
-from elastic_ext.job import Ledger
+from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.judging import LedgerFile
 LedgerFile(sys.argv[1], "job").write(Ledger())
 """,

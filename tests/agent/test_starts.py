@@ -249,11 +249,11 @@ def test_a_host_without_a_loopback(tmp_path):
 
 GUARD = """
 import os, resource, signal, subprocess, sys
-from elastic_ext.workers.guard import Guard
+from elastic_ext.workers.reaper.client import Reaper
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 few = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-guard = Guard(sys.argv[1], sys.argv[2])
+guard = Reaper(sys.argv[1], sys.argv[2])
 print("without", guard.pidfd, flush=True)
 guard.watch([1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (few + 20, hard))

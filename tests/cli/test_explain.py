@@ -224,7 +224,7 @@ def test_a_bad_file_is_told_with_its_name(tmp_path, text, said):
 
 
 def entry_point_rules():
-    return [GOOD, user_rules.UserRule("made", "code", user_rules.Verdict.STOP, signal="SIGHUP")]
+    return [GOOD, user_rules.UserRule("made", "code", user_rules.Response.STOP, signal="SIGHUP")]
 
 
 def broken_entry_point():

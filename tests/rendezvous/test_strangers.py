@@ -37,6 +37,7 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.c10d.backend import check
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 from elastic_ext.rendezvous.round_server import serve
+from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.rounds import Node, decode
 from tests.checkpoints.choice.test_resolution import exchange_of, save
 from tests.etcd_server import EtcdServer
@@ -256,11 +257,12 @@ def descendants(pid: int) -> list[int]:
 
 
 COMES_UP = """
-import fcntl, os
+import fcntl, os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
-print("up", os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
+sys.stdout.write(f"up {os.environ['MASTER_ADDR']} {os.environ['TORCHELASTIC_USE_AGENT_STORE']}\n")  # one write: two workers share it
+sys.stdout.flush()
 fcntl.flock(open("gate"), fcntl.LOCK_SH)
 dist.barrier()
 dist.destroy_process_group()
@@ -428,7 +430,7 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path, store):
 
 def test_through_the_store_of_the_rendezvous_nobody_waits_for_a_round_that_is_over(store):
     over: list[str] = []
-    exchange = exchange_of(store, 1, 2, lambda: over[0] if over else None)
+    exchange = exchange_of(store, 1, 2, lambda: RoundEnd(EndKind.BROKEN, over[0]) if over else None)
     answer = started(lambda: exchange.choice(LONG_S))
     over.append("node 0 is gone")
     with pytest.raises(RoundOver, match="node 0 is gone"):

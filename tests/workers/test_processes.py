@@ -180,10 +180,10 @@ def test_no_descriptor_is_left_open(start):
 
 AGENT = """
 import os, signal, subprocess, sys
-from elastic_ext.workers.guard import Guard
+from elastic_ext.workers.reaper.client import Reaper
 python = sys.executable
 sys.executable = os.environ.get("TEST_REAPER_PYTHON", python)
-guard = Guard(sys.argv[1], sys.argv[2])
+guard = Reaper(sys.argv[1], sys.argv[2])
 sys.executable = python
 code = "import subprocess, sys, signal; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], \
 start_new_session=True); print(p.pid, flush=True); signal.pause()"

@@ -358,7 +358,7 @@ def test_a_pin_holds_nothing_else(superfluous):
 
 HOLDER = """
 import sys
-from elastic_ext.checkpoints.pins import Pin
+from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 pin = Pin(open_storage(sys.argv[1]))
 if len(sys.argv) > 2:

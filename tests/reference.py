@@ -1,0 +1,80 @@
+"""The generated tables of elastic_ext/REFERENCE.md. `make reference` writes them; test_reference.py compares them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures import policy
+from elastic_ext.failures.rules import RULES
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from tests.jobs import ROOT
+
+PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
+
+TIERS = ("your own", "somebody asked for it", "hardware", "what the program said", "exit code or signal alone")
+
+EXIT_CODES = {
+    0: "the job is done",
+    policy.EX_FAILED: "the budget is spent, or nothing is known about the failure",
+    policy.EX_CODE: "a bug in the code or the data: do not retry",
+    policy.EX_NODE: "this node is bad: replace it",
+    policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is only in "
+    "this node's `local_dir`",
+    policy.EX_CONFIG: "wrong usage or configuration; nothing was started",
+    policy.EX_USER: "stopped by the user",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def settings() -> str:
+    def default(value: object) -> str:
+        return {"True": "on", "False": "off", "None": ""}.get(str(value), str(value))
+
+    rows = [(f"`{each.name}`", default(each.default), each.metadata["what"]) for each in dataclasses.fields(Settings)]
+    return table(("key", "default", "what"), rows)
+
+
+def rules() -> str:
+    rows = [(TIERS[rule.tier], f"`{rule.name}`", rule.kind, rule.verdict.value, rule.because) for rule in RULES]
+    return table(("tier", "rule", "kind", "answer", "because"), rows)
+
+
+def exit_codes() -> str:
+    presets = list(policy.EXIT_CODES)
+    rows = []
+    for code, what in EXIT_CODES.items():
+        shown = [str(policy.exit_code_for(code, preset)) if code else "0" for preset in presets]
+        rows.append((*shown, what))
+    return table((*(f"`{preset}`" for preset in presets), "meaning"), rows)
+
+
+def metrics() -> str:
+    """From an agent that has seen one of everything."""
+    rows = []
+    for family in AgentMetrics(version="", torch="", run_id="", progress=list[WorkerProgress]).describe():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = ", ".join(getattr(family, "_labelnames", ()))
+        rows.append((f"`{family.name}{suffix}`", family.type, labels, family.documentation))
+    return table(("name", "type", "labels", "what"), sorted(rows))
+
+
+TABLES = {"settings": settings, "rules": rules, "exit codes": exit_codes, "metrics": metrics}
+
+
+def generated(page: str) -> str:
+    """The page with its tables as the code has them now."""
+    for name, make in TABLES.items():
+        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
+        assert mark, f"{PAGE.name} has no place for the table of {name}"
+        page = f"{begin}{mark}{make()}{rest[rest.index('<!-- end -->') :]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(generated(PAGE.read_text()))

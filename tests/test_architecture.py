@@ -1,0 +1,99 @@
+"""Who may import whom, and that nothing imports in a circle. Imports for typing and inside functions count."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import elastic_ext
+
+PACKAGE = Path(elastic_ext.__file__).parent
+
+# A room may import those in its row, and itself. "." is what lies at the top: the version and the names for scripts.
+MAY_IMPORT = {
+    "base": "",
+    ".": "base",
+    "etcd": "base",
+    "observe": "base",
+    "failures": "base",
+    "workers": "base",
+    "training": "base workers",
+    "integrations": "training",  # old names, for one release
+    "checkpoints": "base training",
+    "rendezvous": "base etcd failures",
+    "agent": ". base checkpoints failures observe rendezvous workers",
+    "cli": ". base checkpoints etcd failures rendezvous workers",
+}
+
+# These need nothing but Python: they decide, and are tested in microseconds.
+PURE = (
+    *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
+    *("rendezvous/rounds.py", "workers/hangs/detector.py"),
+)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """By dotted name; a package is named by its folder."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = (".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths)
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of what a file imports, of this package as modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            assert node.module is not None
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules() else node.module for name in full)
+
+
+def room(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 2 or ((PACKAGE / parts[-1]).is_dir() and len(parts) == 2) else "."
+
+
+def test_rooms_import_one_way():
+    wrong = {
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in imported(path)
+        if other in modules() and room(other) != room(name) and room(other) not in MAY_IMPORT[room(name)].split()
+    }
+    assert not wrong
+
+
+def test_the_table_has_no_circle():
+    left = {name: set(row.split()) for name, row in MAY_IMPORT.items()}
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    assert not left
+
+
+def test_files_do_not_import_in_a_circle():
+    left = {name: {other for other in imported(path) if other in modules() and other != name} for name, path in modules().items()}
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    assert not left, "these import each other, or what does"
+
+
+def test_what_decides_is_pure():
+    for name in PURE:
+        outside = {other.partition(".")[0] for other in imported(PACKAGE / name)} - {"elastic_ext", "__future__"}
+        assert not outside & {"torch", "socket", "subprocess", "threading", "os", "time", "fsspec"}, name
+
+
+def test_torchs_private_names_are_used_in_one_file():
+    def private(path: Path) -> bool:
+        return any(
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("torch")
+            and any(alias.name.startswith("_") for alias in node.names)
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+
+    assert {name for name, path in modules().items() if private(path)} <= {"elastic_ext.base.torch_private"}

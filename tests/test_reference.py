@@ -1,0 +1,21 @@
+"""The generated tables of the reference are those of the code."""
+
+import pytest
+
+from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
+from tests import reference
+
+
+@pytest.mark.parametrize("name", reference.TABLES)
+def test_a_table_is_the_codes(name):
+    page = reference.PAGE.read_text()
+    shown = page.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0]
+    assert shown == reference.TABLES[name](), "make reference writes it"
+
+
+def test_every_exit_code_has_a_meaning():
+    assert {*reference.EXIT_CODES, 2, *(128 + code for code in reference.EXIT_CODES)} >= reference.policy.STOP_CODES
+
+
+def test_the_default_that_is_worked_out_is_the_one_that_is_told():
+    assert f"default {DEFAULT_STOP_GRACE:g}" in Settings.__dataclass_fields__["stop_grace"].metadata["what"]

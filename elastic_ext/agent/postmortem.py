@@ -31,7 +31,7 @@ class EndedRound:
         warm: workers whose processes were warm standbys.
         hung: workers that the others waited for.
         torch_failures: torch's record of a function's processes that failed, by global rank.
-        asked_to_end: the workers were stopped for another reason than their own: one that was asked to end has not failed.
+        asked_to_end: a worker that was asked to end counts as failed, however it ended: none has failed by itself.
     """
 
     node: str
@@ -66,7 +66,7 @@ def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_f
     if exit_ is None:
         return -signal.SIGKILL
     asked_to_end = ended.asked_to_end and exit_.asked_ns is not None
-    if (not exit_.failed or asked_to_end) and local_rank not in ended.hung:
+    if not exit_.failed and not asked_to_end and local_rank not in ended.hung:
         return None
     if exit_.exitcode is not None:
         return exit_.exitcode

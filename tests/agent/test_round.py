@@ -3,17 +3,22 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.postmortem import failed_workers
 from elastic_ext.agent.progress_rows import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
 from elastic_ext.agent.start import RoundStart
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
+from elastic_ext.failures.evidence import Platform
+from elastic_ext.failures.host import HostEvidence
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
@@ -100,6 +105,20 @@ def test_a_worker_that_dies_is_a_failure_and_its_evidence_stays_until_the_end(ma
     ended = running.ended("here", host, None, SimpleNamespace(state=None, failures={}))
     assert ended.workers.processes.exits[0].exitcode == -signal.SIGKILL
     assert (ended.node, ended.host, ended.warm, ended.asked_to_end) == ("here", host, {1}, False)
+    running.close()
+
+
+def test_workers_stopped_for_a_sleep_in_the_kernel_count_as_failed(make):
+    running = make([])
+    running.stop(5.0)
+    host = HostEvidence(None, (), Platform())
+    unhealthy = SimpleNamespace(state=WorkerState.UNHEALTHY, failures={})
+    ended = running.ended("here", host, SimpleNamespace(tail=lambda local_rank: ""), unhealthy)
+    assert [worker.rank for worker in failed_workers(ended, ())] == [6, 7]
+    well = {rank: replace(exit_, exitcode=0) for rank, exit_ in running.workers.processes.exits.items()}
+    running.workers.processes.exits.update(well)
+    assert [worker.exitcode for worker in failed_workers(ended, ())] == [0, 0]
+    assert failed_workers(replace(ended, asked_to_end=False), ()) == []
     running.close()
 
 

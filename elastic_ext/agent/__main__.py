@@ -1,6 +1,6 @@
-"""`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous by default. Takes every torchrun option."""
+"""`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous. Takes every torchrun option."""
 
-# No __future__: nothing is to be imported before sys.path is in order.
+# No __future__: nothing may be imported before sys.path is in order.
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
@@ -31,8 +31,8 @@ ALONE = "localhost:0"
 
 
 def parser() -> ArgumentParser:
-    """Torchrun's parser with our defaults; PET_* variables win over these, as they do over torchrun's."""
-    options = torchrun.get_args_parser()
+    """Return torchrun's parser with our defaults; PET_* variables win over these, as they do over torchrun's."""
+    options: ArgumentParser = torchrun.get_args_parser()
     options.prog = "python -m elastic_ext.agent"
     options.description = (
         "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine alone."
@@ -44,10 +44,10 @@ def parser() -> ArgumentParser:
 
 
 def settle(args: Namespace) -> Namespace:
-    """Translate what torchrun's own launcher would refuse or send elsewhere.
+    """Translate options that torchrun's own launcher would refuse or send elsewhere.
 
     Raises:
-        UsageError: no workers, or an option's value that cannot be.
+        UsageError: there are no workers to start, or an option has an impossible value.
     """
     if args.standalone:
         args.standalone = False
@@ -71,20 +71,20 @@ def settle(args: Namespace) -> Namespace:
 
 
 def _configure_logging() -> None:
-    """Ours from INFO on; other libraries as torch does it, from LOGLEVEL on (WARNING by default)."""
+    """Show our own log from INFO on, and that of other libraries, as torch does, from LOGLEVEL on (WARNING by default)."""
     level = os.environ.get("LOGLEVEL", "").upper()
     log_records.install()
     logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level=level or "WARNING")
     logging.getLogger("elastic_ext").setLevel(level or "INFO")
 
 
-@record
+@record  # type: ignore[untyped-decorator, unused-ignore]
 def _run(args: Namespace) -> None:
     torchrun.run(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a job; return the exit code of the command, see `policy` and `exits`; 78: wrong usage."""
+    """Run a job and return the exit code of the command: see `failures.policy` and `agent.exits`; 78 for wrong usage."""
     _configure_logging()
     with usage_errors_exit():
         args = settle(parser().parse_args(argv))

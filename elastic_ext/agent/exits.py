@@ -1,7 +1,9 @@
 """Exit codes that schedulers understand, and the verdict where they look for it, whoever started the agent.
 
-Torch turns whatever ends a job into exit code 1. Here an exception that leaves the process unhandled carries the code: torchrun
-needs no change for it, and a program that calls `elastic_launch` still gets its ChildFailedError.
+Torch turns every end of a job into exit code 1. Here the exception that ends the process carries the code: torchrun needs no
+change, and a program that calls `elastic_launch` still gets its ChildFailedError.
+
+The verdict file and Kubernetes' termination message hold the verdict of the job as JSON, as `failures.ledger` defines it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,28 +30,28 @@ from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_cod
 logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
-MOST_BYTES = 4096  # that Kubernetes keeps of it
-STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr stays, though it may lead to a file
+MOST_BYTES = 4096  # Kubernetes keeps no more of it
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr is never replaced, though it may lead to a file
 
 
 class Failures(dict[int, ProcessFailure]):
-    """What torch puts into its ChildFailedError as it is; knows with which code the process is to end."""
+    """Torch's failures with the exit code of the process. Torch hands them on in its ChildFailedError as they are."""
 
     def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
         super().__init__(failures)
         self.exit_code = exit_code
 
 
-# What ends a job without a verdict. A signal that the user gives by hand is theirs; any other comes from the platform.
-BY_HAND = (signal.SIGINT, signal.SIGQUIT)
+BY_HAND = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
+# Exceptions that end a job without a verdict.
 _CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
 _preset = "design"
-_code: int | None = None  # of a verdict that ends the job: it holds though a signal comes while the agent leaves
+_code: int | None = None  # of a verdict that ends the job; it stays although a signal arrives while the agent leaves
 
 
 def use(preset: str) -> None:
-    """From now on an unhandled exception of a job ends this process with the code of its cause. preset: of policy.EXIT_CODES."""
+    """Have an unhandled exception of a job end this process with the code of its cause. preset: of policy.EXIT_CODES."""
     global _preset, _code
     _preset, _code = preset, None
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
@@ -59,18 +60,18 @@ def use(preset: str) -> None:
 
 
 def decided(code: int | None) -> None:
-    """A verdict has ended the job with this code."""
+    """Note that a verdict has ended the job with this code."""
     global _code
     _code = code
 
 
 def of_verdict() -> int | None:
-    """What `decided` was told last; None: nothing."""
+    """Return the code of the verdict that has ended the job; None if there is none."""
     return _code
 
 
 def of(error: BaseException) -> int | None:
-    """The exit code of a process that this ends; None: it is not about a job."""
+    """Return the exit code of a process that this exception ends; None if it has nothing to do with a job."""
     if isinstance(error, ChildFailedError):
         return error.failures.exit_code if isinstance(error.failures, Failures) else None
     if isinstance(error, SignalException):
@@ -89,11 +90,11 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
     _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = of(error)
     if code is not None:
-        raise SystemExit(code)  # the interpreter takes it from here, too
+        raise SystemExit(code)  # the interpreter respects it here, too
 
 
-def tell(verdict: Mapping[str, Any], path: str | None) -> None:
-    """Write a verdict as JSON where schedulers look: `path`, and Kubernetes' termination message. Never raises."""
+def publish(verdict: Mapping[str, object], path: str | None) -> None:
+    """Write a verdict as JSON where schedulers look: to `path` and to Kubernetes' termination message. Never raises."""
     text = json.dumps(_redacted(verdict))
     if path:
         _write(Path(path), text + "\n", replace=True)
@@ -101,8 +102,8 @@ def tell(verdict: Mapping[str, Any], path: str | None) -> None:
         _write(Path(TERMINATION_LOG), text[:MOST_BYTES], replace=False)  # a mount: it cannot be replaced
 
 
-def _redacted(value: Any) -> Any:
-    """The texts of a JSON value one by one: what is masked must not take its quotes along."""
+def _redacted(value: object) -> object:
+    """Redact the texts of a JSON value one by one, so that a mask never swallows a quote."""
     if isinstance(value, Mapping):
         return {name: _redacted(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -111,7 +112,7 @@ def _redacted(value: Any) -> Any:
 
 
 def _write(path: Path, text: str, replace: bool) -> None:
-    """replace: put a new file in the place of what is there, but for a pipe or a device."""
+    """replace: put a new file in the place of the old one, unless that is a pipe or a device."""
     try:
         stream = path.parent in STREAMS
         if replace and not stream and (path.is_file() or not path.exists()):
@@ -121,7 +122,7 @@ def _write(path: Path, text: str, replace: bool) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if replace else os.O_TRUNC))
         with open(descriptor, "w", encoding="utf-8") as file:
             if replace and not stream and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError("somebody has put a link to a file there")
+                raise OSError("it has become a link to a file")
             file.write(text)
-    except (OSError, ValueError) as error:  # ValueError: no name of a file
+    except (OSError, ValueError) as error:  # ValueError: not a file name
         logger.warning("the verdict could not be written to %s: %s", path, error)

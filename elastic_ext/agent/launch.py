@@ -1,4 +1,4 @@
-"""From what the user asked to run to what the agent starts: checked first, then put behind the bootstrap."""
+"""Checks what the user asked to run, and puts it behind the bootstrap."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
 IN_MEMORY = "/dev/shm"
-FILES, FILES_PER_WORKER = 16, 8  # that the agent makes in its private directory, at most
-# Files that an agent opens beside those that it has before its run; measured on one node, with some to spare. A worker: its
-# pidfd and two connections to the store of the round. The extras: warm standbys, and the pipes of stderr with what they keep.
+FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory
+# Descriptors that an agent opens during its run; measured on one node, with some to spare. Per worker: its pidfd and two
+# connections to the store of the round. Extras: warm standbys, the pipes of stderr and the memory that keeps their ends.
 DESCRIPTORS, DESCRIPTORS_PER_WORKER = 24, 3
 EXTRAS, EXTRAS_PER_WORKER = 16, 5
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -50,7 +50,7 @@ class PythonProgram:
 
 
 def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> PythonProgram | None:
-    """Return the Python program behind a command line; None for functions, other programs and options that we do not know."""
+    """Return the Python program of a command line; None for functions, other programs, and interpreter options unknown here."""
     if not isinstance(entrypoint, str) or not (entrypoint == sys.executable or _PYTHON.fullmatch(os.path.basename(entrypoint))):
         return None
     rest = list(args)
@@ -66,10 +66,10 @@ def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[A
 
 
 def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
-    """Return the spec that the agent runs.
+    """Return the spec that the agent runs: with our budget, and behind the bootstrap.
 
     Raises:
-        UsageError: the script or the command is not there, or the checkpoint directory cannot be one.
+        UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
     """
     if settings.checkpoint_dir:
         _check_checkpoint_dir(settings.checkpoint_dir, settings.checkpoint_pattern)
@@ -87,14 +87,19 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     return spec
 
 
+def max_restarts(spec: WorkerSpec, settings: Settings) -> int:
+    """Return the job's budget of restarts; NO_LIMIT if it has no limit. spec: a prepared one."""
+    return int(spec.max_restarts) if settings.max_restarts is None else settings.max_restarts
+
+
 def has_bootstrap(spec: WorkerSpec) -> bool:
-    """Whether the workers of a prepared spec run through the bootstrap."""
+    """Whether the workers run through the bootstrap. spec: a prepared one."""
     program = python_program(spec.entrypoint, spec.args)
     return program is not None and program.program == BOOTSTRAP
 
 
 def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
-    """What warm standbys of a prepared spec stand by for, or why there are none. token: of the agent."""
+    """Return what warm standbys are needed for, or the reason why there are none. spec: a prepared one. token: of the agent."""
     if not settings.standby or not settings.bootstrap:
         return "off"
     program = python_program(spec.entrypoint, spec.args)
@@ -113,10 +118,10 @@ def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | 
 
 
 def make_run_dir(workers: int) -> str:
-    """Make the agent's private directory: in memory where that has room for the files of so many workers, else on disk.
+    """Make the agent's private directory: in memory if that has room for the files of this many workers, else on disk.
 
     Raises:
-        UsageError: it can be made nowhere.
+        UsageError: there is room nowhere.
     """
     troubles = []
     for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
@@ -138,14 +143,18 @@ def _files(workers: int) -> int:
 
 
 def _check_room(directory: str, workers: int) -> None:
-    """Raises OSError. A file system that does not count its inodes has as many as it needs."""
+    """Raise OSError if there is no room. A file system that does not count its inodes has as many as it needs."""
     room = os.statvfs(directory)
     if room.f_files and room.f_favail < _files(workers):
         raise OSError(errno.ENOSPC, f"{room.f_favail} free inodes, {_files(workers)} needed")
 
 
 def extras_fit(workers: int, left: int) -> bool:
-    """Whether there are descriptors for warm standbys and the tails of stderr too. left: how many more files may be opened.
+    """Whether there are descriptors for warm standbys and the tails of stderr, too.
+
+    Args:
+        workers: of this agent.
+        left: how many more files it may open.
 
     Raises:
         UsageError: there are too few for the workers themselves.
@@ -160,12 +169,12 @@ def extras_fit(workers: int, left: int) -> bool:
 
 
 def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a worker, which inherits what it is not given."""
+    """Return the variables that hide secrets from a worker, which inherits every variable that it is not given."""
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
 def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
-    """What the agent says of itself at the start of a run, in one line. metrics: where they are served; None: nowhere."""
+    """Return the line with which the agent introduces itself. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "resumes from nothing: no checkpoint_dir is set"
     elif resumed.path:
@@ -181,8 +190,8 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:
     try:
         discovery.newest_complete(directory, discovery.Wanted(pattern=pattern))
-    except OSError as error:  # the storage does not answer now; before the first round it must
-        logger.warning("checkpoint_dir %s cannot be looked at now: %s", directory, error)
+    except OSError as error:  # the storage does not answer now; it must before the first round
+        logger.warning("checkpoint_dir %s cannot be listed now: %s", directory, error)
 
 
 def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
@@ -191,7 +200,7 @@ def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
 
 
 def _check_script(program: PythonProgram) -> None:
-    # A module is looked up by the worker, whose sys.path is not the agent's; "${...}" is one of torch's macros.
+    # The worker looks up a module, with a sys.path of its own; "${...}" is one of torch's macros.
     if program.is_module or "${" in program.program:
         return
     if not os.path.exists(program.program):

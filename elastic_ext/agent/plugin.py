@@ -1,6 +1,6 @@
 """The seam to stock torchrun: entry points of the group `torchrun.handlers`.
 
-Torch calls each entry point in every torchrun of the machine while it is importing its own rendezvous package, selected or not:
+Torch calls each entry point in every torchrun on the machine, selected or not, while it imports its own rendezvous package. So
 nothing here may import torch, or anything slow, before a creator is called.
 """
 
@@ -16,6 +16,10 @@ from elastic_ext.base.errors import usage_errors_exit
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
+    from elastic_ext.base.settings import Settings
+
+    Handler = Callable[[RendezvousParameters, Settings], RendezvousHandler]
+
 
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Entry point of `--rdzv-backend=ext_c10d`."""
@@ -28,26 +32,33 @@ def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the rendezvous on etcd and have torch's launcher construct our agent for it."""
-    log_records.install()
-    with usage_errors_exit():
-        from elastic_ext.agent.supervisor import Supervisor
-        from elastic_ext.base import settings, torch_private
+    """Create the rendezvous on etcd, and have torch's launcher construct our agent for it."""
+
+    def handler_class() -> Handler:
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
-        handler = EtcdRendezvous(params, settings.read(params.config, os.environ))
-        torch_private.arm(Supervisor, handler)
-        return handler
+        return EtcdRendezvous
+
+    return _create(params, handler_class)
 
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the embedded rendezvous and have torch's launcher construct our agent for it."""
+    """Create the embedded rendezvous, and have torch's launcher construct our agent for it."""
+
+    def handler_class() -> Handler:
+        from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+
+        return EmbeddedRendezvous
+
+    return _create(params, handler_class)
+
+
+def _create(params: RendezvousParameters, handler_class: Callable[[], Handler]) -> RendezvousHandler:
     log_records.install()
     with usage_errors_exit():
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import settings, torch_private
-        from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 
-        handler = EmbeddedRendezvous(params, settings.read(params.config, os.environ))
+        handler = handler_class()(params, settings.read(params.config, os.environ))
         torch_private.arm(Supervisor, handler)
         return handler

@@ -1,14 +1,15 @@
-"""What became of the workers of a round that has failed: the evidence of each, and what it means taken alone."""
+"""After a round has failed: the evidence of each worker of this node, and what it means by itself."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
@@ -16,56 +17,42 @@ from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.processes import Exit
-from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.stderr.tails import StderrTails
 
 
 @dataclass(frozen=True)
-class Round:
-    """The workers of one node, all ended, by local rank.
+class EndedRound:
+    """The workers of one node, all ended. Mappings and collections are by local rank, unless said otherwise.
 
     Attributes:
         node: the name of this host.
-        ranks: the workers' global ranks.
-        exits: of those that have been seen to end.
-        warm: those whose processes were warm standbys.
-        hung: those that the others waited for.
-        torch_failures: what torch saw fail of a function's processes, by global rank.
-        all_asked: who was asked to end has not failed.
+        host: what this host says about the time of the round.
+        stderr: the last of what the workers wrote there.
+        warm: workers whose processes were warm standbys.
+        hung: workers that the others waited for.
+        torch_failures: torch's record of a function's processes that failed, by global rank.
+        asked_to_end: a worker that was asked to end counts as failed, however it ended: none has failed by itself.
     """
 
     node: str
     host: HostEvidence
-    pids: Mapping[int, int]
-    ranks: Mapping[int, int]
-    exits: Mapping[int, Exit]
-    error_files: Mapping[int, str]
+    workers: LocalWorkers
     stderr: StderrTails
-    board: ProgressTable | None = None
-    warm: Collection[int] = ()
-    hung: Mapping[int, Stuck] = field(default_factory=dict)
-    torch_failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
-    all_asked: bool = False
+    warm: Collection[int]
+    hung: Mapping[int, Stuck]
+    torch_failures: Mapping[int, ProcessFailure]
+    asked_to_end: bool
 
 
-def failed_workers(ended: Round, rules: Sequence[UserRule]) -> list[FailedWorker]:
-    """Every worker that did not end well, judged one by one."""
+def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedWorker]:
+    """Judge each worker that did not end well, one by one."""
     failed = []
-    for local_rank, pid in ended.pids.items():
-        exit_ = ended.exits.get(local_rank)
-        asked_to_end = ended.all_asked and exit_ is not None and exit_.asked_ns is not None
-        if exit_ is not None and not exit_.failed and not asked_to_end and local_rank not in ended.hung:
+    for local_rank, pid in ended.workers.processes.pids.items():
+        exit_ = ended.workers.processes.exits.get(local_rank)
+        error_file = read_error_file(ended.workers.error_files.get(local_rank, ""))
+        exitcode = _failed_with(ended, local_rank, exit_, error_file)
+        if exitcode is None:
             continue
-        rank = ended.ranks[local_rank]
-        exitcode = exit_.exitcode if exit_ is not None else -signal.SIGKILL
-        error_file = read_error_file(ended.error_files.get(local_rank, ""))
-        if exitcode is None:  # a function's process that torch or its forkserver has reaped: torch tells of one that failed
-            if rank in ended.torch_failures:
-                exitcode = ended.torch_failures[rank].exitcode
-            elif error_file.data is not None:
-                exitcode = 1
-            else:
-                continue
         if local_rank in ended.hung:
             evidence = _of_hang(ended, local_rank)
         else:
@@ -74,38 +61,55 @@ def failed_workers(ended: Round, rules: Sequence[UserRule]) -> list[FailedWorker
     return failed
 
 
+def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_file: ErrorFile) -> int | None:
+    """The exit code of a worker that failed; None if it did not."""
+    if exit_ is None:
+        return -signal.SIGKILL
+    asked_to_end = ended.asked_to_end and exit_.asked_ns is not None
+    if not exit_.failed and not asked_to_end and local_rank not in ended.hung:
+        return None
+    if exit_.exitcode is not None:
+        return exit_.exitcode
+    # A function's process that torch or its forkserver has reaped: torch tells of one that failed.
+    failure = ended.torch_failures.get(ended.workers.ranks[local_rank])
+    if failure is not None:
+        return int(failure.exitcode)
+    return 1 if error_file.data is not None else None
+
+
 def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
-    """The worker that explains the failure here, and the others."""
+    """Return the worker that explains the failure on this node, and the others."""
     diagnosis = root_cause([worker.diagnosis for worker in failed])
     cause = next(worker for worker in failed if worker.diagnosis.evidence is diagnosis.evidence)
     return cause, [worker for worker in failed if worker is not cause]
 
 
-def failed_by_itself(exits: Mapping[int, Exit], error_files: Mapping[int, str]) -> bool:
-    """Whether one of the workers that were told to end had failed before that.
+def failed_by_itself(workers: LocalWorkers) -> bool:
+    """Whether one of the workers that were told to end had failed before.
 
-    A worker closes its connections while it ends of an exception: so the others can fail of it, and break the round, before
-    its process is gone. What they fail of must not hide what it failed of.
+    A worker that ends with an exception closes its connections, so the others can fail because of it, and break the round, before
+    its process is gone. Their failures must not hide its own.
     """
     return any(
         exit_.exitcode is not None
         and exit_.failed
-        and not exit_.was_asked(read_error_file(error_files.get(local_rank, "")).raised_ns)
-        for local_rank, exit_ in exits.items()
+        and not exit_.was_asked(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
+        for local_rank, exit_ in workers.processes.exits.items()
     )
 
 
-def _of_exit(ended: Round, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:
+def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | None, error_file: ErrorFile) -> Evidence:
     code, signal_name = exit_status(exitcode)
     host = ended.host
-    progress = ended.board.read(local_rank) if ended.board else None
+    table = ended.workers.progress
+    progress = table.read(local_rank) if table is not None else None
     return Evidence(
-        rank=ended.ranks[local_rank],
+        rank=ended.workers.ranks[local_rank],
         exit_code=code,
         signal=signal_name,
         exception=error_file.exception,
         stderr_tail=ended.stderr.tail(local_rank) or "",
-        # The count is of a whole group: it says nothing of a worker that ended otherwise.
+        # The count is of a whole memory group: it says nothing about a worker that ended in another way.
         oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
         xids=host.xids,
         gpu_recovery=host.gpu_recovery,
@@ -119,8 +123,8 @@ def _of_exit(ended: Round, local_rank: int, exitcode: int, exit_: Exit | None, e
     )
 
 
-def _of_hang(ended: Round, local_rank: int) -> Evidence:
-    """How it ended is how we ended it, and says nothing."""
+def _of_hang(ended: EndedRound, local_rank: int) -> Evidence:
+    """Leave out how it ended: this agent ended it."""
     hung = ended.hung[local_rank]
     return Evidence(
         rank=hung.rank,

@@ -1,4 +1,4 @@
-"""What the user and torch are told of a failure: the cause first, its traceback once."""
+"""A failure as the user reads it and as torch records it: the cause first, its traceback once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ext.failures.policy import Action, Decision
 
 @dataclass(frozen=True)
 class FailedWorker:
-    """One worker that failed, with all that is known of it. exitcode as subprocess has it."""
+    """One worker that failed. exitcode: as in subprocess, minus the number of the signal that killed it."""
 
     local_rank: int
     pid: int
@@ -27,13 +27,20 @@ class FailedWorker:
 
     @property
     def rank(self) -> int:
+        """Its global rank."""
         return self.diagnosis.evidence.rank
 
 
 def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
-    """The text for the log, decision and cause first. On a stop the traceback is left to torch's own text, which comes last.
+    """Return the text for the log, decision and cause first.
 
-    verdict: of the job. decision: what this node, `node`, does about it.
+    On a stop, the traceback is left to torch's own text, which comes last.
+
+    Args:
+        cause, others: the workers that failed on this node.
+        verdict: of the job.
+        decision: of this node.
+        node: id of this node.
     """
     lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
     if decision.action is Action.STOP and decision.exit_code is not None:
@@ -54,7 +61,7 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdi
 
 
 def from_elsewhere(verdict: JobVerdict) -> str:
-    """The text for the log of a node on which nothing has failed."""
+    """Return the text for the log of a node on which nothing has failed."""
     decision = verdict.decision
     return shown(
         f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
@@ -63,7 +70,7 @@ def from_elsewhere(verdict: JobVerdict) -> str:
 
 
 def failure_elsewhere(verdict: JobVerdict) -> dict[int, ProcessFailure]:
-    """Torch's record of a failure that was on another node; it needs one to say that the job has failed."""
+    """Return torch's record of a failure on another node: torch needs one to say that the job has failed."""
     failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
     failure.error_file_data = dict(failure.error_file_data)
     failure.message = shown(f"on {verdict.host}: {verdict.decision.reason}")
@@ -71,9 +78,9 @@ def failure_elsewhere(verdict: JobVerdict) -> dict[int, ProcessFailure]:
 
 
 def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:
-    """Torch's record of the failures, by global rank.
+    """Return torch's record of the failures, by global rank.
 
-    Torch takes the earliest timestamp for the root cause and, among equal ones, the first entry: the cause gets both.
+    Torch takes the failure with the earliest timestamp for the root cause, and the first one among equals: the cause is both.
     """
     first = _process_failure(cause)
     failures = {cause.rank: first}
@@ -88,22 +95,22 @@ def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dic
 
 def _process_failure(worker: FailedWorker) -> ProcessFailure:
     failure = ProcessFailure(local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.exitcode, error_file="")
-    # Without a file torch gives every failure the same dict, and writes into it.
+    # For all failures without a file, torch has one and the same dict, and writes into it.
     failure.error_file_data = dict(failure.error_file_data)
     data = worker.error_file.data
     if data is not None:
         message = data["message"]
         failure.error_file = worker.error_file.path
         failure.error_file_data = data
-        failure.message = _fit(message)
+        failure.message = _safe_for_torch(message)
         failure.timestamp = int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
     elif worker.error_file.problem:
         failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
     return failure
 
 
-def _fit(message: Any) -> Any:
-    """The message of an error file for torch, which prints and indents it: a text, or a dict whose traceback is printed."""
+def _safe_for_torch(message: Any) -> Any:
+    """Make the message of an error file safe for torch, which prints the text, or the traceback in the dict."""
     if not isinstance(message, dict):
         return shown_lines(str(message))
     extra = message["extraInfo"]

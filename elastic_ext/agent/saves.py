@@ -1,42 +1,51 @@
-"""Saves on demand, the agent's side: is there time for one before this agent must be gone, and is it done?
+"""Saves on demand, the agent's side: is there time for one before this agent must be gone, and what became of it?
 
-`plan` decides over plain values; `SaveOnDemand` shows a request to the workers of this node and tells the other agents so.
+`plan` decides over plain values. `SaveOnDemand` shows a request to the workers of this node and tells the other agents so,
+through the store of the round: each agent adds 1 to `save/NUMBER/acks`, and the last one sets `save/NUMBER/go`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum
 
+from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
-from elastic_ext.failures.sources import slurm
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.failures.sources import deletion_grace_s, slurm
+from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.progress import Progress, ProgressTable
+from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
 STEPS_TO_AGREE = 3  # a request is seen after one step at most, agreed for the next, and one is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
+END_S = 1.0  # for the thread that acknowledges requests to end
 
 
 @dataclass(frozen=True)
 class Plan:
-    """wait_s: how long to wait for the save; 0: none is asked for. reason: why, for people."""
+    """Whether to ask for a checkpoint. wait_s: how long to wait for it; 0: do not ask. reason: for people."""
 
     wait_s: float
     reason: str
 
 
 def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
-    """Whether to ask for a checkpoint before the workers are stopped.
+    """Decide whether to ask for a checkpoint before the workers are stopped.
 
     Args:
-        grace_s: until this agent is killed.
-        stop_s: that stopping the workers may take of it.
-        workers: of this node.
+        grace_s: seconds until this agent is killed.
+        stop_s: seconds of these that stopping the workers may take.
+        workers: progress of the workers of this node.
     """
     if not workers or not all(worker.asks_for_saves for worker in workers):
         return Plan(0.0, "the training script does not ask for saves on demand")
@@ -50,24 +59,24 @@ def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
 
 
 def _step_s(worker: Progress) -> float:
-    """Mean time of an optimizer step; 0 where it is not known."""
+    """Mean seconds of an optimizer step; 0 if unknown."""
     return (worker.last_step_ns - worker.first_step_ns) / 1e9 / (worker.steps - 1) if worker.steps > 1 else 0.0
 
 
 def grace_s(
     platform_grace_s: float | None, pod_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float
 ) -> float:
-    """Seconds until this agent, which was told to leave, is killed: the least of what is known.
+    """Return the seconds until this agent, which was told to leave, is killed: the least of all known times.
 
-    A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed in the middle
-    is lost.
+    A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed halfway is
+    lost.
 
     Args:
         platform_grace_s: the setting.
-        pod_grace_s: what Kubernetes says of the pod that it deletes.
-        shutdown_timeout_s: torchrun's `--shutdown-timeout`: what users give for a clean end where neither of these is known.
-        environ: Slurm tells there when the job ends; it may kill it before that, so this only shortens the time.
-        now: Unix time; this host's clock is compared with Slurm's, which runs the job here.
+        pod_grace_s: the grace that Kubernetes gives the pod that it deletes.
+        shutdown_timeout_s: torchrun's `--shutdown-timeout`, which users set for a clean end; for want of the other two.
+        environ: Slurm says there when the job ends. It may kill the job earlier, so this only shortens the time.
+        now: Unix time. This host's clock is compared with Slurm's, which runs the job here.
     """
     end = slurm.read_environment(environ).end_time
     known = [seconds for seconds in (platform_grace_s, pod_grace_s) if seconds is not None] or [shutdown_timeout_s]
@@ -76,74 +85,123 @@ def grace_s(
     return min(known)
 
 
-class Job(Protocol):
-    """What is used of the rendezvous handler."""
-
-    @property
-    def save_wanted(self) -> int: ...
-    def saved(self, number: int, step: int) -> None: ...
+def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
+    """Ask the platform, and return what `grace_s` makes of it."""
+    pod_grace_s = deletion_grace_s(os.environ, settings.pod_file, settings.pod_api)
+    return grace_s(settings.platform_grace, pod_grace_s, shutdown_timeout_s, os.environ, time.time())
 
 
-class SaveOnDemand:
-    """One round's requests. Invariants: a request is in the words of all workers of a node before that node has said so; each
-    node says so of each number, those that it has never seen because a greater one came at once, too.
+class SaveResult(Enum):
+    """What became of a save on demand."""
+
+    SAVED = "saved"
+    FAILED = "failed"
+
+
+class SaveOnDemand(Companion):
+    """The saves on demand of one round.
+
+    Invariants: a request stands in the progress slots of all workers of a node before that node acknowledges it; each node
+    acknowledges every number, also one that it has never seen because a greater one came at once.
     """
 
-    def __init__(self, board: ProgressTable, workers: int, nodes: int, store_at: tuple[str, int]) -> None:
-        """workers: of this node. nodes: of the round. store_at: host and port of its store."""
-        self._board, self._workers, self._nodes, self._store_at = board, workers, nodes, store_at
-        self._shown = 0
-        self._kept = 0  # the last one that this node has told the job of
-        self._to_say: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    def __init__(self, job: Rendezvous, progress: ProgressTable, nodes: int, store_at: tuple[str, int]) -> None:
+        """nodes: of the round. store_at: host and port of its store."""
+        self._job, self._progress, self._nodes, self._store_at = job, progress, nodes, store_at
+        self._shown = 0  # the last number in the workers' slots
+        self._reported = 0  # the last number that this node has told the job to be saved
+        self._acks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def look(self, job: Job) -> str | None:
-        """Pass on what the job wants, and tell it what came of it; as `over`."""
-        wanted = job.save_wanted
+    def look(self, workers: LocalWorkers) -> None:
+        self.update(workers)
+
+    def update(self, workers: LocalWorkers) -> SaveResult | None:
+        """Show the workers the job's last request, and tell the job once it is saved. Returns at once; None: not known yet."""
+        wanted = self._job.save_wanted
         if not wanted:
             return None
-        self.show(wanted)
-        over = self.over(wanted)
-        if over == "kept" and self._kept != wanted:
-            self._kept = wanted
-            job.saved(wanted, max(word.saved_step or 0 for word in self._board.read_all()))
-        return over
+        self._show(wanted, workers)
+        result = self._result(wanted)
+        if result is SaveResult.SAVED and self._reported != wanted:
+            self._reported = wanted
+            self._job.saved(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
+        return result
 
-    def show(self, number: int) -> None:
-        """A save with this number is wanted; the same may be said again and again. Returns at once."""
+    def save_before_leaving(
+        self, signal_name: str, grace_s: float, stop_s: float, workers: LocalWorkers, wakeup: Wakeup, wake_pipe: WakePipe
+    ) -> float | None:
+        """The platform takes this node away: have the job save a checkpoint if there is time, and wait for it.
+
+        The end of the round ends the wait, and so does another signal, by its exception.
+
+        Args:
+            signal_name: of the signal to this agent.
+            grace_s: seconds until this agent is killed.
+            stop_s: seconds of these that stopping the workers may take.
+            wakeup, wake_pipe: readable when the job or a worker of this node has something to say.
+
+        Returns the seconds waited; None if the job was not asked.
+        """
+        processes = workers.processes
+        if processes.stopped or processes.failed or not processes.running:
+            return None
+        asked = plan(grace_s, stop_s, workers.read_progress())
+        if asked.wait_s <= 0:
+            logger.info("%s: the job is not asked for a checkpoint: %s", signal_name, asked.reason)
+            return None
+        logger.warning("%s: the job is asked for a checkpoint: %s", signal_name, asked.reason)
+        begin = time.monotonic()
+        before = self._job.save_wanted
+        self._job.request_save(f"{signal_name} on {self._job.host}")
+        outcome = None
+        while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:
+            if processes.failed or not processes.running or self._job.round_over() is not None:
+                outcome = "the round has ended"
+            elif self._job.save_wanted > before and (result := self.update(workers)) is not None:
+                outcome = result.value
+            if outcome is None:
+                processes.wait(left_s, wakeup, wake_pipe)
+                wakeup.clear()
+                wake_pipe.clear()
+        took_s = time.monotonic() - begin
+        logger.warning("checkpoint before leaving: %s after %.2g s", outcome or "not finished", took_s)
+        return took_s
+
+    def _show(self, number: int, workers: LocalWorkers) -> None:
         if number <= self._shown:
             return
-        for slot in range(self._workers):
-            self._board.want_save(slot, number)
-        logger.info("a save on demand is wanted (number %s of this round)", number)
+        for local_rank in workers.ranks:
+            self._progress.want_save(local_rank, number)
+        logger.info("a checkpoint has been requested (save on demand %s of this round)", number)
         for each in range(self._shown + 1, number + 1):
-            self._to_say.put(each)
+            self._acks.put(each)
         self._shown = number
         if self._thread is None:  # a store that hangs must hold up nobody
-            self._thread = threading.Thread(target=self._say, name="elastic_ext-save", daemon=True)
+            self._thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
             self._thread.start()
 
-    def _say(self) -> None:
-        store: Any = None
-        while (number := self._to_say.get()) is not None:
+    def _acknowledge(self) -> None:
+        store = None
+        while (number := self._acks.get()) is not None:
             try:
                 if store is None:
                     store = round_store.connect(*self._store_at)
                 if store.add(round_store.save_acks(number), 1) == self._nodes:
                     store.set(round_store.save_go(number), "1")
             except (RuntimeError, ValueError) as error:
-                logger.warning("no save on demand, the store of the round does not answer: %s", error)
+                logger.warning("no save on demand: the store of the round does not answer: %s", error)
                 return
 
-    def over(self, number: int) -> str | None:
-        """What became of it: "kept" or "failed" as soon as one worker here says so; None: not yet known."""
-        words = self._board.read_all()
-        if any(word.save_kept >= number for word in words):
-            return "kept"
-        return "failed" if any(word.save_failed >= number for word in words) else None
+    def _result(self, number: int) -> SaveResult | None:
+        """One worker of this node is enough to know: all ranks save or fail together."""
+        workers = self._progress.read_all()
+        if any(progress.save_kept >= number for progress in workers):
+            return SaveResult.SAVED
+        return SaveResult.FAILED if any(progress.save_failed >= number for progress in workers) else None
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """A thread that came back from torch's C++ code while the process ends would abort it: wait for it."""
-        self._to_say.put(None)
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        # A thread that came back from torch's C++ code while the process ends would abort it.
+        self._acks.put(None)
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(END_S)

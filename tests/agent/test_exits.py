@@ -15,21 +15,21 @@ NO_ROOM = """
 import resource, sys
 from elastic_ext.agent import exits
 resource.setrlimit(resource.RLIMIT_FSIZE, (3, 3))  # as a full disk does: the file is there, the bytes are not taken
-exits.tell({"a": 1}, sys.argv[1])
+exits.publish({"a": 1}, sys.argv[1])
 """
 
 
 def test_the_verdict_file_is_replaced(tmp_path):
     path = tmp_path / "verdict"
     path.write_text("old")
-    exits.tell({"a": 1}, str(path))
+    exits.publish({"a": 1}, str(path))
     assert json.loads(path.read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["verdict"]
 
 
 def test_a_verdict_holds_no_credentials_and_stays_json(tmp_path):
     reason = 's3://key:a/secret@bucket/x: "no", \'x://a?token=abc"d'
-    exits.tell(
+    exits.publish(
         {"reason": reason, "paths": ["https://h/a?sig=abc", "me@host", "a:b@host", "x\na:b@host"]}, str(tmp_path / "verdict")
     )
     told = {
@@ -44,7 +44,7 @@ def test_a_stream_that_leads_to_a_file_stays_one(tmp_path):
     """As /dev/stderr of a job whose output goes to a file."""
     # What is imported may need the files of the usual /dev: torch opens /dev/urandom on some processors.
     mounted = "mount -t tmpfs dev /dev && ln -s /proc/self/fd/2 /dev/stderr"
-    code = f"import os; from elastic_ext.agent import exits; os.system('{mounted}'); exits.tell(dict(a=1), '/dev/stderr')"
+    code = f"import os; from elastic_ext.agent import exits; os.system('{mounted}'); exits.publish(dict(a=1), '/dev/stderr')"
     shell = f'{sys.executable} -c "{code}" && ls -l /dev'
     with open(tmp_path / "err", "w") as file:
         command = ["unshare", "--mount", "bash", "-c", shell]
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
 def test_a_path_that_is_no_file_ends_no_agent(tmp_path, path, caplog):
     """A pipe without a reader would block for ever; a device must not be replaced by a file."""
     os.mkfifo(tmp_path / "pipe")
-    exits.tell({"a": 1}, path.format(tmp_path))
+    exits.publish({"a": 1}, path.format(tmp_path))
     assert "could not be written" in caplog.text
     assert os.listdir(tmp_path) == ["pipe"]
 
@@ -76,7 +76,7 @@ def test_a_pipe_and_a_device_are_written_to(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    exits.tell({"a": 1}, str(tmp_path / "link"))
+    exits.publish({"a": 1}, str(tmp_path / "link"))
     assert json.loads(os.read(reader, 4096)) == {"a": 1}
     os.close(reader)
     assert (tmp_path / "link").is_symlink()

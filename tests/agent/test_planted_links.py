@@ -20,7 +20,7 @@ TEXT = "what must not be lost"
 WRITERS = {
     "exits": """
 from elastic_ext.agent import exits
-exits.tell({"exit_code": 65}, sys.argv[1])
+exits.publish({"exit_code": 65}, sys.argv[1])
 """,
     "ledger": """
 from elastic_ext.failures.ledger import Ledger
@@ -94,7 +94,7 @@ import logging, sys
 from elastic_ext.agent import exits
 import os
 os.setgid({NOBODY}), os.setuid({NOBODY})
-exits.tell({{"exit_code": 65}}, sys.argv[1])
+exits.publish({{"exit_code": 65}}, sys.argv[1])
 """
     done = subprocess.run([sys.executable, "-c", code, shared / "told"], check=True, capture_output=True, text=True, timeout=60)
     assert "could not be written" in done.stderr

@@ -121,13 +121,13 @@ def test_told_to_leave_a_node_saves_first(tmp_path, workers):
     saved = steps_saved(tmp_path, 0, workers)
     assert len(saved[0]) == 1
     assert all(each == saved[0] for each in saved)
-    assert "the checkpoint before leaving: kept" in done.err
+    assert "checkpoint before leaving: saved" in done.err
 
 
 @pytest.mark.long("slow")
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("deaf", "does not ask for saves on demand"), ("slow", "the checkpoint before leaving: not there yet")],
+    [("deaf", "does not ask for saves on demand"), ("slow", "checkpoint before leaving: not finished")],
 )
 def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
     conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=1.2", "--shutdown-timeout=1"]

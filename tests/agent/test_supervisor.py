@@ -242,7 +242,7 @@ def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
     job = run(["unshare", "-m", "sh", "-c", shell], tmp_path)
     assert job.returncode == 0, job.all
     assert job.out.count("ran") == 2
-    assert "no room for the progress words in /dev/shm" in job.err
+    assert "no room for the progress table in /dev/shm" in job.err
 
 
 def test_restart_counts_grow_and_log_directories_are_kept(tmp_path):

@@ -185,7 +185,7 @@ def test_told_to_leave_no_step_is_lost(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
         done = running.finish()
     assert done.returncode == 75, done.err
-    assert "the checkpoint before leaving: kept" in done.err
+    assert "checkpoint before leaving: saved" in done.err
     first = Output(75, done.out, done.err)
     (name,) = stored(directory)
     step = int(name[len("step_") :].partition(".")[0])

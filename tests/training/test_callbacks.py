@@ -76,7 +76,7 @@ def saved_before_leaving(running: Job, folder: Path) -> int:
     running.process.send_signal(signal.SIGTERM)
     done = running.finish(SLOW_S)
     assert done.returncode == 75, done.all
-    assert "the checkpoint before leaving: kept" in done.err
+    assert "checkpoint before leaving: saved" in done.err
     newest = discovery.newest_complete(str(folder / "checkpoints")).resume
     assert newest is not None
     assert newest.step is not None

@@ -43,7 +43,7 @@ def test_told_to_leave_no_step_is_lost(tmp_path):
         job.process.send_signal(signal.SIGTERM)
         done = job.finish()
     assert done.returncode == 75, done.err
-    assert "the checkpoint before leaving: kept" in done.err
+    assert "checkpoint before leaving: saved" in done.err
     step = newest(tmp_path / "broken")
     trained = max(int(line.split()[0]) for line in said(tmp_path, "broken", "loss")[0])
     assert trained - 2 <= step <= trained + 1  # at most what was under way while the workers were stopped

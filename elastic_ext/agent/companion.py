@@ -1,0 +1,53 @@
+"""The seam between the agent's loop and whatever works beside the workers.
+
+Checkpoint copier, standby pool, hang watch, saves on demand, reaper, host evidence: each is a `Companion`. The loop calls all of
+them at the same three moments of a round and knows nothing else of them. Where one of them can do more (give a worker's process,
+a descriptor to wait for, evidence of a failure), whoever needs that calls it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_ext.workers.processes import WorkerProcesses
+from elastic_ext.workers.progress import Progress, ProgressTable
+
+
+@dataclass(frozen=True)
+class LocalWorkers:
+    """The workers of this node in one round. All mappings are by local rank.
+
+    Attributes:
+        processes: their processes.
+        progress: the progress table; None if there was no room for it, so nothing is known of their progress.
+        ranks: their global ranks.
+        error_files, stacks_files: where they leave their error files and their stacks.
+    """
+
+    processes: WorkerProcesses
+    progress: ProgressTable | None
+    ranks: Mapping[int, int]
+    error_files: Mapping[int, str]
+    stacks_files: Mapping[int, str]
+
+    def read_progress(self) -> list[Progress]:
+        """Return the progress of all workers, by local rank; an empty list without a progress table."""
+        return self.progress.read_all() if self.progress is not None else []
+
+    def running_pids(self) -> dict[int, int]:
+        """Return the pids of the workers that have not ended, by local rank."""
+        return {local_rank: self.processes.pids[local_rank] for local_rank in self.processes.running}
+
+
+class Companion:
+    """Works beside the workers. Override the moments that matter; each must return quickly."""
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        """All workers of a new round run."""
+
+    def look(self, workers: LocalWorkers) -> None:
+        """Something has happened or a look was due, and the workers run on."""
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        """The round is over. The progress table can be read for the last time."""

@@ -1,0 +1,150 @@
+"""Whatever works beside the workers for as long as the agent runs: opened before the first round, closed after the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from contextlib import ExitStack
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from elastic_ext.agent import launch
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.standbys import WarmStarts, warm_starts
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.checkpoints.copying import copier
+from elastic_ext.checkpoints.copying.copier import Copier
+from elastic_ext.failures.host import Host
+from elastic_ext.observe.metrics import AgentMetrics, bridge_torchelastic
+from elastic_ext.observe.server import MetricsServer
+from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
+from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.standby.rules import ColdReason
+from elastic_ext.workers.stderr.tails import StderrTails
+from elastic_ext.workers.wake_pipe import WakePipe
+
+logger = logging.getLogger(__name__)
+
+
+class Copying(Companion):
+    """Tells the checkpoint copier of saves."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def look(self, workers: LocalWorkers) -> None:
+        self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._copier.look()  # the last thing that a worker did may have been a save
+
+
+class EvidenceGathering(Companion):
+    """Tells the host evidence when a round starts: whatever was there before has nothing to do with it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._host.round_started(workers.processes.pids.values())
+
+
+class Reaping(Companion):
+    """Tells the reaper which workers to end, and how to take this node out of the job, if the agent is killed."""
+
+    def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
+        self._reaper, self._handler = reaper, handler
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
+
+
+class JobCompanions:
+    """The companions that outlive a round, and the descriptors that the loop waits for.
+
+    Attributes:
+        token: marks every process that this agent starts, for the reaper.
+        metrics_url: address of the metrics; None if they are not served.
+        wakeup: readable when a signal arrives or the rendezvous has an event.
+        wake_pipe: readable when a worker has something to say.
+        flight_recorder: None if hangs are not looked for, or without NCCL.
+        copier: None without a local tier.
+        each: those that meet the loop as a `Companion`, in the order in which it calls them. A new companion is a line here.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: Settings,
+        handler: Rendezvous,
+        logs: WorkerLogs,
+        metrics: AgentMetrics,
+        extras: bool,
+        stack: ExitStack,
+    ) -> None:
+        """Open all. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of what
+        follows; then the reaper, before the processes that it has to end.
+
+        Args:
+            extras: whether there are descriptors for warm standbys and for the workers' stderr.
+            stack: closes in reverse order whatever `finish` does not end.
+        """
+        self.token = secrets.token_hex(16)
+        self.wakeup = stack.enter_context(Wakeup())
+        self.metrics_url = _serve(metrics, settings, stack)
+        stack.enter_context(bridge_torchelastic(metrics))
+        logs.run_dir = launch.make_run_dir(spec.local_world_size)
+        stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
+        stack.callback(logs.remove)
+        self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "news"))
+        stack.callback(self.wake_pipe.close)
+        self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
+        stack.callback(self.stderr.close)
+        self.host = Host(settings)
+        stack.callback(self.host.close)
+        self.reaper = Reaper(self.token, logs.run_dir)
+        if extras:
+            self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
+        else:
+            logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
+            self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
+        self.flight_recorder: FlightRecorder | None = None
+        if settings.hang and torch.distributed.is_nccl_available():
+            self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
+            stack.callback(self.flight_recorder.close)
+        self.copier = copier.start(settings, self.token, metrics)
+        self.each: list[Companion] = [Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts]
+        if self.copier is not None:
+            self.each.append(Copying(self.copier))
+
+    def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
+        """End the processes that this agent has started; return the checkpoints that are on this node only.
+
+        Args:
+            clean: whether the job has ended well. Unless it has, nothing that was started here is alive when this returns.
+            copy_s: seconds that copying checkpoints may still take; None: as long as it makes progress.
+        """
+        left: tuple[str, ...] = ()
+        self.warm_starts.close()
+        try:
+            if self.copier is not None:  # before the reaper, which would end it
+                left = self.copier.close(copy_s)
+        finally:  # also if a signal has ended the wait
+            self.reaper.close(clean)
+        return left
+
+
+def _serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
+    if not settings.metrics:
+        return None
+    # A port that nobody chose must be seen, and torchrun shows only warnings.
+    announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
+    server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
+    stack.callback(server.close)
+    return server.url

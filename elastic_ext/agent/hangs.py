@@ -1,0 +1,98 @@
+"""Hangs of one round: does this node's part stall, and where is each worker once the whole job hangs?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base.printable import Block
+from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.workers.hangs import detector, stacks
+from elastic_ext.workers.hangs.detector import Stuck
+from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
+from elastic_ext.workers.hangs.watch import HangWatch
+
+logger = logging.getLogger(__name__)
+
+SHOWN_STACKS = 4000  # characters in the log; the rest is in the file
+STACKS_KEPT = 1000  # characters for the verdict, from the end: the main thread comes last
+
+
+class HangHandling(Companion):
+    """Claims that all workers of this node stall, and takes the claim back. The job hangs when all nodes claim it.
+
+    Attributes:
+        hung: the workers that the others waited for, by local rank; set by `examine`.
+    """
+
+    def __init__(self, watch: HangWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
+        """recorder: NCCL's flight recorder, where there is NCCL."""
+        self.hung: Mapping[int, Stuck] = {}
+        self._watch, self._handler, self._recorder = watch, handler, recorder
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all workers of this node stall, as of the last look."""
+        return self._watch.stalled
+
+    @property
+    def step_s(self) -> Mapping[int, float]:
+        """Recent seconds per step, by local rank; empty if unknown. Read by any thread."""
+        return self._watch.step_s
+
+    def next_look_s(self) -> float:
+        """Return the seconds until the next look is due."""
+        return self._watch.next_look_s()
+
+    def look(self, workers: LocalWorkers) -> None:
+        stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
+        assessment = self._watch.look(workers.running_pids())
+        if assessment is None:
+            return
+        if assessment.imminent and not imminent_before:
+            progress = workers.read_progress()
+            if progress and all(each.asks_for_saves for each in progress):
+                logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
+                self._handler.request_save(f"the workers on {self._handler.host} may hang")
+        if assessment.stalled or stalled_before:
+            self._handler.stalled(assessment.stalled)
+        if assessment.stalled != stalled_before:
+            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers go on: ", assessment.reason)
+
+    def examine(self, workers: LocalWorkers) -> list[str]:
+        """The whole job hangs: find out where each worker is, log it, and return it, one text a worker, for the verdict."""
+        stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
+        culprits = detector.culprits(list(stuck.values()))
+        self.hung = {local_rank: each for local_rank, each in stuck.items() if each in culprits}
+        records = self._recorder.dump(each.rank for each in stuck.values()) if self._recorder is not None else ""
+        texts = []
+        for each in sorted(stuck.values(), key=lambda one: one.blame):
+            logger.warning("elastic_ext: %s%s", each.reason, _shown(each.stack))
+            texts.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
+        if records:
+            logger.warning("elastic_ext: %s", records)
+            texts.append(records)
+        return texts
+
+
+def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:
+    """Log which workers did not end in time and where they were: this is the one moment to learn why.
+
+    Returns one text for the verdict for each worker that has shown its stacks.
+    """
+    texts = []
+    for local_rank in local_ranks:
+        pid = workers.processes.pids[local_rank]
+        armed = workers.progress is not None and workers.progress.read(local_rank).stacks_armed
+        stack = stacks.dump(pid, workers.stacks_files[local_rank]) if armed else ""
+        if stack:
+            texts.append(f"rank {workers.ranks[local_rank]} did not end on SIGTERM; it was at:\n{stack[-STACKS_KEPT:]}")
+        logger.warning(
+            "worker %s (pid %s) did not end within %.2g s of SIGTERM and is killed%s", local_rank, pid, grace_s, _shown(stack)
+        )
+    return texts
+
+
+def _shown(stack: str) -> Block:
+    return Block(f"; it was at:\n{stack[:SHOWN_STACKS]}" if stack else "")

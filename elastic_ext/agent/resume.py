@@ -1,0 +1,112 @@
+"""The checkpoint that a round resumes from: agreed between the nodes, pinned, told to the workers, blamed."""
+
+from __future__ import annotations
+
+import logging
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base import kinds
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import discovery, resolution
+from elastic_ext.checkpoints.choice.resolution import Place, Resumption
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory.pins import Pin
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.failures.policy import Decision
+
+logger = logging.getLogger(__name__)
+
+
+class ResumePoint(Companion):
+    """The checkpoint that one round resumes from.
+
+    In the local tier it is pinned until the workers have loaded it, so that the copier cannot prune it under them.
+
+    Attributes:
+        checkpoint: which one, and why.
+    """
+
+    def __init__(self, settings: Settings, checkpoint: Resumption, pin: Pin | None) -> None:
+        self.checkpoint = checkpoint
+        self._settings = settings
+        self._pin = pin
+
+    @property
+    def step(self) -> int | None:
+        """Step that the round starts from, 0 for the beginning; None if unknown."""
+        return self.checkpoint.at if self._settings.checkpoint_dir is not None else None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that tell workers what to resume from."""
+        if self._settings.checkpoint_dir is None:
+            return {}
+        return {
+            "ELASTIC_EXT_CHECKPOINT_DIR": self._settings.checkpoint_dir,
+            tiers.LOCAL_ENV: self._settings.local_dir or "",
+            **self.checkpoint.variables,
+        }
+
+    def log(self) -> None:
+        """Log what the round resumes from, where checkpoints are used at all."""
+        if self._settings.checkpoint_dir is None:
+            return
+        checkpoint = self.checkpoint
+        if checkpoint.path:
+            logger.info("resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
+        else:
+            logger.info("the job starts from the beginning: %s", checkpoint.reason)
+
+    def look(self, workers: LocalWorkers) -> None:
+        # Loading is collective: once one worker has made a step, all have loaded.
+        if self._pin is not None and any(progress.steps or progress.saves for progress in workers.read_progress()):
+            self.release()
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the copier prune the checkpoint. A second call does nothing."""
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.release()
+
+    def quarantine(self, decision: Decision, round_: int) -> None:
+        """Quarantine the checkpoint that a failure of this round is blamed on.
+
+        It must be marked before the next round is sealed, and this node is part of that.
+        """
+        reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
+        try:
+            resolution.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+        except (UsageError, OSError) as error:
+            logger.warning("the checkpoint that the failure is blamed on could not be quarantined: %s", error)
+
+
+def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> ResumePoint:
+    """Return what this round resumes from, the same on every node.
+
+    Raises:
+        RoundOver: the round ended before all of its nodes knew.
+        Others: see `resolution.agree`.
+    """
+    pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
+    try:
+        checkpoint = resolution.agree(settings, run_id, exchange, place)
+        if pin is not None and checkpoint.local:
+            pin.narrow(checkpoint.path.rpartition("/")[2])
+            kept, pin = pin, None
+            return ResumePoint(settings, checkpoint, kept)
+    finally:
+        if pin is not None:
+            pin.release()
+    return ResumePoint(settings, checkpoint, None)
+
+
+def newest_checkpoint(settings: Settings) -> str | None:
+    """Return the path of the newest complete checkpoint in `checkpoint_dir`; None if there is none. Called from any thread."""
+    if settings.checkpoint_dir is None:
+        return None
+    newest = discovery.newest_complete(settings.checkpoint_dir, discovery.Wanted(pattern=settings.checkpoint_pattern)).resume
+    return newest.path if newest is not None else None

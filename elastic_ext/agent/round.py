@@ -1,0 +1,121 @@
+"""One round on this node: everything that is born when its workers start and dies when the round ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.hangs import HangHandling, show_stragglers
+from elastic_ext.agent.postmortem import EndedRound
+from elastic_ext.agent.progress_rows import progress_rows
+from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent.saves import SaveOnDemand
+from elastic_ext.base.printable import redacted
+from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.host import HostEvidence
+from elastic_ext.failures.ledger import MOST_STACKS, Report
+from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.workers.progress import Leaving
+from elastic_ext.workers.stderr.tails import StderrTails
+
+
+class RunningRound:
+    """The workers of this node from their start to the end of the round, with their companions.
+
+    Made when all workers run, closed once. Invariant: after stop() no worker runs and none is sent a signal.
+
+    Attributes:
+        workers: their processes, progress and files.
+        resume: the checkpoint that they were told to resume from.
+        hangs: None where hangs are not looked for.
+        saves: None where workers cannot be asked to save.
+    """
+
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        leaving: Leaving,
+        warm: Collection[int],
+        resume: ResumePoint,
+        hangs: HangHandling | None,
+        saves: SaveOnDemand | None,
+        others: Iterable[Companion],
+    ) -> None:
+        """Tell all companions that the workers have started.
+
+        Args:
+            leaving: tells which workers are about to end with an error.
+            warm: local ranks of the workers that were warm standbys.
+            others: companions that live longer than this round.
+        """
+        self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
+        self._leaving, self._warm = leaving, warm
+        self._stacks: list[str] = []  # where workers were that did not end by themselves, for the verdict
+        self._companions = [*others, *filter(None, (saves, hangs, resume))]
+        for companion in self._companions:
+            companion.workers_started(workers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed, or says that it is about to end with an error."""
+        return self.workers.processes.failed or bool(self._leaving.codes())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the workers have been stopped."""
+        return self.workers.processes.stopped
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all workers of this node stall."""
+        return self.hangs is not None and self.hangs.stalled
+
+    def look(self) -> None:
+        """Let each companion look at the workers, which run on."""
+        for companion in self._companions:
+            companion.look(self.workers)
+
+    def stop(self, grace_s: float, show_stacks: bool = True) -> None:
+        """Stop the workers that still run; kill those that outlive the grace, in seconds.
+
+        show_stacks: first ask those that outlive it where they are.
+        """
+
+        def on_stragglers(local_ranks: list[int]) -> None:
+            if show_stacks:
+                self._stacks += show_stragglers(self.workers, local_ranks, grace_s)
+
+        self.workers.processes.stop(grace_s, on_stragglers, leaving=self._leaving)
+
+    def examine_hung(self) -> None:
+        """Find out where each worker is, while it still runs."""
+        assert self.hangs is not None
+        self._stacks += self.hangs.examine(self.workers)
+
+    def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
+        """Return the evidence of how the workers ended, on this node and by torch's result."""
+        hung = self.hangs.hung if self.hangs is not None else {}
+        asked_to_end = result.state is WorkerState.UNHEALTHY
+        return EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
+
+    def report(self, node: str, diagnosis: Diagnosis) -> Report:
+        """Return the report of this node on its failure, for the verdict of the job."""
+        share = MOST_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
+        stacks = "\n".join(text[:share] for text in self._stacks)
+        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path))
+
+    def progress_rows(self) -> list[WorkerProgress]:
+        """Return the workers' progress for the metrics. Called from any thread."""
+        step_s = self.hangs.step_s if self.hangs is not None else {}
+        return progress_rows(self.workers.read_progress(), step_s, time.monotonic_ns())
+
+    def close(self) -> None:
+        """End what belongs to this round only. The workers have been stopped, or are left to torch, which stops them."""
+        for companion in self._companions:
+            companion.workers_ended(self.workers)
+        self.workers.processes.close()
+        if self.workers.progress is not None:
+            self.workers.progress.remove()

@@ -1,0 +1,79 @@
+"""How the workers of a round are started: by warm standbys where there are any, else the usual way, counted with the reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from elastic_ext.agent import launch
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_private import Start
+from elastic_ext.observe.metrics import AgentMetrics
+from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.standby.pool import StandbyPool
+from elastic_ext.workers.standby.rules import ColdReason
+
+logger = logging.getLogger(__name__)
+
+
+class WarmStarts(Companion):
+    """The standby pool of this agent, or the reason why it has none."""
+
+    def __init__(self, pool: StandbyPool | None, cold: ColdReason, logs: WorkerLogs, metrics: AgentMetrics) -> None:
+        """cold: counted for each worker that is started without a pool."""
+        self._pool, self._cold, self._logs, self._metrics = pool, cold, logs, metrics
+
+    def before_start(self) -> None:
+        """Have a worker of the coming round write down its imports. Call it when `logs.tell` holds the other messages."""
+        if self._pool is not None:
+            self._pool.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
+            self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
+
+    @property
+    def start(self) -> Start | None:
+        """Asked for the process of each worker that is started; None: there are no standbys."""
+        return self._pool.start if self._pool is not None else None
+
+    def after_start(self, pids: Mapping[int, int]) -> frozenset[int]:
+        """All workers have been started; return the local ranks of those that were warm standbys."""
+        if self._pool is None:
+            for _ in pids:
+                self._metrics.worker_started("cold", self._cold.value)
+            return frozenset()
+        released = self._pool.round_started()
+        return frozenset(local_rank for local_rank, pid in pids.items() if pid in released)
+
+    def look(self, workers: LocalWorkers) -> None:
+        if self._pool is not None:
+            self._pool.learn(self._logs.modules_file)
+
+    def rest(self, reason: str) -> None:
+        """Start the workers of the next round the usual way."""
+        if self._pool is not None:
+            self._pool.rest(reason)
+
+    def close(self) -> None:
+        """End the standbys."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics) -> WarmStarts:
+    """Start the standby pool if the settings want one and the host has room for it.
+
+    Call it before the first rendezvous: meanwhile the standbys import what workers need.
+    """
+    wanted = launch.standbys(spec, settings, token)
+    if isinstance(wanted, str):
+        logger.info("no warm standbys: %s", wanted)
+        return WarmStarts(None, ColdReason.OFF, logs, metrics)
+    try:
+        pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
+    except (OSError, RuntimeError) as error:  # no descriptor, no thread
+        logger.warning("no warm standbys: they could not be started: %s", error)
+        return WarmStarts(None, ColdReason.LACKING, logs, metrics)
+    return WarmStarts(pool, ColdReason.LACKING, logs, metrics)

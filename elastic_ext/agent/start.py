@@ -1,0 +1,126 @@
+"""The start of a round: from the checkpoint that it resumes from to workers that run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from elastic_ext.agent import launch
+from elastic_ext.agent.companion import LocalWorkers
+from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.hangs import HangHandling
+from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent.round import RunningRound
+from elastic_ext.agent.saves import SaveOnDemand
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_private import started_by
+from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.workers import descriptors
+from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.processes import WorkerProcesses
+from elastic_ext.workers.progress import Leaving, ProgressTable
+
+logger = logging.getLogger(__name__)
+
+
+class RoundStart:
+    """Starts the workers of one round on this node."""
+
+    def __init__(
+        self, handler: Rendezvous, settings: Settings, logs: WorkerLogs, companions: JobCompanions, group: WorkerGroup
+    ) -> None:
+        """group: torch's, after the rendezvous."""
+        self._handler, self._settings, self._logs = handler, settings, logs
+        self._companions, self._group = companions, group
+
+    def run(
+        self, resumed: ResumePoint, start_processes: Callable[[], Mapping[int, int]], own_groups: Callable[[], bool]
+    ) -> RunningRound:
+        """Start the workers; if that fails, release all that was made for them. The order matters:
+
+        1. The copier learns what the round resumes from, before a worker can save.
+        2. The progress table is made, because workers are told its path.
+        3. Workers' variables and messages are set, because torch has `WorkerLogs` put them into the environment while it starts.
+        4. Torch starts the processes, or standbys become them. Each gets the user's limit of open files at once.
+        5. Pidfds are opened first of all: from then on no signal can reach a reused pid.
+        6. The RunningRound begins. The reaper is its first companion, so that nothing that fails later leaves orphans.
+
+        Args:
+            start_processes: has torch start them; returns the pids by local rank.
+            own_groups: tells afterwards whether each worker leads a process group of its own.
+        """
+        companions = self._companions
+        with ExitStack() as undo:
+            undo.callback(resumed.release)
+            if companions.copier is not None:
+                companions.copier.round_starts(resumed.checkpoint.path)
+            progress = self._make_progress_table()
+            if progress is not None:
+                undo.callback(progress.remove)
+            self._tell_workers(resumed, progress)
+            with started_by(companions.warm_starts.start, descriptors.as_users):
+                pids = start_processes()
+            for pid in pids.values():  # functions, too, which torch starts in its own way
+                descriptors.as_users(pid)
+            processes = WorkerProcesses(pids, own_groups())
+            undo.callback(processes.close)
+            running = self._begin(processes, progress, resumed, own_groups())
+            undo.pop_all()
+        return running
+
+    def _make_progress_table(self) -> ProgressTable | None:
+        """In memory if there is room, else on disk, else none, and the job runs without it."""
+        for directory in (self._logs.run_dir, tempfile.gettempdir()):
+            path = os.path.join(directory, f"progress.{self._companions.token}.{self._handler.round - 1}")
+            try:
+                return ProgressTable(path, self._group.spec.local_world_size)
+            except OSError as error:
+                logger.warning("no room for the progress table in %s: %s", directory, error)
+        return None
+
+    def _tell_workers(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
+        """Set what workers find in their environment."""
+        spec, companions = self._group.spec, self._companions
+        self._logs.variables = {
+            "TORCHELASTIC_RESTART_COUNT": str(self._handler.round - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts(spec, self._settings)),
+            **launch.blanked_secrets(os.environ),
+            "ELASTIC_EXT_LAUNCH": self._handler.launch,
+            **resumed.variables(),
+            **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
+        }
+        self._logs.tell = {local_rank: {"agent": companions.token} for local_rank in range(spec.local_world_size)}
+        if progress is None:
+            return
+        if self._settings.bootstrap:
+            for local_rank, message in self._logs.tell.items():
+                message.update(slot=local_rank, progress=progress.path, news=companions.wake_pipe.path, store=self._store_at)
+        companions.warm_starts.before_start()
+
+    def _begin(
+        self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: ResumePoint, own_groups: bool
+    ) -> RunningRound:
+        settings, companions = self._settings, self._companions
+        ranks = {local_rank: worker.global_rank for local_rank, worker in enumerate(self._group.workers)}
+        workers = LocalWorkers(processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files))
+        hangs = saves = None
+        if settings.bootstrap and progress is not None:
+            saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
+        # Without the bootstrap no progress is ever known, which is no sign of a hang.
+        if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
+            watch = HangWatch(progress, ranks, settings.hang_timeout)
+            hangs = HangHandling(watch, self._handler, companions.flight_recorder)
+        leaving = Leaving(progress, processes.pids, companions.wake_pipe)
+        warm = companions.warm_starts.after_start(processes.pids)
+        return RunningRound(workers, leaving, warm, resumed, hangs, saves, companions.each)
+
+    @property
+    def _store_at(self) -> tuple[str, int]:
+        """Host and port of the store of the round."""
+        return self._group.master_addr, self._group.master_port

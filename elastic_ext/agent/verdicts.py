@@ -1,0 +1,98 @@
+"""From a verdict to the end of this agent: its exit code, the verdict file, the result that torch gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
+
+from elastic_ext.agent import exits, report
+from elastic_ext.base import kinds
+from elastic_ext.base.kinds import Kind
+from elastic_ext.base.printable import printable
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures import ledger, policy
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.host import Host
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.matching import ASKED
+from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.rendezvous.handler import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+PLATFORM_S = 2.0  # for the platform to answer why the agent was told to stop
+
+
+class Verdicts:
+    """Makes the verdicts that follow from no worker's failure, and stops this agent because of any verdict.
+
+    Invariants: a verdict is published where schedulers look before the agent leaves; the result is FAILED.
+    """
+
+    def __init__(self, settings: Settings, handler: Rendezvous) -> None:
+        self._settings, self._handler = settings, handler
+
+    # Verdicts of this node alone.
+
+    def no_checkpoint_left(self, reason: str) -> JobVerdict:
+        """Stop: all checkpoints are bad, and beginning from nothing would lose the work."""
+        return self._own(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
+
+    def host_exhausted(self, error: OSError) -> JobVerdict:
+        """Stop: this host lacks descriptors, processes, memory or room for files. Another one may have them."""
+        reason = f"this host lacks what the next round needs: {error}"
+        return self._own(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
+
+    def kernel_sleep(self) -> JobVerdict:
+        """Stop: a worker has slept in the kernel for too long."""
+        reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
+        return self._own(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
+
+    def _own(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
+        """code: in the preset "design"."""
+        return self._about(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
+
+    def _about(self, decision: Decision) -> JobVerdict:
+        return JobVerdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+
+    # The end of this agent.
+
+    def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
+        """Publish the verdict and return the result of the agent.
+
+        Args:
+            verdict: of the job.
+            decision: of this node.
+            failures: torch's record of the failures, by global rank.
+        """
+        return RunResult(WorkerState.FAILED, failures=exits.Failures(failures, self._publish(verdict, decision)))
+
+    def stop_undelivered(self, left: tuple[str, ...]) -> RunResult:
+        """Training is done, but these checkpoints are on this node only. An agent that is started here again copies them."""
+        reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
+        verdict = self._own(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
+        logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
+        return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
+
+    def publish_signal(self, error: SignalException, host: Host) -> None:
+        """A signal ends this agent: ask the platform who sent it, which decides on the exit code; publish what it knows."""
+        if exits.of_verdict() is not None:
+            return  # the job has ended already
+        host.ask()
+        platform = host.says(PLATFORM_S).platform
+        diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))
+        if diagnosis.tier == ASKED:
+            decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
+            self._publish(self._about(decision), decision)
+
+    def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
+        """Write the verdict where schedulers look; return the exit code."""
+        code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
+        exits.decided(code)
+        exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
+        return code

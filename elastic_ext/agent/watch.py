@@ -1,0 +1,101 @@
+"""The watch over a running round: wait for events, look at the workers, say how the round ended for this node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.metrics import put_metric
+
+from elastic_ext.agent import postmortem
+from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.round import RunningRound
+from elastic_ext.base.torch_private import TorchAgent, raise_again
+from elastic_ext.rendezvous.handler import EndKind, Rendezvous, RoundEnd
+
+logger = logging.getLogger(__name__)
+
+KERNEL_SLEEP_LOOK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
+
+
+class RoundWatch:
+    """Watches the workers of one round until they have finished or failed, or until the round is over."""
+
+    def __init__(
+        self,
+        agent: TorchAgent,
+        handler: Rendezvous,
+        companions: JobCompanions,
+        running: RunningRound,
+        stop: Callable[[float | None], None],
+    ) -> None:
+        """stop: stops the workers that still run. It gets a grace in seconds instead of the usual one, or None."""
+        self._agent, self._handler, self._companions = agent, handler, companions
+        self._running, self._stop = running, stop
+
+    def run(self) -> RunResult | None:
+        """Return how the workers ended; None if the round is over and no worker of this node had failed.
+
+        Unless the workers have finished, none runs when this returns.
+        """
+        agent = self._agent
+        while True:
+            self._await_event()
+            result = self._look()
+            agent.group.state = result.state
+            put_metric(f"workers.{agent.spec.role}.remaining_restarts", agent.remaining_restarts)
+            put_metric(f"workers.{agent.spec.role}.{result.state.name.lower()}", 1)
+            if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; we have not
+                self._stop(None)
+            if result.state is not WorkerState.HEALTHY:
+                return result
+            self._running.look()
+            over = self._handler.round_over()
+            if over is not None:
+                return self._end(over)
+
+    def _await_event(self) -> None:
+        """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a look is due."""
+        looks_s = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
+        if self._agent.watches_kernel_sleep:
+            looks_s.append(KERNEL_SLEEP_LOOK_S)
+        if self._running.hangs is not None:
+            looks_s.append(self._running.hangs.next_look_s())
+        wakeup, wake_pipe, reaper = self._companions.wakeup, self._companions.wake_pipe, self._companions.reaper
+        reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
+        processes = self._running.workers.processes
+        processes.wait(min(looks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
+        raise_again(wakeup.clear())  # before the look, not before the wait: what comes in between must end the next wait
+        wake_pipe.clear()
+        reaper.revive()
+
+    def _look(self) -> RunResult:
+        """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""
+        processes = self._running.workers.processes
+        if self._running.failed:
+            self._handler.break_round(f"workers failed on {self._handler.host}")  # first: the others' workers wait in collectives
+            self._companions.host.ask()
+            self._stop(None)
+            return self._agent.close_failed()
+        if self._agent.result_readers or not processes.running:
+            result = self._agent.reap()
+            processes.look()
+            return result
+        asleep = self._agent.asleep_in_kernel()
+        if asleep is not None:
+            self._stop(None)
+            return asleep
+        return RunResult(WorkerState.HEALTHY)
+
+    def _end(self, over: RoundEnd) -> RunResult | None:
+        """Stop the workers of a round that is over; return their failure, or None if none had failed by itself."""
+        logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
+        hung = over.kind is EndKind.STALLED and self._running.stalled
+        if hung:
+            self._running.examine_hung()
+        self._stop(0.0 if hung else None)  # a worker that waits for ever cannot end in its own way
+        if not hung and not postmortem.failed_by_itself(self._running.workers):
+            return None
+        self._companions.host.ask()
+        return self._agent.close_failed()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
 
@@ -116,7 +117,7 @@ class Rendezvous(Protocol):
     def leaving(self, reason: str) -> None:
         """This node was told to leave; its workers still run. What their end does to the others' workers is no failure."""
 
-    def last_will(self) -> Mapping[str, Any] | None:
+    def last_will(self) -> LastWill | None:
         """What the reaper needs to take this node out of the job when the agent is killed; None: nothing."""
 
     def leave(self) -> None:

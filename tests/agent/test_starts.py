@@ -247,25 +247,25 @@ def test_a_host_without_a_loopback(tmp_path):
 
 # Helper processes that somebody stops, or that cannot be started now.
 
-GUARD = """
+REAPER = """
 import os, resource, signal, subprocess, sys
-from elastic_ext.workers.guard import Guard
+from elastic_ext.workers.reaper.client import Reaper
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 few = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-guard = Guard(sys.argv[1], sys.argv[2])
-print("without", guard.pidfd, flush=True)
-guard.watch([1])
+reaper = Reaper(sys.argv[1], sys.argv[2])
+print("without", reaper.pidfd, flush=True)
+reaper.watch([1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (few + 20, hard))
-guard.watch([1])
-print("with", guard.pidfd is not None, flush=True)
-guard.close(clean=True)
+reaper.watch([1])
+print("with", reaper.pidfd is not None, flush=True)
+reaper.close(clean=True)
 """
 
 
 def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_path):
     job = subprocess.run(
-        [sys.executable, "-c", GUARD, os.urandom(16).hex(), str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", REAPER, os.urandom(16).hex(), str(tmp_path / "run")], capture_output=True, text=True, timeout=60
     )
     assert job.stdout.split("\n")[:2] == ["without None", "with True"], job.stderr
     assert job.stderr.count("no reaper can be started: ") == 1

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_ext.base.errors import NodeRefused, UsageError
 from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.kinds import Response as Asked
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, QuotaExceeded
@@ -401,7 +402,7 @@ class EtcdRendezvous(RendezvousHandler):
                 self._changed.wait()
         return True
 
-    def last_will(self) -> dict[str, Any] | None:
+    def last_will(self) -> LastWill | None:
         """What the reaper needs to take this node out when the agent is killed: no secrets go anywhere but through its pipe."""
         lease_id, _ = self._participant.lease
         if lease_id is None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
-from elastic_ext.workers.stderr import tails as stderr_tail
+from elastic_ext.workers.stderr import client, relay
+from elastic_ext.workers.stderr import tails as stderr_tails
 from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, Job, environment, run, wait_gone
 
@@ -25,7 +26,8 @@ DEADLINE_S = 30
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A loaded machine may not answer within the time that a recovery waits; these tests look at what is answered."""
-    monkeypatch.setattr(stderr_tail, "FLUSH_S", 10.0)
+    monkeypatch.setattr(stderr_tails, "FLUSH_S", 10.0)
+    monkeypatch.setattr(client, "RETRY_S", 10.0)
 
 
 class Console:
@@ -132,8 +134,9 @@ def go(process: "subprocess.Popen[bytes]") -> None:
 
 
 def relay_pid(tails: StderrTails) -> int:
-    assert tails._process is not None
-    return tails._process.pid
+    assert tails._relay is not None
+    assert tails._relay._link.process is not None
+    return tails._relay._link.process.pid
 
 
 def assert_same(got: bytes, expected: bytes) -> None:
@@ -186,11 +189,11 @@ def test_lines_of_many_workers_stay_whole(console, tails, worker):
         assert [line for line in lines if line[0] == str(rank)] == [f"{rank} {n:05} {'y' * 10 * rank}" for n in range(3000)]
 
 
-def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
+def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
     console.read()
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
-    assert tails._flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
+    assert tails._relay.flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
     first = relay_pid(tails)
     os.kill(first, signal.SIGKILL)
     go(process)
@@ -203,30 +206,30 @@ def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worke
     assert "was killed from outside; starting another" in caplog.text
 
 
-def test_a_pump_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
+def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
     console.read()
     process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
     for part in range(1, 6):
         console.wait_for(lambda data, part=part: len(data) > part * 20_000)
-        tails._process.kill()  # nothing happens if the one before has not been replaced yet
+        tails._relay._link.process.kill()  # nothing happens if the one before has not been replaced yet
     go(process)
     assert process.wait(DEADLINE_S) == 0
     console.wait_for(lambda data: data.endswith(b"end\n"))
 
 
-def test_what_a_killed_pump_had_in_hand_is_written_by_the_next(console, tails, worker):
+def test_what_a_killed_relay_had_in_hand_is_written_by_the_next(console, tails, worker):
     # More than the console's pipe takes: some is in hand, some in the worker's pipe.
     process = worker("os.write(2, b'a' * 100_000 + b'b')")
     assert process.wait(DEADLINE_S) == 0
-    assert tails._flush(0.2) is None
+    assert tails._relay.flush(0.2) is None
     os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
-    assert tails._flush(DEADLINE_S) is not None
+    assert tails._relay.flush(DEADLINE_S) is not None
     tails.close()
     assert_same(console.rest(), b"a" * 100_000 + b"b")
 
 
-def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_it(console, tails, worker):
+def test_the_tail_of_a_worker_just_dead_is_there_though_the_relay_is_killed_with_it(console, tails, worker):
     console.read()
     process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
     console.wait_for(lambda data: data == b"x")
@@ -234,7 +237,7 @@ def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_
     go(process)
     assert process.wait(DEADLINE_S) == 0
     os.kill(relay_pid(tails), signal.SIGKILL)
-    tails._flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
+    tails._relay.flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
     assert tails.tail(0) == "xlast words"
 
 
@@ -249,18 +252,18 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     )
     child, held = map(int, process.stdout.readline().split())
     held_open = os.open(f"/proc/{process.pid}/fd/{held}", os.O_WRONLY)
-    relay = relay_pid(tails)
+    helper = relay_pid(tails)
     go(process)
     assert process.wait(DEADLINE_S) == 0
     start = time.monotonic()
     assert tails.tail(0) == "worker ends"
     tails.close()
     assert time.monotonic() - start < 4.0  # close() waits up to 5 s for a relay that is about to end
-    assert wait_gone([relay], 0) == [relay]
+    assert wait_gone([helper], 0) == [helper]
     os.write(held_open, b"\n")
     os.close(held_open)
     assert_same(console.rest(), b"worker endsI go on\n")
-    assert wait_gone([child, relay]) == []
+    assert wait_gone([child, helper]) == []
 
 
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
@@ -359,7 +362,7 @@ def test_a_terminal_stays_the_workers_terminal():
             os.close(descriptor)
 
 
-def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
+def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
     console.take()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
@@ -372,6 +375,23 @@ def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeyp
         pipe.write(b"c" * 100_000)
     console.wait_for(lambda data: data == b"c" * 100_000)
     assert tails.tail(0) == "c" * TAIL_BYTES
+    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+
+
+def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path):
+    """The package was updated while a job ran, and the relay is started again."""
+    console.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(relay, "VERSION", 0)
+        tails = StderrTails(enabled=True)
+    request.addfinalizer(tails.close)
+    console.read()
+    path = tails.connect(0, "", str(tmp_path))
+    assert path is not None
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(b"still shown")
+    console.wait_for(lambda data: data.endswith(b"still shown"))
+    assert b"this stderr relay speaks version 1, its agent 0" in console.data
     assert "its relay cannot run: it ended with exit code 1" in caplog.text
 
 
@@ -428,7 +448,7 @@ def test_what_a_worker_said_comes_before_what_the_agent_says_of_its_end(tmp_path
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
+def test_the_setting_says_whether_a_relay_stands_between(tmp_path, setting):
     script = tmp_path / "who.py"
     script.write_text("import os; print('stderr is', os.readlink('/proc/self/fd/2'))")
     job = run([*EXT, f"--rdzv-conf=stderr_tail={setting}", "--nproc-per-node=1", str(script)], tmp_path)
@@ -437,7 +457,7 @@ def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
 
 
 def relays(agent: int) -> list[int]:
-    """Pumps of this agent; they are its children as long as it lives."""
+    """The relays of this agent; they are its children as long as it lives."""
     found = []
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
         if b"stderr/relay.py" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -450,6 +470,6 @@ def test_the_death_of_the_agent_leaves_neither_workers_nor_relay(tmp_path):
     script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")
     with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
         job.wait_for("(?m)^up$")
-        (relay,) = relays(job.process.pid)
+        (helper,) = relays(job.process.pid)
         job.process.kill()
-        assert wait_gone([relay]) == []
+        assert wait_gone([helper]) == []

@@ -25,8 +25,8 @@ from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.workers import bootstrap
 from elastic_ext.workers.hangs import detector, step_times
-from elastic_ext.workers.hangs.detector import Stuck, Worker
-from elastic_ext.workers.hangs.step_times import Mark
+from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
+from elastic_ext.workers.hangs.step_times import StepMark
 from tests import jobs
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, wait_gone
 
@@ -39,8 +39,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_HANG", "on")
 
 
-def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Worker:
-    return Worker(rank, steps, quiet_s, **{"working": False, "state": "S", **more})
+def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> WorkerStatus:
+    return WorkerStatus(rank, steps, quiet_s, **{"working": False, "state": "S", **more})
 
 
 # How long is too long.
@@ -81,27 +81,27 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
 def test_limits(one, fixed_s, limit_s):
     assert detector.limit_s(one, detector.activity_of([one]), fixed_s) == pytest.approx(limit_s)
     if limit_s < float("inf"):
-        assert not detector.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
-        assert detector.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
+        assert not detector.assess([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
+        assert detector.assess([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
 
 
 def test_one_that_goes_on_is_enough():
     still = [worker(rank) for rank in range(4)]
-    assert detector.judge(still).stalled
-    assert not detector.judge([*still, worker(4, quiet_s=1)]).stalled
-    assert not detector.judge([*still, worker(4, debugged=True)]).stalled
-    assert not detector.judge([*still, worker(4, known=False)]).stalled
-    assert not detector.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
-    assert not detector.judge([*still, worker(4, working=True)]).stalled
-    assert not detector.judge([*still, worker(4, phase="checkpoint")]).stalled
-    assert not detector.judge([]).stalled
+    assert detector.assess(still).stalled
+    assert not detector.assess([*still, worker(4, quiet_s=1)]).stalled
+    assert not detector.assess([*still, worker(4, debugged=True)]).stalled
+    assert not detector.assess([*still, worker(4, known=False)]).stalled
+    assert not detector.assess([*still, worker(4, asleep_in_kernel=True)]).stalled
+    assert not detector.assess([*still, worker(4, working=True)]).stalled
+    assert not detector.assess([*still, worker(4, phase="checkpoint")]).stalled
+    assert not detector.assess([]).stalled
 
 
 def test_the_one_behind_is_named():
-    verdict = detector.judge([worker(0, 11), worker(1, 10), worker(2, 11)])
+    verdict = detector.assess([worker(0, 11), worker(1, 10), worker(2, 11)])
     assert verdict.culprits == (1,)
     assert "the lowest step is 10, of rank 1" in verdict.reason
-    assert detector.judge([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
+    assert detector.assess([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
 
 
 def test_the_next_look_is_when_something_can_be_different():
@@ -116,26 +116,26 @@ def test_the_next_look_is_when_something_can_be_different():
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     late = worker(0, quiet_s=46, idle_s=15, working=True)  # it has worked until half of the limit
-    assert detector.judge([late, replace(late, rank=1, quiet_s=50)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, quiet_s=44)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
-    assert not detector.judge([replace(late, phase="eval")]).imminent
-    assert not detector.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
-    assert detector.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
-    assert not detector.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+    assert detector.assess([late, replace(late, rank=1, quiet_s=50)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, quiet_s=44)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, idle_s=1.0)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, idle_s=0.0)]).imminent
+    assert not detector.assess([replace(late, phase="eval")]).imminent
+    assert not detector.assess([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
+    assert detector.assess([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
+    assert not detector.assess([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
 
 
 @pytest.mark.parametrize("fixed_s", [None, 5])
 def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
     """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
     others = [worker(rank, quiet_s=1801) for rank in range(3)]
-    assert not detector.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
-    verdict = detector.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
+    assert not detector.assess([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
+    verdict = detector.assess([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
     assert (verdict.stalled, verdict.culprits) == (True, (3,))
-    assert not detector.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
-    assert not detector.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
-    assert not detector.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
+    assert not detector.assess([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
+    assert not detector.assess([*others, worker(3, 0, 1799, known=False)], 1000).stalled
+    assert not detector.assess([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
 
 
 @pytest.mark.parametrize(
@@ -276,12 +276,12 @@ class Clock:
             self.sign(rank, step=False)
             words[bootstrap.PHASE] = bootstrap.PHASES.index(name)
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerStatus]:
         found = []
         for rank, words in enumerate(self.words):
             gaps = bootstrap.GAPS + words[bootstrap.PHASE] * bootstrap.GAP_BUCKETS
             found.append(
-                Worker(
+                WorkerStatus(
                     rank,
                     words[bootstrap.STEPS],
                     self.now - words[bootstrap.SIGN_NS] / 1e9,
@@ -297,7 +297,7 @@ class Clock:
         end = self.now + seconds
         while self.next_look <= end:
             self.now = max(self.now, self.next_look)
-            verdict = detector.judge(self.workers())
+            verdict = detector.assess(self.workers())
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
@@ -351,14 +351,14 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
 
 
 def test_the_slow_one_is_named_by_how_much():
-    before = {rank: Mark(10, 100.0) for rank in range(4)}
-    now = {rank: Mark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
+    before = {rank: StepMark(10, 100.0) for rank in range(4)}
+    now = {rank: StepMark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
     times = step_times.step_times(before, now)
     assert times == pytest.approx({0: 1.0, 1: 1.1, 2: 2.0, 3: 0.9})
     assert step_times.stragglers(times) == pytest.approx({2: 2.0})
     assert step_times.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
     assert step_times.stragglers({0: 5.0}) == {}
-    assert step_times.step_times(before, {**now, 3: Mark(19, 118.0)}) is None  # too few to say
+    assert step_times.step_times(before, {**now, 3: StepMark(19, 118.0)}) is None  # too few to say
     assert step_times.step_times({}, now) is None
 
 

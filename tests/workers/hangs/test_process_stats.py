@@ -57,7 +57,7 @@ def of(pid: int) -> ProcessStats:
 # A worker and what it has started.
 
 
-def test_vitals_of_a_group():
+def test_stats_of_a_group():
     """The child works, and writes; its parent sleeps."""
     code = """
 if os.fork() == 0:

@@ -38,7 +38,7 @@ from typing import Any
 
 import jobs
 import measure
-from observer import Observer, Stamp
+from job_events import JobEvents, WorkerEvent
 
 sys.path.append(str(Path(__file__).with_name("workers")))
 from standby_count import await_standbys
@@ -138,8 +138,8 @@ class Site:
     def _enter(self) -> None:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="node_loss_")))
         self._stack.callback(jobs.kill_children)
-        self.observer = Observer(self.folder / "told")
-        self._stack.callback(self.observer.close)
+        self.events = JobEvents(self.folder / "events")
+        self._stack.callback(self.events.close)
         if self.row == "link":
             self.link = self._stack.enter_context(link())
         host = self.link.near if self.link is not None else "127.0.0.1"
@@ -168,8 +168,8 @@ class Site:
             variables["GLOO_SOCKET_IFNAME"] = f"{self.link.name}{'f' if far else 'n'}"
         where = [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=job", f"--local-addr={own}"]
         options = [*where, f"--rdzv-conf={','.join(conf)}", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20"]
-        script = [str(WORKERS / "stepping_job.py"), self.observer.path]
-        command = [sys.executable, str(WORKERS / "told_torchrun.py"), self.observer.path, *options, *script]
+        script = [str(WORKERS / "stepping_job.py"), self.events.path]
+        command = [sys.executable, str(WORKERS / "reporting_torchrun.py"), self.events.path, *options, *script]
         with open(self.folder / f"output.{node}", "wb") as output:
             self.agents[node] = subprocess.Popen(
                 [*(self.link.inside if self.link is not None and far else []), *command],
@@ -180,7 +180,7 @@ class Site:
                 stderr=output,
                 start_new_session=True,
             )
-        self.observer.follow(self.agents[node].pid)
+        self.events.follow(self.agents[node].pid)
 
     def output(self) -> str:
         paths = sorted(self.folder.glob("output.*"))
@@ -201,7 +201,7 @@ class Outcome:
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[Stamp], made_ns: Mapping[int, int]) -> dict[str, float]:
+def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[WorkerEvent], made_ns: Mapping[int, int]) -> dict[str, float]:
     """Seconds of each phase. new: the first step of each worker of the new world."""
     new = list(new)
     stopped = max(stopped_ns)
@@ -209,13 +209,13 @@ def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[Stamp], made_
     return {phase: (borders[index + 1] - borders[index]) / 1e9 for index, phase in enumerate(PHASES)}
 
 
-def strike(site: Site, before: Mapping[int, Stamp]) -> tuple[int, str]:
+def strike(site: Site, before: Mapping[int, WorkerEvent]) -> tuple[int, str]:
     """Do what the row says; return when, and which node is lost (or new)."""
     fault_ns = time.monotonic_ns()
     if site.row == "join":
         site.start("c")
-        site.observer.until(lambda: site.observer.agents.get("c"), FORM_S)
-        return site.observer.agents["c"], "c"
+        site.events.until(lambda: site.events.agents.get("c"), FORM_S)
+        return site.events.agents["c"], "c"
     if site.row == "etcd":
         assert site.cluster is not None
         site.cluster.leader().kill()
@@ -235,43 +235,43 @@ def strike(site: Site, before: Mapping[int, Stamp]) -> tuple[int, str]:
 def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
     """One try; None where the job did not even come up (its output goes to stderr)."""
     with Site(side, row) as site:
-        observer = site.observer
+        events = site.events
         for node in "ab" if row == "join" else "abc":
             site.start(node)
-        before = observer.until(lambda: observer.training(len(site.agents)), FORM_S)
+        before = events.until(lambda: events.training(len(site.agents)), FORM_S)
         if before is None:
             print(f"{side} {row}: did not come up\n{site.output()}", file=sys.stderr)
             return None
         if side == "warm":
             for agent in site.agents.values():
                 await_standbys(agent.pid, 1)
-        old = set(observer.first)  # with those of a smaller round that came before the node that was late
+        old = set(events.first)  # with those of a smaller round that came before the node that was late
         fault_ns, lost = strike(site, before)
         if row == "etcd":
-            return _trains_on(observer, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
+            return _trains_on(events, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
         remaining = {name: agent.pid for name, agent in site.agents.items() if name != lost or row == "join"}
         stopping = [step.pid for step in before.values() if step.node in remaining]
         world = len(remaining)
 
         def settled() -> Outcome | None:
-            there = {step.rank: step for step in observer.first.values() if step.world == world and step.pid not in old}
-            if len(there) == world and all(pid in observer.ended_ns for pid in stopping):
-                found = phases(fault_ns, [observer.ended_ns[pid] for pid in stopping], there.values(), observer.made_ns)
+            there = {step.rank: step for step in events.first.values() if step.world == world and step.pid not in old}
+            if len(there) == world and all(pid in events.ended_ns for pid in stopping):
+                found = phases(fault_ns, [events.ended_ns[pid] for pid in stopping], there.values(), events.made_ns)
                 return Outcome("trains again", sum(found.values()), found)
-            ends_ns = [observer.ended_ns[pid] for pid in remaining.values() if pid in observer.ended_ns]
+            ends_ns = [events.ended_ns[pid] for pid in remaining.values() if pid in events.ended_ns]
             return Outcome("job dies", (max(ends_ns) - fault_ns) / 1e9) if len(ends_ns) == len(remaining) else None
 
-        outcome = observer.until(settled, timeout_s) or Outcome("nothing", timeout_s)
+        outcome = events.until(settled, timeout_s) or Outcome("nothing", timeout_s)
         if outcome.said != "trains again":
             print(f"{side} {row}: {outcome.said}\n{site.output()}", file=sys.stderr)
         return outcome
 
 
-def _trains_on(observer: Observer, old: set[int], running: set[int], hold_s: float) -> Outcome:
+def _trains_on(events: JobEvents, old: set[int], running: set[int], hold_s: float) -> Outcome:
     """The longest pause between two steps, if no worker ends or begins for that long."""
-    observer.pause_ns.clear()
-    news = observer.until(lambda: True if observer.first.keys() - old or observer.ended_ns.keys() & running else None, hold_s)
-    return Outcome("restarts" if news else "trains on", max(observer.pause_ns.values(), default=0) / 1e9)
+    events.pause_ns.clear()
+    news = events.until(lambda: True if events.first.keys() - old or events.ended_ns.keys() & running else None, hold_s)
+    return Outcome("restarts" if news else "trains on", max(events.pause_ns.values(), default=0) / 1e9)
 
 
 @dataclass

@@ -32,10 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import etcd_traffic
 import measure
-
-sys.path.append(str(Path(__file__).with_name("workers")))
-import crew
+from agent_processes import AgentProcesses, AgentsFailed, shares
 
 DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: a sketch's first forming, etcd included, on two other cores
 NEAR = 3.0  # times the sketch
@@ -67,33 +66,33 @@ class Outcome:
     why: str = ""
 
 
-def phase(seconds: float, agents: int, served: crew.Traffic, client_cpu_s: float) -> Phase:
+def phase(seconds: float, agents: int, served: etcd_traffic.Traffic, client_cpu_s: float) -> Phase:
     methods = {name: count / agents for name, count in served.requests.items()}
     size = (served.bytes_in + served.bytes_out) / agents
     return Phase(seconds, sum(methods.values()), size, served.pushed / agents, client_cpu_s, served.cpu_s, methods)
 
 
 def ours(size: int, args: argparse.Namespace) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), args.fsync) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
         job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
-        jobs = [{**job, "first": first, "count": count} for first, count in crew.shares(size, args.processes)]
-        with crew.Crew("etcd_agents.py", jobs) as agents:
+        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        with AgentProcesses("etcd_agents.py", jobs) as agents:
             form = rejoin = None
             try:
                 form = _ours_phase(agents, endpoint, args, size, do="form")
                 rejoin = _ours_phase(agents, endpoint, args, size, do="lose", node=size // 2, round=2)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(form, rejoin, str(error))
             return Outcome(form, rejoin)
 
 
-def _ours_phase(agents: crew.Crew, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
+def _ours_phase(agents: AgentProcesses, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
     cpu_s = _cpu_s(agents.ask(SLACK_S, do="cpu"))
-    before = crew.traffic(endpoint)
+    before = etcd_traffic.traffic(endpoint)
     began = time.monotonic()
     answers = agents.ask(args.timeout + SLACK_S, **command)
-    served = crew.traffic(endpoint) - before
+    served = etcd_traffic.traffic(endpoint) - before
     began = next((answer["began"] for answer in answers if "began" in answer), began)
     return phase(max(answer["at"] for answer in answers) - began, size, served, _cpu_s(answers) - cpu_s)
 
@@ -103,33 +102,33 @@ def _cpu_s(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def sketch(size: int, args: argparse.Namespace, grouped: bool = False) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), args.fsync) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "sketch", "size": size, "ttl": LEASE_TTL_S, "grouped": grouped}
         job["timeout"] = args.timeout
-        jobs = [{**job, "first": first, "count": count} for first, count in crew.shares(size, args.processes)]
-        with crew.Crew("etcd_sketch.py", jobs) as agents:
+        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        with AgentProcesses("etcd_sketch.py", jobs) as agents:
             try:
                 return Outcome(_ours_phase(agents, endpoint, args, size, do="form"), None)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(None, None, str(error))
 
 
 def stock(size: int, args: argparse.Namespace) -> Outcome:
-    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+    with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": size - 1, "max": size}
         job["timeout"] = args.stock_timeout
-        jobs = [{**job, "count": count} for _, count in crew.shares(size, args.stock_processes)]
-        with crew.Crew("stock_agents.py", jobs) as agents:
+        jobs = [{**job, "count": count} for _, count in shares(size, args.stock_processes)]
+        with AgentProcesses("stock_agents.py", jobs) as agents:
             form = rejoin = None
             try:
                 form = _stock_phase(agents, host, args, size)
                 rejoin = _stock_phase(agents, host, args, size)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(form, rejoin, str(error))
             return Outcome(form, rejoin)
 
 
-def _stock_phase(agents: crew.Crew, host: crew.Crew, args: argparse.Namespace, size: int) -> Phase:
+def _stock_phase(agents: AgentProcesses, host: AgentProcesses, args: argparse.Namespace, size: int) -> Phase:
     before = agents.ask(SLACK_S, do="count")
     host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu"))
     began = time.monotonic()
@@ -140,7 +139,7 @@ def _stock_phase(agents: crew.Crew, host: crew.Crew, args: argparse.Namespace, s
     names = ("gets", "sets", "conflicts", "bytes")
     counts = {name: float(sum(answer[name] for answer in after) - sum(answer[name] for answer in before)) for name in names}
     size_b = counts.pop("bytes")
-    return phase(seconds, size, crew.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
+    return phase(seconds, size, etcd_traffic.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
 
 
 def middle(outcomes: Sequence[Outcome]) -> Outcome:

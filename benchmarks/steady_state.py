@@ -28,10 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import etcd_traffic
 import measure
-
-sys.path.append(str(Path(__file__).with_name("workers")))
-import crew
+from agent_processes import AgentProcesses, shares
 
 FEWER_BYTES = 100.0  # times, than stock
 MONITOR_INTERVAL_S = 0.1  # torchrun's default
@@ -81,17 +80,15 @@ def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, flo
 
 
 def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), fsync=False) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), fsync=False) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": agents, "max": agents, "ttl": lease_ttl_s, "loops": 4}
         job |= {"own_connections": True, "timeout": READY_S}
-        shares = crew.shares(agents, processes)
-        with crew.Crew(
-            "etcd_agents.py", [{**job, "first": first, "count": count, "clients": count} for first, count in shares]
-        ) as members:
+        jobs = [{**job, "first": first, "count": count, "clients": count} for first, count in shares(agents, processes)]
+        with AgentProcesses("etcd_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
 
             def ask() -> tuple[dict[str, float], float, float]:
-                served = crew.traffic(endpoint)
+                served = etcd_traffic.traffic(endpoint)
                 return served.requests, sum(answer["cpu_s"] for answer in members.ask(READY_S, do="cpu")), served.cpu_s
 
             await_quiet(endpoint)
@@ -101,20 +98,20 @@ def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
 def await_quiet(endpoint: str) -> None:
     """Until the last node that has joined has its watches: what forms a round is not what keeps it."""
     deadline = time.monotonic() + READY_S
-    before = crew.traffic(endpoint)
+    before = etcd_traffic.traffic(endpoint)
     while time.monotonic() < deadline:
         time.sleep(QUIET_S)
-        after = crew.traffic(endpoint)
+        after = etcd_traffic.traffic(endpoint)
         if (after - before).requests.keys() <= {"LeaseKeepAlive"}:
             return
         before = after
 
 
 def stock(agents: int, seconds: float, processes: int) -> Idle:
-    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+    with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": agents, "max": agents, "timeout": READY_S}
-        jobs = [{**job, "count": count} for _, count in crew.shares(agents, processes)]
-        with crew.Crew("stock_agents.py", jobs) as members:
+        jobs = [{**job, "count": count} for _, count in shares(agents, processes)]
+        with AgentProcesses("stock_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
             members.ask(READY_S, do="poll", interval=MONITOR_INTERVAL_S)
 

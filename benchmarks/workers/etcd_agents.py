@@ -31,10 +31,10 @@ CALL_TIMEOUT_S = 60.0  # thousands of agents share two cores: here, slow is not 
 class Agent:
     """What the supervisor is to a participant: it joins a round, and the next one when that one is broken."""
 
-    def __init__(self, crew: Crew, client: EtcdClient, loop: Dispatcher, number: int) -> None:
-        job = crew.job
+    def __init__(self, agents: Agents, client: EtcdClient, loop: Dispatcher, number: int) -> None:
+        job = agents.job
         limits = Limits(job["min"], job["max"], last_call_s=5.0)
-        self._crew = crew
+        self._agents = agents
         self._number = number
         self._after = -1
         self.round = 0
@@ -48,15 +48,15 @@ class Agent:
     def _changed(self) -> None:
         joined, header = self.participant.joined, self.participant.header
         if self.participant.failure is not None:
-            self._crew.fail(self.participant.failure)
+            self._agents.fail(self.participant.failure)
         elif joined is not None and joined[0].round > self.round:
             self.round = joined[0].round
-            self._crew.joined(self.round)
+            self._agents.joined(self.round)
         elif header.state is State.BROKEN and header.round == self.round:
             self.ready(header.round)
 
 
-class Crew:
+class Agents:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self._news = threading.Condition()
@@ -111,15 +111,15 @@ class Crew:
 
 def main() -> None:
     logging.basicConfig(level=logging.ERROR)  # thousands of agents: what goes wrong with one is in the answers
-    crew = Crew(json.loads(sys.argv[1]))
+    agents = Agents(json.loads(sys.argv[1]))
     print(json.dumps({"up": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
         if command["do"] == "form":
-            answer = crew.form()
+            answer = agents.form()
         elif command["do"] == "lose":
-            answer = crew.lose(command["node"], command["round"])
+            answer = agents.lose(command["node"], command["round"])
         print(json.dumps({**answer, "cpu_s": time.process_time()}), flush=True)
 
 

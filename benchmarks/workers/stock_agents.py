@@ -59,7 +59,7 @@ def _size(found: Any) -> int:
     return len(found[1]) if found is not None else 0
 
 
-class Crew:
+class Agents:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.counts: collections.Counter[str] = collections.Counter(gets=0, sets=0, conflicts=0, bytes=0)
@@ -99,21 +99,21 @@ class Crew:
 
 
 def serve(job: dict[str, Any]) -> None:
-    store = crew = None
+    store = agents = None
     if job["host"]:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     else:
-        crew = Crew(job)
+        agents = Agents(job)
     print(json.dumps({"up": True, "port": store.port if store is not None else job["port"]}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
-        if crew is not None and command["do"] == "form":
-            answer = crew.form()
-        elif crew is not None and command["do"] == "poll":
-            crew.poll(command["interval"])
-        elif crew is not None and command["do"] == "count":
-            answer = dict(crew.counts)
+        if agents is not None and command["do"] == "form":
+            answer = agents.form()
+        elif agents is not None and command["do"] == "poll":
+            agents.poll(command["interval"])
+        elif agents is not None and command["do"] == "count":
+            answer = dict(agents.counts)
         print(json.dumps({**answer, "cpu_s": time.process_time()}), flush=True)
 
 

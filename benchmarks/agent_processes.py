@@ -38,7 +38,7 @@ class AgentProcesses:
     """Some processes of one program. Use it in a `with` block, which ends them.
 
     Attributes:
-        up: what each process said when it was up.
+        up: the first line of each process.
     """
 
     def __init__(self, script: str, jobs: Sequence[dict[str, Any]]) -> None:

@@ -123,10 +123,10 @@ class Side:
 
 
 def one_try(agent: str, row: str) -> Recovery | None:
-    told = ROWS[row]
+    job = ROWS[row]
     warm = agent == "warm"
-    ended = jobs.run_faulty(agent, told.fault, TIMEOUT_S, told.work, told.workers, warm, **VARIABLES.get(agent, {}))
-    found = recovery(ended.stamps, told.workers)
+    ended = jobs.run_faulty(agent, job.fault, TIMEOUT_S, job.work, job.workers, warm, **VARIABLES.get(agent, {}))
+    found = recovery(ended.stamps, job.workers)
     if found is None:
         print(f"{agent} {row}: did not come back, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
     return found

@@ -204,6 +204,8 @@ def micro_batches(share: Tensor, accumulate: int, smallest: int) -> list[Tensor]
 
 
 class Trainer:
+    """Model, data, optimizer and checkpoints of one rank. One flat object, because the script is meant to be copied."""
+
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device, self.rank, self.world = args, device, dist.get_rank(), dist.get_world_size()
         text = stdlib_source(int(args.data_mb * 2**20))

@@ -15,7 +15,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import node_loss  # noqa: E402
-from node_loss import Cell, JobEvents, Outcome, WorkerEvent  # noqa: E402
+from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent  # noqa: E402
 
 TIMEOUT_S = 150
 
@@ -90,12 +90,14 @@ def test_a_world_trains_when_all_its_ranks_step_and_none_of_them_has_ended(tmp_p
 
 
 def test_a_cell_says_what_happened():
-    again = [Outcome("trains again", seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)]
+    again = [
+        Outcome(Result.TRAINS_AGAIN, seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)
+    ]
     assert Cell(again).shown() == "4.00 (2.00 + 0.50 + 1.50)"
-    assert Cell([Outcome("job dies", 61.7)]).shown() == "job dies after 62 s"
-    assert Cell([Outcome("nothing", 90.0)]).shown() == "nothing in 90 s"
-    assert Cell([Outcome("trains on", 0.031)]).shown() == "trains on pause 0.03 s"
-    mixed = Cell([again[0], Outcome("job dies", 5.0)])
+    assert Cell([Outcome(Result.DIES, 61.7)]).shown() == "job dies after 62 s"
+    assert Cell([Outcome(Result.NOTHING, 90.0)]).shown() == "nothing in 90 s"
+    assert Cell([Outcome(Result.TRAINS_ON, 0.031)]).shown() == "trains on pause 0.03 s"
+    mixed = Cell([again[0], Outcome(Result.DIES, 5.0)])
     assert mixed.total_s is None
     assert mixed.shown() == "job dies after 5 s; trains again 3.0 s"
     assert Cell().shown() == "-"

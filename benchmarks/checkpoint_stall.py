@@ -159,7 +159,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         times = measured(model_of(args.mb), Path(folder), args.saves)
         kept = overlaps(args.upload_mb, Path(folder), max(1, args.saves // 2))
-    rows, record = [], {"benchmark": "checkpoint_stall", "mb": args.mb, "saves": args.saves, **measure.machine()}
+    rows, record = [], {"benchmark": "checkpoint_stall", "mb": args.mb, "saves": args.saves, "machine": measure.machine()}
     for name, each in times.items():
         later = measure.median(each.stall[1:]) or each.stall[0]
         spread = f"{min(each.stall):.3f} to {max(each.stall):.3f}"

@@ -8,8 +8,8 @@ the c10d backend, with a thread and a connection each. Neither has workers.
 
     form      all start at once, until the last one has its rank
     re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their
-              ranks in the next round. Stock: all N agents come back, and none is lost. That is in stock's favour: after a real loss it
-              first waits 3 x 5 s for the keep-alives of the lost agent and then 30 s of last call.
+              ranks in the next round. Stock: all N agents come back, and none is lost. That is in stock's favour: after a real
+              loss it first waits 3 x 5 s for the keep-alives of the lost agent and then 30 s of last call.
 
 etcd counts the operations: every message that it received, also on streams. Bytes are those of its messages in both directions,
 without the HTTP/2 and TCP around them.

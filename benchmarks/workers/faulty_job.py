@@ -2,10 +2,13 @@
 
     faulty_job.py FAULT STAMPS WORK STANDBYS
 
-FAULT: kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM). WORK: none, ddp or fsdp: the two
-optimizer steps of each attempt. STANDBYS: 1: the fault waits until the agent has as many warm standbys as workers; 0: it does
-not. STAMPS: a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which all
-processes of a Linux machine share. The events, in order:
+    FAULT      kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM)
+    WORK       none, ddp or fsdp: the two optimizer steps of each attempt
+    STANDBYS   1: the fault waits until the agent has as many warm standbys as workers; 0: it does not
+    STAMPS     a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which all
+               processes of a Linux machine share
+
+The events, in order:
 
     process      the kernel made this process: starttime of /proc/self/stat, which counts in ticks of 10 ms, rounded down
     user_code    the first line of this file

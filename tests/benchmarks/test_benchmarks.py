@@ -171,6 +171,13 @@ def test_checkpoints(tmp_path):
     assert checkpoints.kept({"choose": {"a": {"median_s": 1.1}}}, 10_000) is False
 
 
+@pytest.mark.long
+def test_checkpoint_stall(tmp_path):
+    record = result("checkpoint_stall.py", tmp_path, "--mb=8", "--upload-mb=8", "--saves=2")
+    assert all(0 < record[name]["stall_s"] <= record[name]["whole_s"] for name in ("dcp.async_save", "elastic_ext"))
+    assert record["overlap"].keys() == {"disk", "S3"}
+
+
 def test_classification(tmp_path):
     record = result("classification.py", tmp_path, "--repeat=1", "--promise-ms=1000")
     assert len(record["rows"]) == 10

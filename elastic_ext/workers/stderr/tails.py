@@ -9,20 +9,20 @@ Where stderr goes to a file (--log-dir with --redirects or --tee), nothing is re
 tail is None, and the worker keeps the stderr it has, where the console is a terminal (progress bars and debuggers check for one),
 where no bootstrap runs (functions, other programs), and where a pipe or the relay cannot be made.
 
-Why the relay is a process. A thread of the agent can do the same work (and does, where no process can run), in 12 lines. Measured
-side by side on a machine with two busy cores, two to eight writers:
+Why the relay is a process. A thread of the agent can do the same work, and does where no process can run. Measured side by side
+on two busy shared cores with two to eight writers:
 
-    |                                                          | process       | thread of the agent              |
-    |----------------------------------------------------------|---------------|----------------------------------|
-    | agent stopped for 3 s, workers write 200 KB/s: pause     | 0.02 s        | 2.7 s: training waits for it     |
-    | main thread holds the GIL for 1.8 to 2.3 s: pause        | 0.08 s        | 1.5 s                            |
-    | agent SIGKILLed, console full, 200 KB written: shown     | 200 KB        | 55 to 60 KB                      |
-    | a process left running writes after the agent has ended  | shown         | SIGPIPE kills it                 |
-    | a worker's death to the agent's reaction, median (90 %)  | 7 ms (21 ms)  | 4 to 7 ms (21 to 27 ms)          |
-    | throughput, 8 writers of 100-byte lines                  | 78 to 194 MB/s | 50 to 88 MB/s                   |
+    |                                                                 | process                 | thread of the agent     |
+    |-----------------------------------------------------------------|-------------------------|-------------------------|
+    | agent stopped for 3 s, each worker writes 200 KB/s: its pause   | 0.02 s                  | 2.7 s                   |
+    | agent's main thread holds the GIL for about 2 s: the same pause | 0.08 s                  | 1.5 s                   |
+    | agent gets SIGKILL, console full, 200 KB written: shown         | 200 KB                  | 55 to 60 KB             |
+    | a process that the agent left running writes after its end      | shown                   | SIGPIPE kills it        |
+    | a worker's death to the agent's reaction: median, 90 %          | 7 to 8 ms, 15 to 21 ms  | 4 to 7 ms, 21 to 27 ms  |
+    | throughput, 8 writers of 100-byte lines                         | 78 to 194 MB/s          | 50 to 88 MB/s           |
 
-Neither the reaction nor the throughput would be felt. The first four rows would: training that stops with the agent, the last
-words before a kill lost, processes killed that were left alive on purpose. So the process stays.
+Nobody would feel the last two rows. The others would be felt: training stops with the agent (once a pipe's 64 KiB are full), the
+output before a kill is lost, and processes die that were left running on purpose. So the process stays.
 """
 
 from __future__ import annotations

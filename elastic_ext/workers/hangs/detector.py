@@ -37,7 +37,9 @@ WORKING_SHARE = 0.02  # of a processor; threads that wait with a timeout use les
 WORKING_BYTES_S = 100_000.0
 RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared processor
 STARVED_SHARE = 0.5  # of the time, ready to run but not running
+STATS_SHARE = 0.45  # of the limit: from then on the process stats are read
 IMMINENT_SHARE = 0.75  # of the limit: from then on a hang is expected, if nobody works
+IMMINENT_IDLE_SHARE = 0.2  # of the limit: nobody has worked for this long, so not since about half of the limit
 LEAST_LOOK_S = 0.1
 LATE_S = 10.0  # a look that comes this late means that the machine had stopped, not the workers
 
@@ -125,23 +127,23 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
         if worker.quiet_s < limit:
             within = f"rank {worker.rank} is within its limit: {worker.quiet_s:.3g} of {limit:.3g} s"
             return Assessment(False, (), within, all(is_imminent(each, fixed_s) for each in workers))
-    behind = min((worker.steps, worker.reports) for worker in workers)
-    culprits = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == behind)
+    lowest = min((worker.steps, worker.reports) for worker in workers)
+    behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
     longest = max(workers, key=lambda worker: limit_s(worker, activity, fixed_s))
     return Assessment(
         True,
-        culprits,
+        behind,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
-        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {behind[0]}, of rank {culprits[0]}",
+        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {lowest[0]}, of rank {behind[0]}",
     )
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
-    """Whether it has given no sign of life for IMMINENT_SHARE of its limit, and has not worked since about half of the limit."""
+    """Whether it has been quiet for IMMINENT_SHARE of its limit, and idle for IMMINENT_IDLE_SHARE of it."""
     limit = limit_s(worker, Activity.NONE, fixed_s)
     if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
         return False
-    return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= (IMMINENT_SHARE - 0.55) * limit
+    return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= IMMINENT_IDLE_SHARE * limit
 
 
 def works(cpu_share: float | None, bytes_s: float | None) -> bool:
@@ -212,7 +214,7 @@ def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -
 
 def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
     """Whether all have been quiet for so long that their process stats are needed."""
-    return all(worker.quiet_s >= 0.45 * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
+    return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks run, and say what they claim to say. Their figures are not tested: those are for a quiet machine."""
+"""The benchmarks run and report what they promise. Their figures are not tested, because those need a quiet machine."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""benchmarks/node_loss.py runs, says what it claims to say, and leaves nothing behind. Its figures are not tested."""
+"""benchmarks/node_loss.py runs, reports what it promises, and leaves nothing behind. Its figures are not tested."""
 
 import json
 import os

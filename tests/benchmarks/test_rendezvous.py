@@ -1,4 +1,4 @@
-"""benchmarks/rendezvous.py and steady_state.py run with a few agents, and say what they claim to say. No figure is tested."""
+"""benchmarks/rendezvous.py and steady_state.py run with a few agents and report what they promise. No figure is tested."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Hangs: who is behind, how long is too long, and each kind of hang in real jobs."""
+"""Hangs: the limits, the culprits, and each kind of hang in real jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
     return WorkerStatus(rank, steps, quiet_s, **{"working": False, "state": "S", **more})
 
 
-# How long is too long.
+# Limits.
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
 
 @pytest.mark.parametrize("fixed_s", [None, 5])
 def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
-    """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
+    """Before its bootstrap is in place nothing is known of it. For half an hour that proves nothing; then it counts as stuck."""
     others = [worker(rank, quiet_s=1801) for rank in range(3)]
     assert not detector.assess([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
     verdict = detector.assess([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
@@ -149,7 +149,7 @@ def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
     ],
 )
 def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, has_one):
-    """Functions and other programs run without the bootstrap: their progress is not known for as long as they run."""
+    """Functions and other programs run without the bootstrap, so nothing is ever known of their progress."""
     spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
     assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
     assert not launch.has_bootstrap(launch.prepare(spec, Settings(bootstrap=False)))
@@ -170,7 +170,7 @@ def test_what_is_work(cpu_share, bytes_s, works):
     assert detector.works(cpu_share, bytes_s) == works
 
 
-# Who is to blame.
+# Culprits.
 
 WAITING = """Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -206,7 +206,7 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     [
         ([stuck(0), stuck(1, stack=LOADING), stuck(2)], [1]),
         ([stuck(0, stack=BACKWARD), stuck(1, stack=LOADING)], [1]),
-        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # who waits is not waited for
+        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # nobody waits for a rank that waits
         ([stuck(0, 0), stuck(1, 20, stack=LOADING)], [1]),  # one without an optimizer
         ([stuck(0, 11, stack=LOADING), stuck(1, 10, stack=LOADING), stuck(2, 9)], [1]),  # both do their own part
         ([stuck(0, stack=PLANNING), stuck(1, stack=STORING)], [1]),
@@ -243,7 +243,7 @@ def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
         ("D", 0.0, 0.0, "asleep in the kernel in nfs_wait"),
         ("S", 0.0, 0.0, "asleep in nfs_wait: 0% of a processor"),
         ("R", 1.0, 0.0, "busy: 100%"),
-        ("R", 0.4, 0.6, "busy: 40%"),  # shares its processor with another that runs in a circle
+        ("R", 0.4, 0.6, "busy: 40%"),  # shares its processor with another endless loop
         ("R", 0.02, 0.98, "starved: ready to run 98% of the time, and had 2%"),
         ("S", None, None, "state S"),
     ],
@@ -252,11 +252,11 @@ def test_what_it_does(state, cpu, waiting, said):
     assert detector.condition(state, "nfs_wait", cpu, waiting).startswith(said)
 
 
-# Half an hour of healthy training, on a clock of its own.
+# Half an hour of healthy training, on a simulated clock.
 
 
 class Clock:
-    """Workers as the agent would see them, over a plan of what all of them do."""
+    """Workers as the agent would see them, on a simulated clock."""
 
     def __init__(self, ranks: int) -> None:
         self.now = 0.0
@@ -306,7 +306,7 @@ class Clock:
 
 
 def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) -> None:
-    """Steps of uneven length, stragglers, late data; evaluations, compiles and saves, some of which nobody tells of."""
+    """Uneven steps, stragglers, late data; evaluations, compiles and saves, some of which nobody reports."""
     clock.pass_time(chance.uniform(30, 600))  # imports, data sets, the first compile
     while clock.now < until_s:
         for _ in range(chance.randrange(20, 200)):
@@ -347,7 +347,7 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
     assert float(re.findall(r"at (\d+) s", clock.alarms[0])[0]) - before > 59
 
 
-# Who is slow.
+# Stragglers.
 
 
 def test_the_slow_one_is_named_by_how_much():
@@ -384,7 +384,7 @@ KINDS = {
 @pytest.mark.long("stop:1", "loop:1", "data:1", "absent:1", "never:1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
-    """No restart is left, so that the verdict is in a file: it names the rank, says how it is, and holds the stacks."""
+    """No restart is left, so the verdict is in a file: it names the rank and its condition, and holds the stacks."""
     said, at = KINDS[kind]
     verdict = tmp_path / "verdict"
     command = [*AGENT, "--nproc-per-node=3", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, kind]
@@ -438,7 +438,7 @@ CPU_GROUP = Path("/sys/fs/cgroup/cpu")
 
 @pytest.fixture
 def starving_group() -> Iterator[Path]:
-    """A group of processes that get a hundredth of a processor."""
+    """A group of processes that share a hundredth of a processor."""
     if not os.access(CPU_GROUP / "cpu.cfs_quota_us", os.W_OK):
         try:
             (CPU_GROUP / f"elastic_ext_{os.getpid()}").mkdir()
@@ -456,7 +456,7 @@ def starving_group() -> Iterator[Path]:
 
 
 @pytest.mark.long
-def test_a_starved_worker_is_told_from_one_that_runs_in_a_circle(tmp_path, starving_group):
+def test_a_starved_worker_is_told_from_an_endless_loop(tmp_path, starving_group):
     verdict = tmp_path / "verdict"
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", "--rdzv-conf=hang_timeout=4", JOB, "starve:1"]
     env = {"STOP": str(tmp_path / "stop"), "GROUP": str(starving_group), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}

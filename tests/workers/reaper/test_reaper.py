@@ -147,7 +147,7 @@ def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
     environ = Path(f"/proc/{client._process.pid}/environ")
     deadline = time.monotonic() + 20
     while not environ.read_text() and time.monotonic() < deadline:
-        pass  # in the middle of its exec a process has none, and nothing tells when it does
+        pass  # during its exec a process has none, and no event reports when it has
     assert environ.read_text() == "LD_ELASTIC_EXT_TEST=kept\0"
     os.kill(client._process.pid, signal.SIGKILL)
     select.select([client.pidfd], [], [], 20)

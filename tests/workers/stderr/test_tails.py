@@ -1,4 +1,4 @@
-"""What workers write to stderr reaches the console as it is, and the last of it is known: real pipes, relays and workers."""
+"""The workers' stderr reaches the console unchanged, and its end is known. On real pipes, relays and workers."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ DEADLINE_S = 30
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A loaded machine may not answer within the time that a recovery waits; these tests look at what is answered."""
+    """A busy machine may need longer than a recovery waits. These tests are about the answer, not the time."""
     monkeypatch.setattr(stderr_tails, "FLUSH_S", 10.0)
     monkeypatch.setattr(client, "RETRY_S", 10.0)
 
 
 class Console:
-    """Takes the place of fd 2; what comes is collected while it reads."""
+    """Takes the place of fd 2, and collects what arrives there while it reads."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -42,7 +42,7 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Again in a test that starts relays: between a fixture and its test pytest puts its own file there."""
+        """Call this again in a test that starts relays: between a fixture and its test pytest replaces fd 2."""
         os.dup2(self._writer, 2)
 
     def read(self) -> "Console":
@@ -65,7 +65,7 @@ class Console:
         self.reader = -1
 
     def restore(self) -> None:
-        """Let go of fd 2; the end of what the console gets comes when the last writer has ended."""
+        """Close fd 2, so that the console ends when the last writer does."""
         if self._before >= 0:
             os.dup2(self._before, 2)
             os.close(self._before)
@@ -102,19 +102,19 @@ def tails(console):
 
 @pytest.fixture
 def worker(tails, tmp_path):
-    """Start a worker as an agent does: `worker(script)`; what it is sent on standard input goes line by line."""
+    """Start a worker as an agent does: `worker(script)`. Send its standard input with `go`."""
     started = []
 
     def _worker(script: str, local_rank: int = 0, destination: str = "") -> "subprocess.Popen[bytes]":
         folder = tmp_path / f"{len(started)}"
         folder.mkdir()
         (folder / "script.py").write_text("import os, sys\n" + script)
-        told = {"agent": "token"}
+        settings = {"agent": "token"}
         if (path := tails.connect(local_rank, destination, str(folder))) is not None:
-            told["stderr"] = path
+            settings["stderr"] = path
         process = subprocess.Popen(
             [sys.executable, "-u", BOOTSTRAP, str(folder / "script.py")],
-            env=environment(ELASTIC_EXT_WORKER=json.dumps(told)),
+            env=environment(ELASTIC_EXT_WORKER=json.dumps(settings)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -140,7 +140,7 @@ def relay_pid(tails: StderrTails) -> int:
 
 
 def assert_same(got: bytes, expected: bytes) -> None:
-    """Without printing megabytes."""
+    """Compare without printing megabytes."""
     assert (len(got), got[-200:]) == (len(expected), expected[-200:])
     assert hashlib.sha256(got).digest() == hashlib.sha256(expected).digest()
 
@@ -193,7 +193,7 @@ def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, work
     console.read()
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
-    assert tails._relay.flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
+    assert tails._relay.flush(DEADLINE_S) is not None  # killed between the write and its mark, it would write twice
     first = relay_pid(tails)
     os.kill(first, signal.SIGKILL)
     go(process)
@@ -217,8 +217,8 @@ def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, wor
     console.wait_for(lambda data: data.endswith(b"end\n"))
 
 
-def test_what_a_killed_relay_had_in_hand_is_written_by_the_next(console, tails, worker):
-    # More than the console's pipe takes: some is in hand, some in the worker's pipe.
+def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker):
+    # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
     process = worker("os.write(2, b'a' * 100_000 + b'b')")
     assert process.wait(DEADLINE_S) == 0
     assert tails._relay.flush(0.2) is None
@@ -267,7 +267,7 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
 
 
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
-    monkeypatch.undo()  # the wait that users have
+    monkeypatch.undo()  # with the limits that users have
     process = worker("os.write(2, b'a' * 100_000 + b'the end')")  # nobody reads
     assert process.wait(DEADLINE_S) == 0
     start = time.monotonic()

@@ -554,11 +554,12 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
     stop = tmp_path / "stop"
     with ExitStack() as stack:
         jobs = start_two(request, stack, tmp_path, backend, "eval:3", EVAL_S="7")
-        claimed = threading.Event()
+        pause = threading.Event()
         for job in jobs:
             job.wait_for('"attempt": 0', 2)
-        while not any("evaluated" in job.out for job in jobs):
-            claimed.wait(0.05)
+        while not any("the workers go on" in job.err for job in jobs):  # the first look after the evaluation
+            pause.wait(0.05)
+        assert any("evaluated" in job.out for job in jobs)
         stop.touch()
         done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], [each.err for each in done]

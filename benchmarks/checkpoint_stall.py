@@ -1,14 +1,14 @@
-"""How long does a save hold up training? elastic_ext.Checkpointer against torch.save and torch.distributed.checkpoint.async_save.
+"""How long does a save hold up training? elastic_ext.Checkpointer, torch.save and torch.distributed.checkpoint.async_save.
 
     python benchmarks/checkpoint_stall.py [--mb 500] [--saves 7] [--directory DIR] [--upload-mb 100]
 
-One process, tensors on the CPU, the three in turn, so that all meet the same moods of the disk. The stall is the time until the
-call returns. Each save is waited for before the next begins: what is measured is a save that finds nothing under way. The first
-save is shown apart: memory for the copy is taken then. The whole is the time until the checkpoint is committed; ours is synced to
-disk and has checksums by then, as is async_save's without checksums; torch.save's is in the page cache only.
+One process, tensors on the CPU, the three in turns, so that a busy disk hits all. The stall is the time until the call returns.
+Each save ends before the next one begins. The first save is shown separately, because it allocates the memory for the copy. The
+whole is the time until the checkpoint is committed: ours is then synced to disk and has checksums, async_save's is synced without
+checksums, torch.save's is in the page cache only.
 
-Overlap: how much of its usual speed a loop of matrix products (one thread) keeps from the call of save() until the checkpoint is
-committed, on the disk and on an S3 server (moto's, which needs a processor of its own here). 1 is none lost.
+Overlap: the share of its usual speed that a loop of matrix products (one thread) keeps from the call of save() to the commit, on
+the disk and on an S3 server (moto's, which needs a processor of its own here). 1 means that nothing is lost.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ NO_WORSE_THAN_ASYNC = 1.0
 
 @dataclass
 class Times:
-    """Seconds of each save: until the call returns, and until all is written."""
+    """Seconds of each save: until the call returns (stall), and until everything is written (whole)."""
 
     stall: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
 
     def add(self, save: Callable[[], Callable[[], object]]) -> None:
-        """save: starts one, returns what waits for its end."""
+        """Time one save. save: starts it and returns a function that waits for its end."""
         began = time.monotonic()
         wait = save()
         self.stall.append(time.monotonic() - began)
@@ -87,11 +87,11 @@ def measured(model: torch.nn.Module, directory: Path, saves: int) -> dict[str, T
     return times
 
 
-# Training goes on while a checkpoint is written.
+# Training beside a save.
 
 
 def products(until: Callable[[], bool]) -> float:
-    """Matrix products in a second, in this thread."""
+    """Matrix products per second in this thread."""
     one, done, began = torch.rand(256, 256), 0, time.monotonic()
     while not until():
         one @ one
@@ -100,10 +100,10 @@ def products(until: Callable[[], bool]) -> float:
 
 
 def overlap(megabytes: int, where: str, saves: int) -> dict[str, float | None]:
-    """The median share of its speed that the loop keeps, and the seconds that a save takes."""
+    """Medians: the share of its speed that the loop keeps, and the seconds of a save."""
     kept, took = [], []
     with Checkpointer(where, model=model_of(megabytes), keep_last=1) as ours:
-        ours.save(0, wait=True)  # takes the memory for the copy
+        ours.save(0, wait=True)  # allocates the memory for the copy
         for step in range(1, saves + 1):
             rest_until = time.monotonic() + 2.0
             rest = products(lambda until=rest_until: time.monotonic() > until)
@@ -159,7 +159,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         times = measured(model_of(args.mb), Path(folder), args.saves)
         kept = overlaps(args.upload_mb, Path(folder), max(1, args.saves // 2))
-    rows, record = [], {"benchmark": "checkpoint_stall", "mb": args.mb, "saves": args.saves, **measure.machine()}
+    rows, record = [], {"benchmark": "checkpoint_stall", "mb": args.mb, "saves": args.saves, "machine": measure.machine()}
     for name, each in times.items():
         later = measure.median(each.stall[1:]) or each.stall[0]
         spread = f"{min(each.stall):.3f} to {max(each.stall):.3f}"

@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py [--count 10000] [--megabytes 1024] [--repeat 5] [--rows choose,verify]
 
-choose: the newest complete one among so many on local disk, each kind of name: one listing, one check.
-verify: a checkpoint of ours against reading the same files with the same threads into the same buffers, turn about, from memory
-(the page cache), which is the hard case: a disk would hide the cost of the checksums.
+choose: find the newest complete one among --count on local disk, for each kind of name: one listing, one check. verify: check one
+of ours, against only reading the same files with the same threads into the same buffers, in turns. The files are in the page
+cache, which is the hard case: a disk would hide the cost of the checksums.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def choose(count: int, repeat: int) -> dict[str, Any]:
 
 
 def read_plainly(paths: list[Path], threads: int) -> None:
-    """What verifying does, without the checksums."""
+    """Read as verify() does, without the checksums."""
 
     def read(path: Path) -> None:
         buffer = memoryview(bytearray(BLOCK))
@@ -123,7 +123,7 @@ def compare(megabytes: int, repeat: int, threads: int) -> dict[str, Any]:
         paths = [Path(directory, name, each) for each in names]
         assert verify(storage, entry, threads=threads).sound
         reads, checks = [], []
-        for _ in range(repeat):  # turn about, so that the machine's mood hits both
+        for _ in range(repeat):  # in turns, so that a busy machine hits both
             reads.append(timed(lambda: read_plainly(paths, threads)))
             checks.append(timed(lambda: verify(storage, entry, threads=threads)))
         print("verify", [round(s, 3) for s in reads], [round(s, 3) for s in checks], file=sys.stderr, flush=True)
@@ -138,8 +138,6 @@ def compare(megabytes: int, repeat: int, threads: int) -> dict[str, Any]:
     }
 
 
-# Stalls: how long training waits for a save, ours against torch.save and dcp.async_save. A row "stall" belongs here.
-
 ROWS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "choose": lambda args: choose(args.count, args.repeat),
     "verify": lambda args: compare(args.megabytes, args.repeat, args.threads),
@@ -147,7 +145,7 @@ ROWS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def kept(rows: dict[str, Any], count: int) -> bool:
-    """Are the promises kept?"""
+    """Whether the promises are kept."""
     slow = [side for side in rows.get("choose", {}).values() if count <= 10_000 and side["median_s"] > MOST_SECONDS]
     return not slow and rows.get("verify", {}).get("verify_by_read", 0) <= MOST_RATIO
 

@@ -1,9 +1,9 @@
-"""How long does it take to know what a failure means, with 64 KB of text on stderr?
+"""How long does it take to classify a failure with 64 KB of text on stderr?
 
     python benchmarks/classification.py [--repeat 50]
 
-Stock torchrun does not classify, so there is nothing to compare with. The texts: a training loop's log, and what is hard to
-search: random letters, random bytes, words, and the table's own texts with their last letter missing.
+Stock torchrun does not classify, so there is nothing to compare with. The texts: the log of a training loop, and texts that are
+hard to search: random letters, random bytes, words, and the texts of the rules without their last letter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def milliseconds(evidence: Evidence, repeat: int) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=50)
-    parser.add_argument("--promise-ms", type=float, default=10.0, help="the most that a median may take; else the exit code is 1")
+    parser.add_argument("--promise-ms", type=float, default=10.0, help="if a median takes longer, the exit code is 1")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine, rows = measure.machine(), {}

@@ -1,9 +1,9 @@
-"""What does a failure cost that no restart can cure? Restarts and worker-seconds, ours and stock with the same --max-restarts.
+"""What does a failure cost that no restart can cure? Restarts and worker-seconds, with the same --max-restarts.
 
     python benchmarks/code_bug_waste.py [--faults syntax,name,...] [--max-restarts 10]
 
-Twelve kinds of failure on two workers. One of them, flaky-once, is the counter-example: a restart cures it, and a launcher that
-gave up there would be wrong. Worker-seconds are from a worker's first line to its end, over all workers and attempts.
+Twelve kinds of failure on two workers. A restart cures one of them, flaky-once; a launcher that gave up there would be wrong.
+Worker-seconds run from a worker's first line to its end, over all workers and attempts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ FAULTS = (
     "key-late", "assert-late", "nan", "no-memory", "flaky-once",
 )  # fmt: skip
 CURED = "flaky-once"
+SIDES = ("ours", "stock")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """returncode: None if it had not ended at the deadline."""
+    """returncode: None if the job had not ended at the deadline."""
 
     returncode: int | None
     restarts: int
@@ -37,7 +38,7 @@ class Cost:
 
 
 def cost(returncode: int | None, stamps: Sequence[jobs.Stamp]) -> Cost:
-    """A worker that was killed left no end: it lasted until the first one of its attempt ended, at least."""
+    """A worker that was killed left no "end". It counts until the last "end" of its attempt."""
     seconds = 0.0
     for attempt in {stamp.attempt for stamp in stamps}:
         begins = [stamp.ns for stamp in stamps if (stamp.attempt, stamp.event) == (attempt, "begin")]
@@ -85,14 +86,12 @@ def main() -> int:
     machine = measure.machine()
     found: dict[str, dict[str, Cost]] = {}
     for fault in args.faults:
-        found[fault] = {agent: one(agent, fault, args.max_restarts, args.timeout) for agent in jobs.AGENTS}
+        found[fault] = {agent: one(agent, fault, args.max_restarts, args.timeout) for agent in SIDES}
         print(fault, found[fault], file=sys.stderr, flush=True)
-    rows = [
-        [fault, *(str(value) for agent in ("ours", "stock") for value in _shown(sides[agent]))] for fault, sides in found.items()
-    ]
-    header = ["failure", *(f"{agent} {what}" for agent in ("ours", "stock") for what in ("exit code", "restarts", "worker s"))]
+    rows = [[fault, *(str(value) for agent in SIDES for value in _shown(sides[agent]))] for fault, sides in found.items()]
+    header = ["failure", *(f"{agent} {what}" for agent in SIDES for what in ("exit code", "restarts", "worker s"))]
     bugs = [sides for fault, sides in found.items() if fault != CURED]
-    total = {agent: sum(sides[agent].worker_seconds for sides in bugs) for agent in jobs.AGENTS}
+    total = {agent: sum(sides[agent].worker_seconds for sides in bugs) for agent in SIDES}
     text = measure.table(header, rows)
     saved = measure.ratio(total["stock"], total["ours"])
     text += f"\n\nBoth with --max-restarts={args.max_restarts}."

@@ -1,8 +1,8 @@
-"""What a torchrun that has nothing to do with this package pays because it is installed: torch loads every entry point it finds.
+"""What does an unrelated torchrun pay because this package is installed? Torch loads every entry point that it finds.
 
     python benchmarks/entry_point.py [--repeat 20]
 
-The promise is under 5 ms and no import of torch. Beside it stands what torchrun spends on its own imports.
+The promise is less than 5 ms and no import of torch. For comparison it shows the time of torchrun's own imports.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PROMISE_MS = 5.0
 
 
 def load(*options: str) -> dict[str, Any]:
-    """Load the entry points in a fresh interpreter; see the worker for what comes back."""
+    """Load the entry points in a fresh interpreter. workers/load_entry_point.py describes the result."""
     done = subprocess.run([sys.executable, str(WORKER), *options], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=20, help="interpreters that load the entry points")
-    parser.add_argument("--torchrun-repeat", type=int, default=3, help="interpreters that import torch.distributed.run too")
-    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS, help="what the median must stay under")
+    parser.add_argument("--repeat", type=int, default=20, help="how many interpreters load the entry points")
+    parser.add_argument("--torchrun-repeat", type=int, default=3, help="how many interpreters also import torch.distributed.run")
+    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS, help="upper limit of the median")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""One job under ours or stock torchrun, to its end or to a deadline; nothing of it is left after that."""
+"""Runs one job under ours or stock torchrun, to its end or to a deadline. Nothing of it survives that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGENTS: Mapping[str, tuple[str, ...]] = {
     "stock": ("--standalone",),
 }
 
-POLITE_S = 10.0  # an agent gets SIGTERM first, so that it can clean up behind itself; stock may take 30 s over it
+POLITE_S = 10.0  # from SIGTERM to SIGKILL; stock may need 30 s to clean up
 TAIL = 4000  # characters of output kept
 _FOREIGN = ("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -33,7 +33,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Stamp:
-    """An event of a worker; see workers/faulty_job.py. ns: CLOCK_MONOTONIC."""
+    """One line of a stamps file, which workers/faulty_job.py describes. ns: CLOCK_MONOTONIC."""
 
     attempt: int
     rank: int
@@ -43,7 +43,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Ended:
-    """returncode: None if the job had to be killed at the deadline. output: the last of its stdout and stderr."""
+    """returncode: None if the job was killed at the deadline. output: the end of its stdout and stderr."""
 
     returncode: int | None
     stamps: tuple[Stamp, ...]
@@ -53,7 +53,7 @@ class Ended:
 def run_faulty(
     agent: str, fault: str, timeout_s: float, work: str = "none", workers: int = 2, standbys: bool = False, **variables: str
 ) -> Ended:
-    """Run workers/faulty_job.py; agent: a key of AGENTS. standbys: the fault waits for them."""
+    """Run workers/faulty_job.py. agent: a key of AGENTS. standbys: the fault waits until they are ready."""
     with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
         torchrun = (sys.executable, "-m", "torch.distributed.run", *AGENTS[agent])
@@ -66,13 +66,14 @@ def run_faulty(
 
 
 def read_stamps(path: Path) -> tuple[Stamp, ...]:
+    """The stamps that a job has left; none if there is no file."""
     if not path.exists():
         return ()
     return tuple(Stamp(**json.loads(line)) for line in path.read_text().splitlines())
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's own, without what would change either agent; both as quiet as they can be, ours with its metrics on."""
+    """This process's environment without variables that change either agent. Both log errors only; ours has its metrics on."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     return {
         **env,
@@ -85,7 +86,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(command: list[str], cwd: str, env: dict[str, str], output: Any, timeout_s: float) -> int | None:
-    """Return the exit code, or None if the command was killed at the deadline. All its descendants are dead then."""
+    """Return the exit code; None: the command was killed at the deadline. All its descendants are dead afterwards."""
     adopt_orphans()
     process = subprocess.Popen(
         command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -111,17 +112,19 @@ def _ends_within(process: subprocess.Popen[Any], timeout_s: float) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Whatever descends from this process becomes its child when its parent ends, wherever it moved to: none can be lost."""
+    """Make every orphaned descendant, whatever session or group it has moved to, a child of this process. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: what a job leaves behind could not be ended")
+        raise OSError(
+            ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: processes that a job leaves behind could not be ended"
+        )
 
 
 def kill_children() -> None:
-    """Kill and reap the children of this process until it has none: the death of one may bring its own children."""
+    """Kill and reap the children of this process until none is left. The death of one can bring its own children."""
     pid = os.getpid()
     while children := [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]:
         for child in children:
-            os.kill(child, signal.SIGKILL)  # no reused pid: a child keeps its own until it is reaped
+            os.kill(child, signal.SIGKILL)  # the pid cannot have been reused: a child keeps it until it is reaped
         for child in children:
             os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, ratios, one table, one JSON line, one plot."""
+"""Medians, ratios, and how every benchmark publishes: one table, one JSON line, one plot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The median, in the unit of the values; None of nothing."""
+    """The median, in the unit of the values; None if there are none."""
     return statistics.median(values) if values else None
 
 
 def ratio(stock: float | None, ours: float | None) -> float | None:
-    """How many times as long stock takes; None where one of the two was not measured."""
+    """How many times as long stock takes; None: one of the two was not measured."""
     return stock / ours if stock is not None and ours else None
 
 
@@ -33,7 +33,7 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader must know of the machine. load_1m: processes that wanted a core in the last minute, ours included."""
+    """The machine, for the JSON line. load_1m: processes that wanted a core in the last minute, the benchmark's included."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load_1m": round(os.getloadavg()[0], 2),
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its columns padded to read well on a terminal too; the first column is text, the others are figures."""
+    """A Markdown table with padded columns, for terminals. The first column is text, the others are figures."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
@@ -58,7 +58,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def publish(results: Path, record: dict[str, Any], text: str, draw: Callable[[Any], None] | None = None) -> None:
     """Print the table and the JSON line; write both, and the plot, to `results`, named after record["benchmark"].
 
-    draw: gets an empty matplotlib Figure; not called where matplotlib is not installed.
+    draw: called with an empty matplotlib Figure, if matplotlib is installed.
     """
     results.mkdir(parents=True, exist_ok=True)
     name = record["benchmark"]
@@ -74,7 +74,7 @@ def _plot(path: Path, draw: Callable[[Any], None]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no plot: matplotlib is not installed; expected it for {path.name}; pip install matplotlib")
+        print(f"no {path.name}: matplotlib is not installed; pip install matplotlib")
         return
     figure = Figure(figsize=(9, 4), layout="constrained")
     draw(figure)

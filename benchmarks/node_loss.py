@@ -1,44 +1,45 @@
-"""How long from the loss of a node, or from a new one, until all workers train again? Three nodes here, under ours and stock.
+"""How long until all workers train again after a node is lost, or joins? Three nodes on this machine.
 
     python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,link,join,rank0,etcd] [--sides ours,warm,ours-2,stock,tuned]
 
 Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
 
-    ours      --rdzv-backend=ext_etcd with lease_ttl=10, as it is by default, and standby=off
-    warm      the same with standby=on, as it is by default; the fault comes once all agents have their standbys
-    ours-2    the same with lease_ttl=2, the shortest
+    ours      --rdzv-backend=ext_etcd with lease_ttl=10 (the default) and standby=off
+    warm      the same with standby=on (the default); the fault comes once all agents have their standbys
+    ours-2    as ours with lease_ttl=2, the shortest
     stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
     tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
 
-The agent that starts first holds stock's store; it is not what is lost in the rows node, agent and link. `link` puts one node
-into a network namespace of its own, and needs root.
+The agent that starts first has stock's store; the rows node, agent and link lose another node. `link` puts one node into a
+network namespace of its own, and needs root.
 
-The phases, each over when the last node is through with it:
+The phases; each ends when the last node gets there:
 
-    stop      fault -> the old workers of the remaining nodes have ended; the fault of `join`: the new agent has imported torch
-    round     -> the new workers' processes are made (known to 10 ms, the clock tick of /proc); a standby's are older
-    start     -> first all_reduce of the new world: Python, torch, gloo; the same for all sides
+    stop      the old workers of the remaining nodes have ended (in the row `join`, since the new agent has imported torch)
+    round     the new workers' processes are made (accurate to 10 ms, the clock tick of /proc); a standby's process is older
+    start     the first all_reduce of the new world: Python, torch, gloo; the same for all sides
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
-from observer import Observer, Stamp
+from job_events import JobEvents, WorkerEvent
+from network_namespace import Link, link
 
 sys.path.append(str(Path(__file__).with_name("workers")))
 from standby_count import await_standbys
@@ -68,55 +69,12 @@ SIDES = {
 LEASES_S = {"ours": 10, "warm": 10, "ours-2": 2}
 PHASES = ("stop", "round", "start")
 COLOURS = ("#c8553d", "#e6b35a", "#4c9f70")
-FORM_S = 120.0  # until the first round trains; stock waits 30 s for a third node in the row `join`
-ETCD = ("--heartbeat-interval=100", "--election-timeout=1000")  # etcd's own defaults: the tests run it faster
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Link:
-    """A network namespace of one node, at the far end of a pair of interfaces. Names and addresses are of this process."""
-
-    name: str
-    near: str = "10.213.77.1"
-    far: str = "10.213.77.2"
-
-    @property
-    def inside(self) -> list[str]:
-        return ["ip", "netns", "exec", self.name]
-
-    def cut(self) -> None:
-        _ip("-n", self.name, "link", "set", f"{self.name}f", "down")
-
-
-@contextmanager
-def link() -> Iterator[Link]:
-    made = Link(f"nl{os.getpid()}.{next(_numbers)}")
-    try:
-        _ip("netns", "add", made.name)
-        _ip("link", "add", f"{made.name}n", "type", "veth", "peer", "name", f"{made.name}f", "netns", made.name)
-        _ip("address", "add", f"{made.near}/30", "dev", f"{made.name}n")
-        _ip("link", "set", f"{made.name}n", "up")
-        _ip("-n", made.name, "address", "add", f"{made.far}/30", "dev", f"{made.name}f")
-        for device in ("lo", f"{made.name}f"):
-            _ip("-n", made.name, "link", "set", device, "up")
-        yield made
-    finally:
-        # The namespace takes the interfaces with it, but some time later: the next try needs the address.
-        for args in (("link", "del", f"{made.name}n"), ("netns", "del", made.name)):
-            subprocess.run(["ip", *args], check=False, capture_output=True)
-
-
-def _ip(*args: str) -> None:
-    done = subprocess.run(["ip", *args], check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(
-            f"ip {' '.join(args)}: {done.stderr.strip()}; expected to make a network namespace; leave out the row link"
-        )
+FORM_S = 120.0  # limit for the first round; stock waits 30 s for a third node in the row `join`
+ETCD = ("--heartbeat-interval=100", "--election-timeout=1000")  # etcd's own defaults, because the tests run it faster
 
 
 class Site:
-    """One job: its agents by node, what it stands on, and what is seen of it. Nothing of it is left after the with block."""
+    """One job: its agents by node, its servers, and its events. Nothing of it survives the with block."""
 
     def __init__(self, side: str, row: str) -> None:
         self.backend, self.conf = SIDES[side]
@@ -138,8 +96,8 @@ class Site:
     def _enter(self) -> None:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="node_loss_")))
         self._stack.callback(jobs.kill_children)
-        self.observer = Observer(self.folder / "told")
-        self._stack.callback(self.observer.close)
+        self.events = JobEvents(self.folder / "events")
+        self._stack.callback(self.events.close)
         if self.row == "link":
             self.link = self._stack.enter_context(link())
         host = self.link.near if self.link is not None else "127.0.0.1"
@@ -162,14 +120,14 @@ class Site:
         conf = [self.conf] if self.conf else []
         variables = {"NODE": node}
         if self.backend == "c10d":
-            conf.append(f"is_host={int(not self.agents)}")  # the name of this host says nothing among nodes that share it
+            conf.append(f"is_host={int(not self.agents)}")  # all nodes share this host's name, so stock cannot tell its host
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.link is not None:
             variables["GLOO_SOCKET_IFNAME"] = f"{self.link.name}{'f' if far else 'n'}"
         where = [f"--rdzv-backend={self.backend}", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=job", f"--local-addr={own}"]
         options = [*where, f"--rdzv-conf={','.join(conf)}", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=20"]
-        script = [str(WORKERS / "stepping_job.py"), self.observer.path]
-        command = [sys.executable, str(WORKERS / "told_torchrun.py"), self.observer.path, *options, *script]
+        script = [str(WORKERS / "stepping_job.py"), self.events.path]
+        command = [sys.executable, str(WORKERS / "reporting_torchrun.py"), self.events.path, *options, *script]
         with open(self.folder / f"output.{node}", "wb") as output:
             self.agents[node] = subprocess.Popen(
                 [*(self.link.inside if self.link is not None and far else []), *command],
@@ -180,47 +138,68 @@ class Site:
                 stderr=output,
                 start_new_session=True,
             )
-        self.observer.follow(self.agents[node].pid)
+        self.events.follow(self.agents[node].pid)
 
     def output(self) -> str:
         paths = sorted(self.folder.glob("output.*"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-jobs.TAIL :]}" for path in paths)
 
 
+class Result(Enum):
+    """What happened after one fault; the values are in the JSON line."""
+
+    DIES = "job dies"
+    NOTHING = "nothing"
+    RESTARTS = "restarts"
+    TRAINS_AGAIN = "trains again"
+    TRAINS_ON = "trains on"
+
+
+SHOWN = {
+    Result.DIES: "after {:.0f} s",
+    Result.NOTHING: "in {:.0f} s",
+    Result.RESTARTS: "{:.1f} s",
+    Result.TRAINS_AGAIN: "{:.1f} s",
+    Result.TRAINS_ON: "pause {:.2f} s",
+}
+"""How a table shows `after_s` behind each result."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one fault.
+    """What happened after one fault.
 
     Attributes:
-        said: "trains again", "job dies" (after `after_s`), "nothing" (for `after_s`), "trains on" (`after_s`: longest pause).
-        phases_s: by PHASES; only where it trains again.
+        after_s: seconds until all train again or the job dies; without any reaction, until the benchmark gave up; for a job that
+            trains on or restarts without need, its longest pause.
+        phases_s: by PHASES; only if the job trains again.
     """
 
-    said: str
+    result: Result
     after_s: float
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[Stamp], made_ns: Mapping[int, int]) -> dict[str, float]:
-    """Seconds of each phase. new: the first step of each worker of the new world."""
+def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[WorkerEvent], made_ns: Mapping[int, int]) -> dict[str, float]:
+    """The seconds of each phase. new: the first step of each worker of the new world."""
     new = list(new)
     stopped = max(stopped_ns)
     borders = [fault_ns, stopped, max(stopped, *(made_ns[step.pid] for step in new)), max(step.ns for step in new)]
     return {phase: (borders[index + 1] - borders[index]) / 1e9 for index, phase in enumerate(PHASES)}
 
 
-def strike(site: Site, before: Mapping[int, Stamp]) -> tuple[int, str]:
-    """Do what the row says; return when, and which node is lost (or new)."""
+def strike(site: Site, before: Mapping[int, WorkerEvent]) -> tuple[int, str]:
+    """Cause the row's fault; return when, and which node is lost (or new)."""
     fault_ns = time.monotonic_ns()
     if site.row == "join":
         site.start("c")
-        site.observer.until(lambda: site.observer.agents.get("c"), FORM_S)
-        return site.observer.agents["c"], "c"
+        site.events.until(lambda: site.events.agents.get("c"), FORM_S)
+        return site.events.agents["c"], "c"
     if site.row == "etcd":
         assert site.cluster is not None
         site.cluster.leader().kill()
         return fault_ns, ""
-    # The node with stock's store (a) is only lost in the row that is about it: it is rank 0 there.
+    # Only the row rank0 loses the node with stock's store (a), which is rank 0 there.
     rank = 0 if site.row == "rank0" else max(rank for rank, step in before.items() if step.node != "a")
     victim = before[rank]
     if site.link is not None:
@@ -233,45 +212,45 @@ def strike(site: Site, before: Mapping[int, Stamp]) -> tuple[int, str]:
 
 
 def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
-    """One try; None where the job did not even come up (its output goes to stderr)."""
+    """One try; None: the job did not come up in the first place (its output goes to stderr)."""
     with Site(side, row) as site:
-        observer = site.observer
+        events = site.events
         for node in "ab" if row == "join" else "abc":
             site.start(node)
-        before = observer.until(lambda: observer.training(len(site.agents)), FORM_S)
+        before = events.until(lambda: events.training(len(site.agents)), FORM_S)
         if before is None:
             print(f"{side} {row}: did not come up\n{site.output()}", file=sys.stderr)
             return None
         if side == "warm":
             for agent in site.agents.values():
                 await_standbys(agent.pid, 1)
-        old = set(observer.first)  # with those of a smaller round that came before the node that was late
+        old = set(events.first)  # including those of a smaller round that formed before the last node came
         fault_ns, lost = strike(site, before)
         if row == "etcd":
-            return _trains_on(observer, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
+            return _trains_on(events, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
         remaining = {name: agent.pid for name, agent in site.agents.items() if name != lost or row == "join"}
         stopping = [step.pid for step in before.values() if step.node in remaining]
         world = len(remaining)
 
         def settled() -> Outcome | None:
-            there = {step.rank: step for step in observer.first.values() if step.world == world and step.pid not in old}
-            if len(there) == world and all(pid in observer.ended_ns for pid in stopping):
-                found = phases(fault_ns, [observer.ended_ns[pid] for pid in stopping], there.values(), observer.made_ns)
-                return Outcome("trains again", sum(found.values()), found)
-            ends_ns = [observer.ended_ns[pid] for pid in remaining.values() if pid in observer.ended_ns]
-            return Outcome("job dies", (max(ends_ns) - fault_ns) / 1e9) if len(ends_ns) == len(remaining) else None
+            there = {step.rank: step for step in events.first.values() if step.world == world and step.pid not in old}
+            if len(there) == world and all(pid in events.ended_ns for pid in stopping):
+                found = phases(fault_ns, [events.ended_ns[pid] for pid in stopping], there.values(), events.made_ns)
+                return Outcome(Result.TRAINS_AGAIN, sum(found.values()), found)
+            ends_ns = [events.ended_ns[pid] for pid in remaining.values() if pid in events.ended_ns]
+            return Outcome(Result.DIES, (max(ends_ns) - fault_ns) / 1e9) if len(ends_ns) == len(remaining) else None
 
-        outcome = observer.until(settled, timeout_s) or Outcome("nothing", timeout_s)
-        if outcome.said != "trains again":
-            print(f"{side} {row}: {outcome.said}\n{site.output()}", file=sys.stderr)
+        outcome = events.until(settled, timeout_s) or Outcome(Result.NOTHING, timeout_s)
+        if outcome.result is not Result.TRAINS_AGAIN:
+            print(f"{side} {row}: {outcome.result.value}\n{site.output()}", file=sys.stderr)
         return outcome
 
 
-def _trains_on(observer: Observer, old: set[int], running: set[int], hold_s: float) -> Outcome:
-    """The longest pause between two steps, if no worker ends or begins for that long."""
-    observer.pause_ns.clear()
-    news = observer.until(lambda: True if observer.first.keys() - old or observer.ended_ns.keys() & running else None, hold_s)
-    return Outcome("restarts" if news else "trains on", max(observer.pause_ns.values(), default=0) / 1e9)
+def _trains_on(events: JobEvents, old: set[int], running: set[int], hold_s: float) -> Outcome:
+    """Whether every worker trains on for `hold_s`, and the longest pause between two steps."""
+    events.pause_ns.clear()
+    changed = events.until(lambda: True if events.first.keys() - old or events.ended_ns.keys() & running else None, hold_s)
+    return Outcome(Result.RESTARTS if changed else Result.TRAINS_ON, max(events.pause_ns.values(), default=0) / 1e9)
 
 
 @dataclass
@@ -289,8 +268,9 @@ class Cell:
 
     @property
     def total_s(self) -> float | None:
-        """The median of those that train again, where all do."""
-        return measure.median([o.after_s for o in self.outcomes]) if {o.said for o in self.outcomes} == {"trains again"} else None
+        """The median, if all train again."""
+        again = {o.result for o in self.outcomes} == {Result.TRAINS_AGAIN}
+        return measure.median([o.after_s for o in self.outcomes]) if again else None
 
     @property
     def phases_s(self) -> dict[str, float | None]:
@@ -299,22 +279,20 @@ class Cell:
     def shown(self) -> str:
         if (total_s := self.total_s) is not None:
             return f"{total_s:.2f} ({' + '.join(measure.shown(seconds) for seconds in self.phases_s.values())})"
-        after = {"nothing": "in {:.0f} s", "job dies": "after {:.0f} s", "trains on": "pause {:.2f} s"}
-        said = sorted({o.said for o in self.outcomes})
-        worst = {word: max(o.after_s for o in self.outcomes if o.said == word) for word in said}
-        return "; ".join(f"{word} {after.get(word, '{:.1f} s').format(worst[word])}" for word in said) or "-"
+        worst = {result: max((o.after_s for o in self.outcomes if o.result is result), default=None) for result in Result}
+        return "; ".join(f"{result.value} {SHOWN[result].format(s)}" for result, s in worst.items() if s is not None) or "-"
 
     def record(self) -> dict[str, Any]:
         return {
             "median_s": measure.rounded(self.total_s),
             "phases_s": {phase: measure.rounded(seconds) for phase, seconds in self.phases_s.items()},
-            "outcomes": [[outcome.said, measure.rounded(outcome.after_s)] for outcome in self.outcomes],
+            "outcomes": [[outcome.result.value, measure.rounded(outcome.after_s)] for outcome in self.outcomes],
             "not_up": self.not_up,
         }
 
 
 def why_not(row: str, side: str) -> str | None:
-    """Why there is nothing to measure; None where there is."""
+    """Why this cannot be measured; None: it can."""
     if row == "etcd" and side not in LEASES_S:
         return "its store is one process; see the row of rank 0"
     if row == "link" and os.geteuid() != 0:
@@ -323,7 +301,7 @@ def why_not(row: str, side: str) -> str | None:
 
 
 def draw(figure: Any, found: Mapping[str, Mapping[str, Cell]]) -> None:
-    """A bar for each row and side, stacked by phase; in words where it never trains again."""
+    """A bar per row and side, stacked by phase, or text if it never trains again."""
     axes = figure.subplots()
     bars = [(row, side, cell) for row, cells in found.items() for side, cell in cells.items() if row != "etcd"]
     left = [0.0] * len(bars)
@@ -349,14 +327,14 @@ def _chosen(parser: argparse.ArgumentParser, given: str, known: Mapping[str, Any
 
 
 def measure_row(row: str, tries: Mapping[str, int], timeout_s: float) -> dict[str, Cell]:
-    """The sides take turns; one that did nothing for the whole time is not asked again."""
+    """Try the sides in turns. A side that did nothing until the timeout gets no further tries."""
     cells = {side: Cell() for side in tries}
     left = {side: count for side, count in tries.items() if why_not(row, side) is None}
     while left := {side: count for side, count in left.items() if count > 0}:
         for side in list(left):
             outcome = observe(side, row, timeout_s)
             cells[side].add(outcome)
-            left[side] = 0 if outcome is not None and outcome.said == "nothing" else left[side] - 1
+            left[side] = 0 if outcome is not None and outcome.result is Result.NOTHING else left[side] - 1
             shown = Cell([outcome]).shown() if outcome is not None else "did not come up"
             print(f"{row} {side}: {shown}", file=sys.stderr, flush=True)
     return cells
@@ -385,26 +363,25 @@ def report(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--stock-repeat", type=int, default=1, help="of stock with its defaults, which takes about 50 s a try")
+    parser.add_argument("--stock-repeat", type=int, default=1, help="tries of stock with defaults, about 50 s each")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds after which a job that does nothing is given up")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds until a job that does nothing is given up")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     rows, sides = _chosen(parser, args.rows, ROWS), _chosen(parser, args.sides, SIDES)
 
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # through the with blocks: no agent, no namespace stays
+    # Leave through the with blocks, so that no agent and no namespace stays.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = measure.machine()
     tries = {side: min(args.repeat, args.stock_repeat) if side == "stock" else args.repeat for side in sides}
     found = {row: measure_row(row, tries, args.timeout) for row in rows}
     text, records = report(found, sides, tries)
     record = {"benchmark": "node_loss", "rows": records, "tries": tries, "timeout_s": args.timeout, "machine": machine}
     measure.publish(args.results, record, text, lambda figure: draw(figure, found))
-    bad = {"nothing", "job dies", "restarts"}
+    bad = {Result.NOTHING, Result.DIES, Result.RESTARTS}
     ours = [cells[side] for cells in found.values() for side in cells if side in LEASES_S]
-    return 1 if any(cell.not_up or bad & {o.said for o in cell.outcomes} for cell in ours) else 0
+    return 1 if any(cell.not_up or bad & {o.result for o in cell.outcomes} for cell in ours) else 0
 
 
 if __name__ == "__main__":

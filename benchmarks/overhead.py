@@ -1,13 +1,13 @@
-"""What does our agent cost while nothing fails? Throughput of entrypoints/train_fsdp.py, ours against stock torchrun.
+"""What does our agent cost while nothing fails? The throughput of entrypoints/train_fsdp.py.
 
     python benchmarks/overhead.py [--repeat 5] [--lines 20]
 
-The two take turns, and take turns at being first. Throughput is the median of the rates that the script prints, without those of
-the first part, in which the standbys import; the ratio is the median of the pairs'. Ours runs as it is installed: bootstrap,
-metrics (scraped at each printed rate), stderr tail, hang detection, standbys.
+Ours and stock take turns, also at being first. Throughput is the median of the rates that the script prints, without the first
+part, in which the standbys import. The ratio is the median of the ratios of the pairs. Ours runs as installed: bootstrap, metrics
+(scraped at each printed rate), stderr relay, hang watch, standbys.
 
-Agent CPU: of the agent's own process, and of what it keeps beside the workers (reaper, stderr relay, standbys), meanwhile.
-Standby memory: proportional set size, so that pages which the standbys and their server share are counted once; by standby.
+Agent's CPU: of the agent's own process, and of its helpers beside the workers (reaper, stderr relay, standbys).
+Memory of a standby: its proportional set size, which counts the pages that standbys and their server share once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Run:
-    """tokens_s: the median rate. agent_cpu, beside_cpu: shares of a core. standby_mb: of each; None: there are none."""
+    """tokens_s: the median rate. agent_cpu, beside_cpu: shares of a core. standby_mb: memory of a standby; None: none."""
 
     tokens_s: float
     agent_cpu: float
@@ -62,7 +62,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Used so far by this process, not its children; 0 once it is gone."""
+    """CPU seconds that this process, without its children, has used so far; 0 once it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -71,7 +71,7 @@ def cpu_s(pid: int) -> float:
 
 
 def beside_the_workers(agent: int) -> float:
-    """CPU seconds of what the agent keeps, but for the workers and what they started."""
+    """CPU seconds of the agent's helpers: all descendants except the workers and what those started."""
     pids = set(descendants(agent))
     for pid in list(pids):
         try:
@@ -96,7 +96,7 @@ def standby_mb(port: int) -> float | None:
 
 
 def one_run(agent: str, lines: int) -> Run:
-    """agent: a key of jobs.AGENTS. Raises RuntimeError where it does not end well."""
+    """agent: a key of jobs.AGENTS. Raises RuntimeError if the job fails."""
     port, first = free_port(), max(1, round(WARM_UP * lines))
     with tempfile.TemporaryDirectory() as directory:
         command = [
@@ -122,8 +122,8 @@ def one_run(agent: str, lines: int) -> Run:
             job.wait()
             errors.seek(0)
             if job.returncode != 0 or len(rates) < lines:
-                told = f"exit code {job.returncode} after {len(rates)} printed rates, expected 0 and {lines}"
-                raise RuntimeError(f"{agent}: {told}\n{errors.read()[-jobs.TAIL :]}")
+                failure = f"exit code {job.returncode} after {len(rates)} printed rates, expected 0 and {lines}"
+                raise RuntimeError(f"{agent}: {failure}\n{errors.read()[-jobs.TAIL :]}")
     (own, beside, began), (own_end, beside_end, ended) = looks
     took_s = ended - began
     return Run(measure.median(rates[first:]) or 0.0, (own_end - own) / took_s, (beside_end - beside) / took_s, memory)
@@ -143,7 +143,7 @@ def side(runs: list[Run]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--lines", type=int, default=20, help="rates that the script prints in a run")
+    parser.add_argument("--lines", type=int, default=20, help="how many rates the script prints in a run")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()

@@ -1,23 +1,23 @@
-"""How long until N agents have their ranks, and until the others have new ones after one is lost? Ours on etcd; stock's c10d.
+"""How long do N agents take to get their ranks, and new ones after one is lost? Ours on etcd, stock on c10d.
 
     python benchmarks/rendezvous.py [--sizes 64,128,256,1024,4096] [--stock-sizes 64,128,256] [--repeat 3]
 
-All agents, the server and stock's store host share this machine. Ours: real participants, many to a process; those of a process
-share an etcd connection and a few threads, so that their requests and requests' answers are what is measured, not 4,096
-interpreters. Stock: real DynamicRendezvousHandlers on the c10d backend, a thread and a connection each. Both without workers.
+All agents, the server and stock's store share this machine. Ours: real participants, many in a process, which share an etcd
+connection and a few threads, so that this measures requests and not 4,096 interpreters. Stock: real DynamicRendezvousHandlers on
+the c10d backend, with a thread and a connection each. Neither has workers.
 
-    form      all start at once -> the last one has its rank
-    re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies) -> all others have their rank in
-              the next round. Stock: all N agents come back by themselves, none is lost. That is in stock's favour: after a real
-              loss it first waits 3 x 5 s for the lost one's keep-alives and then 30 s of last call.
+    form      all start at once, until the last one has its rank
+    re-join   ours: one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their
+              ranks in the next round. Stock: all N agents come back, and none is lost. That is in stock's favour: after a real
+              loss it first waits 3 x 5 s for the keep-alives of the lost agent and then 30 s of last call.
 
-Operations are counted by etcd: every message it got, on streams as well. Bytes are those of its messages, in and out, without
-HTTP/2 and TCP around them.
+etcd counts the operations: every message that it received, also on streams. Bytes are those of its messages in both directions,
+without the HTTP/2 and TCP around them.
 
-The sketch (workers/etcd_sketch.py) is what plain gRPC calls need for the same, in as many processes and with as many connections,
-here and now: at 128, 1,024 and 4,096 agents ours is to form within 3 times of it. Grouped, it has one lease for a process and
-puts many keys at once, which no agent on a host of its own could do. DESIGN.md's figures of a sketch, at those sizes, were
-measured on another machine; they are shown beside it. Figures are medians.
+The sketch (workers/etcd_sketch.py) does the same with plain gRPC calls, in the same number of processes and connections, in the
+same run. The aim is to form within 3 times the sketch's time at 128, 1,024 and 4,096 agents. The grouped sketch has one lease per
+process and puts many keys at once, which agents on hosts of their own could not do. DESIGN.md's figures for a sketch of these
+sizes come from another machine; they are shown for comparison. Figures are medians.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import etcd_traffic
 import measure
+from agent_processes import AgentProcesses, AgentsFailed, shares
 
-sys.path.append(str(Path(__file__).with_name("workers")))
-import crew
-
-DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: a sketch's first forming, etcd included, on two other cores
+DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: the first forming of a sketch, etcd included, on another machine
 NEAR = 3.0  # times the sketch
 FASTER = 50.0  # times faster than stock to re-join, at 128
-MOST_OPERATIONS = 10.0  # of a node, to form; the same at all sizes
-LEASE_TTL_S = 60  # of ours, 10 s by default; here one process keeps thousands alive, which must not be what is measured
-SLACK_S = 30.0  # what a worker may take beyond its own limit to say so
+MOST_OPERATIONS = 10.0  # per node and phase, at every size
+LEASE_TTL_S = 60  # default 10; longer here, because one process keeps thousands of leases alive
+SLACK_S = 30.0  # for a process to report that it has exceeded its own limit
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One forming or re-joining. `node` figures are divided by the number of agents; cpu in seconds of all processes together."""
+    """One forming or re-joining. `*_node` figures are per agent; CPU seconds are of all processes together."""
 
     seconds: float
     operations_node: float
@@ -60,40 +59,40 @@ class Phase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one side at one size; a phase that was not reached is None, and `why` says so."""
+    """The phases of one side at one size; None: it was not reached, and `why` says why."""
 
     form: Phase | None
     rejoin: Phase | None
     why: str = ""
 
 
-def phase(seconds: float, agents: int, served: crew.Traffic, client_cpu_s: float) -> Phase:
+def phase(seconds: float, agents: int, served: etcd_traffic.Traffic, client_cpu_s: float) -> Phase:
     methods = {name: count / agents for name, count in served.requests.items()}
     size = (served.bytes_in + served.bytes_out) / agents
     return Phase(seconds, sum(methods.values()), size, served.pushed / agents, client_cpu_s, served.cpu_s, methods)
 
 
 def ours(size: int, args: argparse.Namespace) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), args.fsync) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
         job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
-        jobs = [{**job, "first": first, "count": count} for first, count in crew.shares(size, args.processes)]
-        with crew.Crew("etcd_agents.py", jobs) as agents:
+        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        with AgentProcesses("etcd_agents.py", jobs) as agents:
             form = rejoin = None
             try:
                 form = _ours_phase(agents, endpoint, args, size, do="form")
                 rejoin = _ours_phase(agents, endpoint, args, size, do="lose", node=size // 2, round=2)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(form, rejoin, str(error))
             return Outcome(form, rejoin)
 
 
-def _ours_phase(agents: crew.Crew, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
+def _ours_phase(agents: AgentProcesses, endpoint: str, args: argparse.Namespace, size: int, **command: Any) -> Phase:
     cpu_s = _cpu_s(agents.ask(SLACK_S, do="cpu"))
-    before = crew.traffic(endpoint)
+    before = etcd_traffic.traffic(endpoint)
     began = time.monotonic()
     answers = agents.ask(args.timeout + SLACK_S, **command)
-    served = crew.traffic(endpoint) - before
+    served = etcd_traffic.traffic(endpoint) - before
     began = next((answer["began"] for answer in answers if "began" in answer), began)
     return phase(max(answer["at"] for answer in answers) - began, size, served, _cpu_s(answers) - cpu_s)
 
@@ -103,33 +102,33 @@ def _cpu_s(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def sketch(size: int, args: argparse.Namespace, grouped: bool = False) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), args.fsync) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "sketch", "size": size, "ttl": LEASE_TTL_S, "grouped": grouped}
         job["timeout"] = args.timeout
-        jobs = [{**job, "first": first, "count": count} for first, count in crew.shares(size, args.processes)]
-        with crew.Crew("etcd_sketch.py", jobs) as agents:
+        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        with AgentProcesses("etcd_sketch.py", jobs) as agents:
             try:
                 return Outcome(_ours_phase(agents, endpoint, args, size, do="form"), None)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(None, None, str(error))
 
 
 def stock(size: int, args: argparse.Namespace) -> Outcome:
-    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+    with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": size - 1, "max": size}
         job["timeout"] = args.stock_timeout
-        jobs = [{**job, "count": count} for _, count in crew.shares(size, args.stock_processes)]
-        with crew.Crew("stock_agents.py", jobs) as agents:
+        jobs = [{**job, "count": count} for _, count in shares(size, args.stock_processes)]
+        with AgentProcesses("stock_agents.py", jobs) as agents:
             form = rejoin = None
             try:
                 form = _stock_phase(agents, host, args, size)
                 rejoin = _stock_phase(agents, host, args, size)
-            except crew.WorkerFailed as error:
+            except AgentsFailed as error:
                 return Outcome(form, rejoin, str(error))
             return Outcome(form, rejoin)
 
 
-def _stock_phase(agents: crew.Crew, host: crew.Crew, args: argparse.Namespace, size: int) -> Phase:
+def _stock_phase(agents: AgentProcesses, host: AgentProcesses, args: argparse.Namespace, size: int) -> Phase:
     before = agents.ask(SLACK_S, do="count")
     host_cpu_s = _cpu_s(host.ask(SLACK_S, do="cpu"))
     began = time.monotonic()
@@ -140,7 +139,7 @@ def _stock_phase(agents: crew.Crew, host: crew.Crew, args: argparse.Namespace, s
     names = ("gets", "sets", "conflicts", "bytes")
     counts = {name: float(sum(answer[name] for answer in after) - sum(answer[name] for answer in before)) for name in names}
     size_b = counts.pop("bytes")
-    return phase(seconds, size, crew.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
+    return phase(seconds, size, etcd_traffic.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
 
 
 def middle(outcomes: Sequence[Outcome]) -> Outcome:
@@ -156,7 +155,7 @@ def _middle(phases: Sequence[Phase | None]) -> Phase | None:
 
 
 def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
-    """What was aimed at, and whether it was reached; None where it was not measured."""
+    """The aims, and whether they were reached; None: not measured."""
     formed = {size: sides["ours"].form for size, sides in found.items()}
     near = {size: times_the_sketch(sides) for size, sides in found.items()}
     aimed = [near[size] for size in DESIGN_S if size in near]
@@ -246,16 +245,16 @@ SKETCHES = ("sketch", "grouped sketch")
 def measured(args: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
     found: dict[int, dict[str, Outcome]] = {}
     for size in args.sizes:
-        # In turns: who else uses the machine meanwhile is beside both.
-        tries = [{side: _told(side, run, size, args) for side, run in SIDES.items()} for _ in range(args.repeat)]
+        # In turns, so that a busy machine hits all sides.
+        tries = [{side: _one_try(side, run, size, args) for side, run in SIDES.items()} for _ in range(args.repeat)]
         found[size] = {side: middle([each[side] for each in tries]) for side in SIDES}
         if size in args.stock_sizes:
-            found[size]["stock"] = _told("stock", stock, size, args)
+            found[size]["stock"] = _one_try("stock", stock, size, args)
     return found
 
 
-def _told(side: str, one_try: Any, size: int, args: argparse.Namespace) -> Outcome:
-    outcome: Outcome = one_try(size, args)
+def _one_try(side: str, run: Any, size: int, args: argparse.Namespace) -> Outcome:
+    outcome: Outcome = run(size, args)
     parts = [measure.shown(part.seconds, 3) if part else "-" for part in (outcome.form, outcome.rejoin)]
     print(f"{size} {side}: form {parts[0]} s, re-join {parts[1]} s {outcome.why}", file=sys.stderr, flush=True)
     return outcome
@@ -269,11 +268,11 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=sizes, default=[64, 128, 256, 1024, 4096])
     parser.add_argument("--stock-sizes", type=sizes, default=[64, 128, 256], help="of --sizes; may be empty")
-    parser.add_argument("--repeat", type=int, default=3, help="of ours and the sketches; stock is tried once")
-    parser.add_argument("--processes", type=int, default=2, help="that ours' agents share")
+    parser.add_argument("--repeat", type=int, default=3, help="tries of ours and the sketches; stock gets one")
+    parser.add_argument("--processes", type=int, default=2, help="processes that our agents share")
     parser.add_argument("--clients", type=int, default=1, help="etcd connections in each of them")
-    parser.add_argument("--loops", type=int, default=8, help="threads in each of them that do the agents' work")
-    parser.add_argument("--stock-processes", type=int, default=4, help="that stock's agents share, a thread each")
+    parser.add_argument("--loops", type=int, default=8, help="threads in each of them that work for the agents")
+    parser.add_argument("--stock-processes", type=int, default=4, help="processes that stock's agents share, with a thread each")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a phase of ours")
     parser.add_argument("--stock-timeout", type=float, default=90.0, help="seconds for a phase of stock")
     parser.add_argument("--fsync", action="store_true", help="let etcd wait for the disk")

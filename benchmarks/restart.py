@@ -1,24 +1,24 @@
-"""How long from a fault to the first all_reduce of the next attempt on all ranks? Gloo workers; ours, warm and cold, and stock.
+"""How long does a restart take? From a fault to the first all_reduce of the next attempt on all ranks; gloo workers.
 
     python benchmarks/restart.py [--repeat 5] [--rows sigkill,exit,raise,sigsegv,ignore,ddp,fsdp,eight]
 
-"warm" is our agent as it is, once its standbys wait; "cold" is the same with standby=off. The rows ddp and fsdp go on until two
-optimizer steps are done; the row eight has 8 workers, the others 2.
+"warm" is our agent with defaults, once its standbys are ready; "cold" is the same with standby=off. The rows ddp and fsdp end
+after two optimizer steps. The row eight has 8 workers, the others 2.
 
 Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up at all (see
 restart_reliability.py). Both agents run the same script with the same --max-restarts=3; they take turns, and take turns at being
 first. Figures are medians.
 
-The phases (workers/faulty_job.py stamps their borders; an event is over when the last rank has reached it):
+The phases; workers/faulty_job.py reports where they end, and each ends when the last rank gets there:
 
-    agent        fault -> the next workers' processes are made: the worker's own end, noticing it, stopping the other, rendezvous
-    interpreter  -> first line of the script (ours: through the bootstrap)
-    torch        -> torch and torch.distributed imported
-    collective   -> first all_reduce done
-    steps        -> two steps of DDP or FSDP2 done
+    agent        the next workers' processes are made (noticed, the other worker stopped, rendezvous done)
+    interpreter  the first line of the script (ours: through the bootstrap)
+    torch        torch and torch.distributed are imported
+    collective   the first all_reduce is done
+    steps        two steps of DDP or FSDP2 are done
 
-A warm standby's process is older than the fault, so for it the first two phases are one. The border between these two is known to
-10 ms only, the clock tick of /proc; for all agents alike.
+A warm standby's process is older than the fault, so its first two phases are one. The border between these two phases is accurate
+to 10 ms, the clock tick of /proc, for all agents.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import measure
 
 @dataclass(frozen=True)
 class Row:
-    """The fault of rank 1, and what is done, in terms of workers/faulty_job.py."""
+    """A fault of rank 1 and the work of the job, as workers/faulty_job.py names them."""
 
     fault: str
     title: str
@@ -54,9 +54,9 @@ ROWS = {
     "fsdp": Row("kill", "SIGKILL, two steps of FSDP2", "fsdp"),
     "eight": Row("kill", "SIGKILL, 1 of 8 workers", workers=8),
 }
-IGNORE = "ignore"  # stock waits 30 s in this row: repeated less, and drawn on a scale of its own
+IGNORE = "ignore"  # stock waits 30 s here, so it gets fewer tries and a scale of its own
 SIDES = {"warm": "warm", "ours": "cold", "stock": "stock"}
-"""Keys of jobs.AGENTS, and what they are called."""
+"""Keys of jobs.AGENTS, and how they are shown."""
 EVENTS = ("process", "user_code", "torch", "all_reduce", "steps")
 PHASES = ("agent", "interpreter", "torch", "collective", "steps")
 COLOURS = ("#c8553d", "#e6b35a", "#5b8fb9", "#4c9f70", "#8d6aa8")
@@ -66,7 +66,7 @@ VARIABLES = {"ours": {"ELASTIC_EXT_STANDBY": "off"}, "stock": {"TORCH_DISABLE_SH
 
 @dataclass(frozen=True)
 class Recovery:
-    """phases_s: by PHASES, in seconds; their sum is the whole. attempt: the one that came up; 1 unless attempts were burned."""
+    """phases_s: seconds by PHASES; they add up to the whole. attempt: the one that came up; above 1 if restarts failed."""
 
     attempt: int
     phases_s: dict[str, float]
@@ -77,14 +77,14 @@ class Recovery:
 
 
 def recovery(stamps: Iterable[jobs.Stamp], workers: int = 2) -> Recovery | None:
-    """The first attempt after the fault in which every rank finished an all_reduce; None if there was none."""
+    """The first attempt after the fault in which every rank finished; None: there was none."""
     stamps = list(stamps)
     fault_ns = next((stamp.ns for stamp in stamps if stamp.event == "fault"), None)
     for attempt in sorted({stamp.attempt for stamp in stamps} - {0}):
         reached = {event: [s.ns for s in stamps if (s.attempt, s.event) == (attempt, event)] for event in EVENTS}
         if fault_ns is not None and len(reached["steps"]) == workers:
             borders = [fault_ns, *(max(reached[event]) for event in EVENTS)]
-            if borders[1] < fault_ns:  # a standby's
+            if borders[1] < fault_ns:  # the process of a standby
                 borders[1] = borders[2]
             return Recovery(attempt, {PHASES[i]: (borders[i + 1] - borders[i]) / 1e9 for i in range(len(PHASES))})
     return None
@@ -92,7 +92,7 @@ def recovery(stamps: Iterable[jobs.Stamp], workers: int = 2) -> Recovery | None:
 
 @dataclass
 class Side:
-    """What one agent did in one row. lost: tries that never came back."""
+    """The tries of one agent in one row. lost: tries that never recovered."""
 
     recoveries: list[Recovery] = field(default_factory=list)
     lost: int = 0
@@ -123,10 +123,10 @@ class Side:
 
 
 def one_try(agent: str, row: str) -> Recovery | None:
-    told = ROWS[row]
+    job = ROWS[row]
     warm = agent == "warm"
-    ended = jobs.run_faulty(agent, told.fault, TIMEOUT_S, told.work, told.workers, warm, **VARIABLES.get(agent, {}))
-    found = recovery(ended.stamps, told.workers)
+    ended = jobs.run_faulty(agent, job.fault, TIMEOUT_S, job.work, job.workers, warm, **VARIABLES.get(agent, {}))
+    found = recovery(ended.stamps, job.workers)
     if found is None:
         print(f"{agent} {row}: did not come back, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
     return found
@@ -158,13 +158,13 @@ def row_cells(row: str, sides: dict[str, Side]) -> list[str]:
 
 
 def draw(figure: Any, found: dict[str, dict[str, Side]]) -> None:
-    """One bar for each agent and row, stacked by phase; the row of the ignoring survivor to its own scale."""
+    """One bar per agent and row, stacked by phase. The row "ignore" has a scale of its own."""
     panels = [rows for rows in ([row for row in found if row != IGNORE], [row for row in found if row == IGNORE]) if rows]
     every = figure.subplots(1, len(panels), width_ratios=[len(rows) + 0.6 for rows in panels], squeeze=False)[0]
     for axes, rows in zip(every, panels, strict=True):
         _draw_panel(axes, rows, found)
     every[0].set_ylabel("seconds")
-    figure.suptitle("From the fault of a worker until all are as far again")
+    figure.suptitle("From the fault of a worker until all have caught up")
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PHASES), frameon=False)
 
 

@@ -1,11 +1,11 @@
-"""Does a job come back on its first restart? Two gloo workers, one is killed after several collectives; ours and stock torchrun.
+"""Does a job come back on its first restart? Two gloo workers, one is killed after several collectives.
 
     python benchmarks/restart_reliability.py [--tries 50] [--stock-tries 10]
 
-Stock runs in its default mode, `--standalone`, fewer times, because most of its tries hang until the deadline. A try is
+Stock runs in its default mode, `--standalone`. It gets fewer tries, because most of them hang until the deadline. A try is
 
     clean    exit code 0 after exactly one restart
-    burned   exit code 0, but it took more restarts than one
+    burned   exit code 0 after more than one restart
     hung     it had not ended at the deadline
     failed   another exit code, or the fault never came
 """
@@ -27,7 +27,7 @@ COLOURS = {"clean": "#4c9f70", "burned": "#e6b35a", "hung": "#c8553d", "failed":
 
 
 def verdict(returncode: int | None, attempts: Iterable[int]) -> str:
-    """attempts: the restart counts that workers have started with."""
+    """What a try counts as. returncode: None if it hung. attempts: the restart counts with which workers started."""
     if returncode is None:
         return "hung"
     last = max(attempts, default=0)
@@ -40,7 +40,7 @@ def one_try(agent: str, timeout_s: float) -> str:
     ended = jobs.run_faulty(agent, "kill", timeout_s)
     found = verdict(ended.returncode, {stamp.attempt for stamp in ended.stamps})
     if agent == "ours" and found != "clean":
-        print(ended.output, file=sys.stderr)  # the one that must not happen: all that is known of it
+        print(ended.output, file=sys.stderr)  # this must not happen: show everything that is known
     return found
 
 

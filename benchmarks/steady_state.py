@@ -1,14 +1,14 @@
-"""What does a formed job of 128 nodes cost its store while nothing happens? Ours on etcd; stock's c10d on its TCPStore.
+"""What does an idle job of 128 nodes cost its store? Ours on etcd, stock's c10d on its TCPStore.
 
     python benchmarks/steady_state.py [--agents 128] [--seconds 20]
 
-Each agent has a connection of its own, as on a node of its own. Ours keeps its lease alive, and nothing else. Stock sends a
-keep-alive every 5 s, and its monitor loop asks num_nodes_waiting() every 0.1 s, torchrun's default (--monitor-interval), which
-reads the store once a second. Both with their defaults.
+Each agent has its own connection, as on a node of its own. Ours keeps its lease alive and does nothing else. Stock sends a
+keep-alive every 5 s, and its monitor loop calls num_nodes_waiting() every 0.1 s (torchrun's --monitor-interval), which reads the
+store once a second. Both run with defaults.
 
-Bytes are what /proc/net/dev counts on the loopback device: all of it, TCP and IP too, once for each packet, answers included. The
-benchmark moves into a network namespace of its own first, so that nobody else's are among them; where that is not allowed it says
-so and counts what is there. An etcd lease and a gRPC connection have rhythms of up to 10 s: measure for 20 s at least.
+Bytes are what /proc/net/dev counts on the loopback device: everything including TCP and IP headers and answers, each packet once.
+The benchmark first moves into a network namespace of its own, to exclude other traffic; if it may not, it says so and counts all.
+etcd leases and gRPC connections have rhythms of up to 10 s, so measure for at least 20 s.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import etcd_traffic
 import measure
+from agent_processes import AgentProcesses, shares
 
-sys.path.append(str(Path(__file__).with_name("workers")))
-import crew
-
-FEWER_BYTES = 100.0  # times, than stock
+FEWER_BYTES = 100.0  # the aim: this many times fewer than stock
 MONITOR_INTERVAL_S = 0.1  # torchrun's default
 READY_S = 180.0
-QUIET_S = 0.5  # without anything but keep-alives: then the round has formed
+QUIET_S = 0.5  # with keep-alives only; after it the round has formed
 _ALONE = "ELASTIC_EXT_BENCHMARK_ALONE"  # set for the copy of this process that runs in its own network namespace
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, linux/if.h
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Per second. requests: by kind, as the store counts them (stock: as the agents do). CPU in seconds of all processes."""
+    """Rates per second. requests_s: by kind, counted by etcd, or for stock by the agents. CPU: of all processes."""
 
     requests_s: dict[str, float]
     bytes_s: float
@@ -52,7 +51,7 @@ class Idle:
 
 
 def loopback_bytes(table: str) -> int:
-    """What the loopback device has received, from the text of /proc/net/dev; all that is sent on it is received on it."""
+    """Bytes that the loopback device has received, which is also all that was sent on it. table: the text of /proc/net/dev."""
     for line in table.splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -65,12 +64,12 @@ def _loopback_bytes() -> int:
 
 
 def idle_for(seconds: float) -> None:
-    """The measurement itself is time that passes: nothing is waited for."""
+    """The measurement itself: time passes, and no event ends it."""
     time.sleep(seconds)
 
 
 def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, float]]) -> Idle:
-    """ask: returns what has been requested so far, and the CPU seconds of the clients and of the server so far."""
+    """ask: returns the requests by kind so far, and the CPU seconds of the clients and of the server so far."""
     requests, client_s, server_s = ask()
     lo, began = _loopback_bytes(), time.monotonic()
     idle_for(seconds)
@@ -81,17 +80,15 @@ def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, flo
 
 
 def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
-    with tempfile.TemporaryDirectory() as folder, crew.etcd(Path(folder), fsync=False) as endpoint:
+    with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), fsync=False) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": agents, "max": agents, "ttl": lease_ttl_s, "loops": 4}
         job |= {"own_connections": True, "timeout": READY_S}
-        shares = crew.shares(agents, processes)
-        with crew.Crew(
-            "etcd_agents.py", [{**job, "first": first, "count": count, "clients": count} for first, count in shares]
-        ) as members:
+        jobs = [{**job, "first": first, "count": count, "clients": count} for first, count in shares(agents, processes)]
+        with AgentProcesses("etcd_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
 
             def ask() -> tuple[dict[str, float], float, float]:
-                served = crew.traffic(endpoint)
+                served = etcd_traffic.traffic(endpoint)
                 return served.requests, sum(answer["cpu_s"] for answer in members.ask(READY_S, do="cpu")), served.cpu_s
 
             await_quiet(endpoint)
@@ -99,22 +96,22 @@ def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
 
 
 def await_quiet(endpoint: str) -> None:
-    """Until the last node that has joined has its watches: what forms a round is not what keeps it."""
+    """Wait until the last node has its watches, so that forming the round is not measured."""
     deadline = time.monotonic() + READY_S
-    before = crew.traffic(endpoint)
+    before = etcd_traffic.traffic(endpoint)
     while time.monotonic() < deadline:
         time.sleep(QUIET_S)
-        after = crew.traffic(endpoint)
+        after = etcd_traffic.traffic(endpoint)
         if (after - before).requests.keys() <= {"LeaseKeepAlive"}:
             return
         before = after
 
 
 def stock(agents: int, seconds: float, processes: int) -> Idle:
-    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+    with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": agents, "max": agents, "timeout": READY_S}
-        jobs = [{**job, "count": count} for _, count in crew.shares(agents, processes)]
-        with crew.Crew("stock_agents.py", jobs) as members:
+        jobs = [{**job, "count": count} for _, count in shares(agents, processes)]
+        with AgentProcesses("stock_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
             members.ask(READY_S, do="poll", interval=MONITOR_INTERVAL_S)
 
@@ -128,7 +125,7 @@ def stock(agents: int, seconds: float, processes: int) -> Idle:
 
 
 def move_into_a_namespace() -> bool:
-    """Run this program again in a network namespace where only it is; return False where the system does not allow it."""
+    """Start this program again in a network namespace of its own; return False if the system does not allow that."""
     if _ALONE in os.environ:
         _bring_up_loopback()
         return True
@@ -168,7 +165,7 @@ def row_cells(name: str, side: Idle) -> list[str]:
 
 
 def only_keep_alives(side: Idle) -> bool:
-    """Nothing but LeaseKeepAlive: no reads, no writes, no new watches."""
+    """Whether there was nothing but LeaseKeepAlive: no reads, no writes, no new watches."""
     return set(side.requests_s) <= {"LeaseKeepAlive"}
 
 
@@ -176,8 +173,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--processes", type=int, default=4, help="that the agents of a side share")
-    parser.add_argument("--lease-ttl", type=int, default=10, help="seconds; of ours, and its default")
+    parser.add_argument("--processes", type=int, default=4, help="processes that the agents of a side share")
+    parser.add_argument("--lease-ttl", type=int, default=10, help="seconds, for ours; 10 is its default")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     alone = move_into_a_namespace()

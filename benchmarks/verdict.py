@@ -1,12 +1,12 @@
-"""How long until every node knows what a failure on one of them means? Three nodes; rank 1 raises KeyError in mid-training.
+"""How long until every node knows what a failure means? Three nodes; rank 1 raises KeyError in mid-training.
 
     python benchmarks/verdict.py [--repeat 5]
 
-    verdict   the worker raises -> each agent has the verdict on its screen (ours; stock has none)
-    gone      the worker raises -> the agent has left, with its exit code
+    verdict   from the exception until every agent has shown the verdict (ours; stock has none)
+    gone      from the exception until every agent has exited
 
-Ours is --rdzv-backend=ext_etcd with defaults, its settle time of 0.5 s included; stock is c10d. Both with --max-restarts=0, since
-stock has no other way not to start again, and each agent has one worker.
+Ours is --rdzv-backend=ext_etcd with defaults, including its settle time of 0.5 s; stock is c10d. Both run with --max-restarts=0,
+the only way to keep stock from restarting. Each agent has one worker.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ AIM_S = 1.0
 
 
 @dataclass(frozen=True)
-class Told:
-    """Seconds after the worker raised, of the slowest of the nodes; None: not seen. codes: of all agents."""
+class Ends:
+    """Seconds from the exception to the slowest node; None: not seen. codes: the exit codes of all agents."""
 
     verdict_s: float | None
     gone_s: float | None
     codes: tuple[int | None, ...]
 
 
-def one(side: str, timeout_s: float) -> Told:
+def one(side: str, timeout_s: float) -> Ends:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stamps = Path(directory, "stamps")
-        ours = side == "ours"  # an etcd of its own: what is left of a try is killed, whatever it is
+        ours = side == "ours"  # each try has its own etcd, because everything that is left of a try is killed
         endpoint = stack.enter_context(EtcdServer(Path(directory))).endpoint if ours else f"localhost:{free_port()}"
         where = [
             f"--rdzv-backend={'ext_etcd' if ours else 'c10d'}",
@@ -79,16 +79,16 @@ def one(side: str, timeout_s: float) -> Told:
         raised = [stamp.ns / 1e9 for stamp in jobs.read_stamps(stamps)]
         codes = tuple(agent.returncode for agent in agents)
         if not raised:
-            return Told(None, None, codes)
-        told = max(verdicts) - raised[0] if len(verdicts) == NODES else None
-        return Told(told, max(ends) - raised[0] if len(ends) == NODES else None, codes)
+            return Ends(None, None, codes)
+        verdict_s = max(verdicts) - raised[0] if len(verdicts) == NODES else None
+        return Ends(verdict_s, max(ends) - raised[0] if len(ends) == NODES else None, codes)
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[list[float], list[float]]:
-    """When each agent told its verdict, and when each ended, monotonic."""
+    """When the agents showed their verdicts, and when they ended; monotonic seconds."""
     verdicts: list[float] = []
     ends: list[float] = []
-    said = dict.fromkeys(range(len(agents)), b"")
+    output = dict.fromkeys(range(len(agents)), b"")
     with selectors.DefaultSelector() as selector:
         for number, agent in enumerate(agents):
             assert agent.stderr is not None
@@ -100,19 +100,19 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[
                     selector.unregister(key.fileobj)
                     agents[key.data].wait()
                     ends.append(time.monotonic())
-                elif VERDICT not in said[key.data]:
-                    said[key.data] += data
-                    if VERDICT in said[key.data]:
+                elif VERDICT not in output[key.data]:
+                    output[key.data] += data
+                    if VERDICT in output[key.data]:
                         verdicts.append(now)
     return verdicts, ends
 
 
-def draw(figure: Any, found: dict[str, list[Told]]) -> None:
+def draw(figure: Any, found: dict[str, list[Ends]]) -> None:
     axes = figure.subplots()
     for place, each in enumerate(found.values()):
-        gone = [told.gone_s for told in each if told.gone_s is not None]
+        gone = [one_try.gone_s for one_try in each if one_try.gone_s is not None]
         axes.plot([place] * len(gone), gone, "o", color="#c8553d", label="all agents gone" if not place else None)
-        known = [told.verdict_s for told in each if told.verdict_s is not None]
+        known = [one_try.verdict_s for one_try in each if one_try.verdict_s is not None]
         axes.plot([place] * len(known), known, "o", color="#4c9f70", label="verdict on all nodes" if not place else None)
     axes.set_xticks(range(len(found)), list(found))
     axes.set(ylabel="seconds after the exception", title="A bug on one of three nodes", xlim=(-0.5, len(found) - 0.5))
@@ -129,16 +129,18 @@ def main() -> int:
     args = parser.parse_args()
     machine = measure.machine()
     jobs.adopt_orphans()
-    found: dict[str, list[Told]] = {"ours": [], "stock": []}
+    found: dict[str, list[Ends]] = {"ours": [], "stock": []}
     for _ in range(args.repeat):
         for side, each in found.items():
             each.append(one(side, args.timeout))
             print(side, each[-1], file=sys.stderr, flush=True)
     medians = {
         side: {
-            "verdict_s": measure.rounded(measure.median([told.verdict_s for told in each if told.verdict_s is not None])),
-            "gone_s": measure.rounded(measure.median([told.gone_s for told in each if told.gone_s is not None])),
-            "codes": sorted({str(code) for told in each for code in told.codes}),
+            "verdict_s": measure.rounded(
+                measure.median([one_try.verdict_s for one_try in each if one_try.verdict_s is not None])
+            ),
+            "gone_s": measure.rounded(measure.median([one_try.gone_s for one_try in each if one_try.gone_s is not None])),
+            "codes": sorted({str(code) for one_try in each for code in one_try.codes}),
         }
         for side, each in found.items()
     }

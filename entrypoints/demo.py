@@ -1,4 +1,4 @@
-"""The main job, a real failure, the recovery: train_fsdp.py on two workers; one is killed; training goes on where it was.
+"""A demonstration: train_fsdp.py runs on two workers, one of them is killed, and training resumes from the last checkpoint.
 
 python entrypoints/demo.py
 """
@@ -20,7 +20,7 @@ STEPS = 40
 
 
 def command(checkpoints: str) -> list[str]:
-    """What a user types."""
+    """The command that a user would type."""
     return [
         *(sys.executable, "-m", "elastic_ext.agent", "--nproc-per-node=2", "--max-restarts=3"),
         f"--rdzv-conf=checkpoint_dir={checkpoints},metrics_port=0",
@@ -30,7 +30,7 @@ def command(checkpoints: str) -> list[str]:
 
 
 def workers(agent: int) -> list[int]:
-    """Pids of the agent's workers, rank order: its children that run the script."""
+    """The pids of the agent's workers in rank order: its children that run the script."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return [int(pid) for pid in children if b"train_fsdp.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 

@@ -5,19 +5,19 @@
     python -m elastic_ext.agent --nproc-per-node=2 train_fsdp.py    # the same script under elastic_ext
     python train_fsdp.py                                            # one process
 
-Started again, at any world size, it goes on from its newest complete checkpoint. What is worth copying:
+Each start resumes from the newest complete checkpoint, at any world size. Worth copying from this script:
 
-* `elastic_ext.Checkpointer` saves all there is: model, optimizer, scheduler, each rank's random generators, the data loader,
-  step and epoch; in the background, while training goes on. On CPU, with the same world size and number of threads, losses
-  after a resume equal those of an unbroken run to the bit.
-* Each rank asks `save_requested` after each step: before the job has to leave, and when a person asks for it by
-  `elastic-ext checkpoints save`, all of them save the same step.
-* Step k of epoch e trains on the same global batch at every world size; the ranks share it out, unevenly if they must. So
-  all ranks' data loaders are at the same place, and any one's state is right for all of them at another world size.
-* Checkpoints lie between optimizer steps: what FSDP2 has half accumulated cannot be saved.
+* `elastic_ext.Checkpointer` saves the complete state: model, optimizer, scheduler, each rank's random generators, the data
+  loader, step and epoch. It does so in the background, while training continues. On CPU, with the same world size and number
+  of threads, the losses after a resume equal those of an uninterrupted run to the bit.
+* Each rank calls `save_requested` after each step. When the job has to leave, or a person runs `elastic-ext checkpoints save`,
+  all ranks save the same step.
+* Step k of epoch e trains on the same global batch at every world size, split over the ranks, unevenly if necessary. So all
+  ranks' data loaders are at the same position, and the state of any one is right for all ranks at another world size.
+* Checkpoints are taken between optimizer steps, because half-accumulated gradients of FSDP2 cannot be saved.
 
---checkpoint-dir must be on storage that every node reaches. To go back for good, remove the newer step_* directories. No health
-check is needed beside the steps: each has collectives, and they fail when a peer is gone.
+--checkpoint-dir must be on storage that every node reaches. To return to an older checkpoint, remove the newer step_*
+directories. The script needs no health check: every step has collectives, which fail when a peer is gone.
 """
 
 import argparse
@@ -48,15 +48,15 @@ try:
     from torchdata.stateful_dataloader import StatefulDataLoader
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"no module {error.name}: the data loader that can go on in mid-epoch is torchdata's; pip install 'elastic_ext[jobs]', "
+        f"no module {error.name}: to resume in mid-epoch, the data loader must be torchdata's; pip install 'elastic_ext[jobs]', "
         "or torchdata alone"
     ) from None
 
 EPILOG = """environment:
-  CHECKPOINT_DIR               default of --checkpoint-dir; without it what the agent has as checkpoint_dir, or "checkpoints"
+  CHECKPOINT_DIR               default of --checkpoint-dir; if unset, the agent's checkpoint_dir, else "checkpoints"
   ELASTIC_EXT_RESUME_FROM      load exactly this checkpoint instead of the newest: a path, or a URL for fsspec
-  TRAIN_FAULT=KIND:RANK:STEP   for demonstrations: RANK fails once STEP steps are done and another would start; KIND is
-                               kill (SIGKILL), exit (status 3) or raise; not if TORCHELASTIC_RESTART_COUNT is above 0"""
+  TRAIN_FAULT=KIND:RANK:STEP   for demonstrations: RANK fails after STEP steps, before the next one. KIND is kill (SIGKILL),
+                               exit (status 3) or raise. Ignored where TORCHELASTIC_RESTART_COUNT is above 0"""
 
 
 def default_directory() -> str:
@@ -67,15 +67,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint-dir", default=default_directory(), help="a path, or a URL for fsspec")
-    add("--resume", choices=("auto", "none"), default="auto", help="none: start from scratch, after a restart too")
-    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is saved, too")
-    add("--keep", type=int, default=3, help="newest complete checkpoints to keep")
+    add("--resume", choices=("auto", "none"), default="auto", help="none: start from scratch, even after a restart")
+    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is always saved")
+    add("--keep", type=int, default=3, help="how many complete checkpoints to keep, the newest ones")
     add("--epochs", type=int, default=1)
-    add("--max-steps", type=int, default=0, help="length of training in steps, if --epochs are not over before (0: no limit)")
-    add("--stop-after-steps", type=int, default=0, help="save and leave after so many steps of this run; same schedule")
+    add("--max-steps", type=int, default=0, help="end of training in steps, if --epochs does not end it first (0: no limit)")
+    add(
+        "--stop-after-steps",
+        type=int,
+        default=0,
+        help="save and exit after this many steps of this run; same schedule",
+    )
     add("--log-every", type=int, default=10)
     add("--global-batch", type=int, default=12, help="sequences per optimizer step, over all ranks")
-    add("--accumulate", type=int, default=1, help="micro-steps per step; fewer where a rank has fewer sequences")
+    add("--accumulate", type=int, default=1, help="micro-steps per optimizer step; fewer if a rank has fewer sequences")
     add("--seq-len", type=int, default=64)
     add("--dim", type=int, default=64)
     add("--layers", type=int, default=2)
@@ -84,13 +89,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--warmup-steps", type=int, default=20)
     add("--clip", type=float, default=1.0, help="gradient norm limit")
-    add("--num-workers", type=int, default=0, help="processes of the data loader; a resume needs as many")
+    add("--num-workers", type=int, default=0, help="processes of the data loader; a resume needs the same number")
     add("--data-mb", type=float, default=4.0, help="MiB of the standard library's source to train on")
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="deterministic algorithms only")
+    add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="use deterministic algorithms only")
     add("--collective-timeout", type=float, default=600.0, help="seconds until a collective gives up on a lost peer")
-    add("--print-state-hash", action="store_true", help="hash parameters and optimizer moments at each load and save")
+    add("--print-state-hash", action="store_true", help="print a hash of parameters and optimizer moments at each load and save")
     args = parser.parse_args(argv)
     for name in ("save_every", "keep", "log_every", "accumulate", "seq_len"):
         if getattr(args, name) < 1:
@@ -119,7 +124,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Decoder-only language model over bytes: (batch, time + 1) of 0..255 to the sum of their losses, in nats."""
+    """Decoder-only language model over bytes: maps (batch, time + 1) bytes to the sum of their losses, in nats."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -136,13 +141,13 @@ class ByteTransformer(nn.Module):
 
 
 def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    # Every rank draws the same weights and keeps its slice of them. A model too large for one host is made on the meta
-    # device instead, and initialised after sharding.
+    # Every rank draws the same weights and keeps its slice. A model that is too large for one host is made on the meta device
+    # instead, and initialised after sharding.
     torch.manual_seed(derived_seed(args.seed, "weights"))
     model = ByteTransformer(args).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     cuda = device.type == "cuda"
-    # The weights that the optimizer steps stay float32.
+    # The optimizer works on float32 weights.
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
@@ -150,14 +155,14 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def lr_factor(step: int, warmup: int, total: int) -> float:
-    """Share of the peak learning rate at `step` of `total`: linear warm-up, then a cosine down to a tenth."""
+    """The learning rate at `step` of `total` as a share of its peak: linear warm-up, then a cosine down to a tenth."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
 def stdlib_source(limit: int) -> bytes:
-    """The first `limit` bytes of Python's own library, in sorted order: real text that every machine has."""
+    """The first `limit` bytes of Python's own library, in sorted order: text that every machine has."""
     text = bytearray()
     for folder, subfolders, files in os.walk(sysconfig.get_paths()["stdlib"]):
         subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -168,14 +173,14 @@ def stdlib_source(limit: int) -> bytes:
 
 
 def derived_seed(*parts: object) -> int:
-    """A 32-bit seed, unrelated for unlike parts and the same on every machine."""
+    """A 32-bit seed: unrelated for different parts, the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
 class Shares:
-    """One rank's shares of the global batches of `epoch`, as indices: the same batches at every world size, none empty.
+    """The indices of one rank's share of each global batch of `epoch`. Every world size has the same batches; no share is empty.
 
-    What a data loader wants as batch_sampler. `epoch` is set before each epoch, as that of a DistributedSampler is.
+    A batch_sampler for a data loader. Set `epoch` before each epoch, as for a DistributedSampler.
     """
 
     def __init__(self, windows: int, global_batch: int, seed: int, rank: int, world: int) -> None:
@@ -193,16 +198,18 @@ class Shares:
 
 
 def micro_batches(share: Tensor, accumulate: int, smallest: int) -> list[Tensor]:
-    """A rank's share in micro-steps: as many on each rank (collectives must match), none empty. smallest: of all shares."""
+    """Split a rank's share into micro-steps, equally many on each rank. smallest: size of the smallest share."""
     pieces = min(accumulate, smallest)
     return [share[i::pieces] for i in range(pieces)]
 
 
 class Trainer:
+    """Model, data, optimizer and checkpoints of one rank. One flat object, because the script is meant to be copied."""
+
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device, self.rank, self.world = args, device, dist.get_rank(), dist.get_world_size()
         text = stdlib_source(int(args.data_mb * 2**20))
-        # (windows, seq_len + 1): inputs and, one further, targets; neighbours share a byte.
+        # Shape (windows, seq_len + 1): inputs, and the targets one byte later; neighbours share a byte.
         windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, args.seq_len + 1, args.seq_len)
         if not self.world <= args.global_batch <= len(windows):
             sys.exit(
@@ -214,7 +221,7 @@ class Trainer:
         self.step = self.epoch = 0
         self.total_steps = min(args.epochs * len(self.shares), args.max_steps or sys.maxsize)
         digest = hashlib.sha256(text).hexdigest()[:12]
-        self.data = (  # all that decides which bytes the loader's state stands for
+        self.data = (  # everything that decides which bytes a position of the loader means
             f"seed {args.seed}, global batch {args.global_batch}, length {args.seq_len}, text {digest}, "
             f"{args.num_workers} loader processes"
         )
@@ -223,7 +230,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: lr_factor(step, args.warmup_steps, self.total_steps)
         )
-        torch.manual_seed(derived_seed(args.seed, "dropout", self.rank))  # weights were drawn alike on all ranks
+        torch.manual_seed(derived_seed(args.seed, "dropout", self.rank))  # unlike the weights, dropout differs between ranks
         self.checkpointer = Checkpointer(
             args.checkpoint_dir,
             model=self.model,
@@ -260,25 +267,25 @@ class Trainer:
                 loss = self.optimizer_step(share)
                 self.step += 1
                 self.after_step(loss, lr, last)
-                if self.step == last:  # in this epoch still: the loader's state is that of its end
+                if self.step == last:  # still in this epoch: the loader's state must be that of its end
                     break
             else:
                 self.epoch += 1
         self.checkpointer.wait()
         if self.checkpointer.last_error is not None:
-            raise RuntimeError(f"{self.checkpointer.last_error}; what was trained since the checkpoint before it is lost")
+            raise RuntimeError(f"{self.checkpointer.last_error}; the steps since the previous checkpoint are lost")
         say(f"done at step {self.step} of {self.total_steps}")
 
     def optimizer_step(self, share: Tensor) -> Tensor:
-        """One step on the next global batch, of which this is the rank's share; returns the global mean loss, on the device."""
+        """One optimizer step on this rank's share of the next global batch; returns the global mean loss, on the device."""
         args = self.args
         micro_steps = micro_batches(share, args.accumulate, args.global_batch // self.world)
         total = torch.zeros((), device=self.device)
         for i, text in enumerate(micro_steps):
-            self.model.set_requires_gradient_sync(i + 1 == len(micro_steps))  # add up here, reduce once
-            # Divided by the number of all ranks' bytes, this is right for uneven shares too.
+            self.model.set_requires_gradient_sync(i + 1 == len(micro_steps))  # accumulate locally, reduce once
+            # Dividing by the number of bytes of all ranks is right for uneven shares, too.
             loss = self.model(text.to(self.device, torch.long)) / (args.global_batch * args.seq_len)
-            (loss * self.world).backward()  # times world, because FSDP averages gradients over the ranks
+            (loss * self.world).backward()  # FSDP averages gradients over the ranks
             total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
         self.optimizer.step()
@@ -292,8 +299,8 @@ class Trainer:
         logs, saves = (self.step % every == 0 or self.step == last for every in (self.args.log_every, self.args.save_every))
         if not (logs or saves or asked):
             return
-        mean = float(loss)  # waits for the device, so not at every step
-        if not math.isfinite(mean):  # checked before a save: it would push out a good checkpoint
+        mean = float(loss)  # this waits for the device, so not at every step
+        if not math.isfinite(mean):  # before a save, which would displace a good checkpoint
             raise FloatingPointError(f"loss is {mean} at step {self.step}: lower --lr, or go back further")
         if logs:
             now, tokens = time.monotonic(), (self.step - self.logged_step) * self.args.global_batch * self.args.seq_len
@@ -302,11 +309,11 @@ class Trainer:
             self.logged_at, self.logged_step = now, self.step
         if saves or asked:
             self.print_state_hash()
-            # Who asks waits for it, and may end this run as soon as it is there: further steps would be lost.
+            # Somebody waits for a requested save and may end this run right after it, so no further step is started.
             self.checkpointer.save(self.step, epoch=self.epoch, note={"data": self.data, "loss": mean}, wait=asked)
 
     def on_checkpoint(self, event: Event) -> None:
-        if event.kind == "saved":  # what fails is logged
+        if event.kind == "saved":  # the Checkpointer logs failures
             say(f"saved {os.path.join(self.args.checkpoint_dir, event.name)}")
 
     def print_state_hash(self) -> None:
@@ -337,12 +344,12 @@ def fail_on_request(rank: int, step: int) -> None:
 
 def say(line: str) -> None:
     if dist.get_rank() == 0:
-        sys.stdout.write(f"{line}\n")  # at once: the thread that saves has something to say, too
+        sys.stdout.write(f"{line}\n")  # one write, because the thread that saves prints, too
         sys.stdout.flush()
 
 
 def start_process_group(args: argparse.Namespace) -> torch.device:
-    """Join the group that the launcher describes in the environment, or a group of one; returns this rank's device."""
+    """Join the process group that the environment describes, or make a group of one; returns this rank's device."""
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -356,17 +363,17 @@ def start_process_group(args: argparse.Namespace) -> torch.device:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be there before cuBLAS is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
     device = start_process_group(args)
     try:
         trainer = Trainer(args, device)
-        with trainer.checkpointer:  # waits for the save under way before the group is destroyed
+        with trainer.checkpointer:  # waits for a running save before the group is destroyed
             trainer.resume()
             trainer.fit()
     except BaseException:
-        # Gloo's threads, left alone, can turn any exit status into SIGABRT (pytorch issue 190489). NCCL on the other hand
-        # would wait here for peers that never come, and hide the failure.
+        # Gloo's threads can turn any exit status into SIGABRT (pytorch issue 190489). NCCL would wait here for peers that
+        # never come, and hide the failure.
         if device.type == "cpu":
             dist.destroy_process_group()
         raise

@@ -1,6 +1,9 @@
-"""A training script with one fault of many: broken_job.py FAULT STAMPS. Writes the attempt when a worker begins and when it ends.
+"""A training script with one of several faults. Each worker stamps its begin and its end.
 
-The first lines are those of any job: torch is imported, a model is made, and what fails at a step fails after two of them.
+    broken_job.py FAULT STAMPS
+
+FAULT: a key of AT_START (before the first step) or AT_STEP_2 (after two steps). STAMPS: see faulty_job.py; the events are "begin"
+and "end".
 """
 
 import json

@@ -1,26 +1,26 @@
-"""The sketch of DESIGN.md's rendezvous, as a worker for rendezvous.py: the same messages as ours, and nothing else around them.
+"""A sketch of DESIGN.md's rendezvous, for rendezvous.py: the same messages as ours and nothing else.
 
     python etcd_sketch.py '{"endpoint": "127.0.0.1:2379", "run_id": "s", "first": 0, "count": 64, "size": 128, "ttl": 60, ...}'
 
-    {"do": "form"}   all register; the leader numbers them; each gets its rank
-    {"do": "cpu"}    nothing
+agent_processes.py states the protocol. The command {"do": "form"}: all agents register, the leader numbers them, each gets its
+rank.
 
-It is what plain gRPC in Python can do for "leased member keys, a leader that watches them, own-key watches, transactions of 128",
-and so the floor that ours is measured against, on the same machine in the same run:
+It shows what plain gRPC in Python needs for "leased member keys, a leader that watches them, own-key watches, transactions of
+128". That is the floor for ours, on the same machine in the same run:
 
-- A process has one connection and one watch stream, with all its watches on it. Calls are futures, `WINDOW` under way at once,
-  which costs gRPC less than threads that block do.
-- An agent: a watch on its own assignment key; a lease of its own; its key, put under it. Its rank is an event of that watch.
-- The leader is the process of the agent numbered 0, as if an election by create order had found it: one watch on the prefix of
-  all members, and as soon as all `size` are there one transaction after another of 128 assignments each.
-- Values are as long as ours (a node, a part); the members' are not parsed.
+- A process has one connection and one watch stream with all its watches. Calls are futures, at most `WINDOW` at once, which costs
+  gRPC less than blocking threads.
+- An agent has a watch on its own assignment key, its own lease, and its key under that lease. Its rank arrives on the watch.
+- The leader is the process of agent 0, as if an election by create order had found it. It has one watch on the prefix of all
+  members. Once all `size` are there, it sends one transaction after another with 128 assignments each.
+- Values are as long as ours (a node, an assignment). The members' values are not parsed.
 
-Left out, and in ours: election and predecessor, the job's record and its settings, the header that everybody watches beside its
-own key (with the state, the seal and the address of the round), transactions that compare, keep-alives, retries, deadlines, other
-endpoints, tokens, losses and every later round.
+Ours does more: election and predecessor; the job's record and its settings; the header that everybody watches beside its own key
+(with the state, the seal and the address of the round); transactions that compare; keep-alives, retries, deadlines, several
+endpoints, tokens; losses and every later round.
 
-`grouped`: the other reading of the sketch: one lease for a process and its members' keys put in transactions of 128, for which
-an agent costs one watch and two operations in transactions, and no call of its own.
+`grouped` is the other way to read the sketch: one lease per process, whose members' keys go into transactions of 128. An agent
+then costs one watch and two operations in transactions, and no call of its own.
 """
 
 from __future__ import annotations
@@ -39,23 +39,28 @@ from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import range_of_prefix
 from elastic_ext.rendezvous.round_records import Assignment, Node, encode
 
-WINDOW = 64  # calls under way; measured: less CPU for a call than with 8, and than with all at once
+WINDOW = 64  # calls at once; measured: each costs less CPU than with 8 or with all at once
 OPS_PER_TXN = 128  # etcd's default limit
-MEMBERS = 1 << 30  # id of the leader's watch
+MEMBERS = 1 << 30  # ID of the leader's watch
 
 
 class Sketch:
+    """The agents of one process.
+
+    It has more attributes than other classes: as a floor for the time it must be one flat object without layers.
+    """
+
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
         self._rpc = rpc = etcdrpc()
         self._prefix = f"/sketch/{job['run_id']}/"
         channel = grpc.insecure_channel(job["endpoint"], [("grpc.use_local_subchannel_pool", 1)])
         self._kv, self._lease, self._stream = rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.WatchStub(channel)
-        rpc.MaintenanceStub(channel).Status(rpc.StatusRequest())  # connected before the clock starts
+        rpc.MaintenanceStub(channel).Status(rpc.StatusRequest())  # connect before the clock starts
         self._numbers = range(job["first"], job["first"] + job["count"])
         self._window = threading.Semaphore(WINDOW)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ready: dict[int, int] = {}  # the lease of an agent whose watch is not there yet; 0 where it is the other way round
+        self._ready: dict[int, int] = {}  # agents that have only one of two: their lease, or 0 for their watch
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._done = threading.Event()
@@ -81,11 +86,11 @@ class Sketch:
     def _watch(self, **create: Any) -> None:
         self._requests.put(self._rpc.WatchRequest(create_request=self._rpc.WatchCreateRequest(**create)))
 
-    # An agent: its key is put when it has its lease and its watch.
+    # An agent: it puts its key once it has its lease and its watch.
 
     def _granted(self, number: int, grant: Any) -> None:
         self._window.release()
-        if self._well(grant):
+        if self._succeeded(grant):
             self._has(number, grant.result().ID)
 
     def _has(self, number: int, lease_id: int) -> None:
@@ -94,9 +99,9 @@ class Sketch:
             if other is None:
                 self._ready[number] = lease_id
                 return
-        self._kv.Put.future(self._member(number, lease_id or other)).add_done_callback(self._well)
+        self._kv.Put.future(self._member(number, lease_id or other)).add_done_callback(self._succeeded)
 
-    def _well(self, call: Any) -> bool:
+    def _succeeded(self, call: Any) -> bool:
         error = call.exception()
         if error is not None:
             self._failure = str(error)
@@ -126,7 +131,7 @@ class Sketch:
         return self._rpc.PutRequest(key=f"{self._prefix}assign/{number:05d}".encode(), value=encode(part))
 
     def _present(self) -> set[bytes]:
-        """Who was there before the watch on all was."""
+        """The members that registered before the leader's watch was there."""
         start, end = range_of_prefix(self._prefix + "nodes/")
         return {kv.key for kv in self._kv.Range(self._rpc.RangeRequest(key=start, range_end=end, keys_only=True)).kvs}
 

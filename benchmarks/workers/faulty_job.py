@@ -1,19 +1,21 @@
-"""A gloo job in which rank 1 fails once, in the first attempt after some collectives. It stamps how far each attempt came.
+"""A gloo job in which rank 1 fails once, in the first attempt after some collectives. It stamps the progress of each attempt.
 
     faulty_job.py FAULT STAMPS WORK STANDBYS
 
-FAULT: kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM).
-WORK: none, ddp or fsdp: what two optimizer steps are made of.
-STANDBYS: 1: the fault waits until the agent has as many warm standbys as workers, 0: it does not.
-STAMPS: a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which is one for
-all processes of a Linux machine. The events, in order:
+    FAULT      kill, exit, raise, segv, or ignore (rank 1 is killed while rank 0 ignores SIGTERM)
+    WORK       none, ddp or fsdp: the two optimizer steps of each attempt
+    STANDBYS   1: the fault waits until the agent has as many warm standbys as workers; 0: it does not
+    STAMPS     a file. Each event is appended to it as one JSON line: attempt, rank, event, ns. ns is CLOCK_MONOTONIC, which all
+               processes of a Linux machine share
+
+The events, in order:
 
     process      the kernel made this process: starttime of /proc/self/stat, which counts in ticks of 10 ms, rounded down
     user_code    the first line of this file
     torch        torch and torch.distributed are imported
     all_reduce   the process group is up and the first all_reduce is done
-    steps        two optimizer steps are done, where WORK is not none
-    fault        (attempt 0, rank 1) the next thing that happens is the fault
+    steps        two optimizer steps are done, unless WORK is none
+    fault        (attempt 0, rank 1) right before the fault
 """
 
 import time
@@ -39,16 +41,16 @@ RANK = int(os.environ["RANK"])
 
 
 def process_ns() -> int:
-    """When this process was made, on CLOCK_MONOTONIC; the kernel tells it on CLOCK_BOOTTIME, which differs by the time asleep."""
+    """When this process was made, on CLOCK_MONOTONIC. The kernel reports CLOCK_BOOTTIME, which also counts time asleep."""
     with open("/proc/self/stat") as stat:
-        after_name = stat.read().rpartition(")")[2].split()  # the name may hold anything, and is field 2
+        after_name = stat.read().rpartition(")")[2].split()  # field 2 is the name, which may contain anything
     ticks = int(after_name[START_TIME_FIELD - 3])
     asleep_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     return ticks * 10**9 // os.sysconf("SC_CLK_TCK") - asleep_ns
 
 
 def stamp(file: int, **events: int) -> None:
-    """One write for all, so that lines of several workers do not mix."""
+    """Append all events in one write, so that the lines of several workers do not mix."""
     lines = [json.dumps({"attempt": ATTEMPT, "rank": RANK, "event": event, "ns": ns}) + "\n" for event, ns in events.items()]
     os.write(file, "".join(lines).encode())
 
@@ -82,7 +84,7 @@ def kill() -> None:
 
 
 def segv() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # how fast this disk takes a core file is not the question
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file would be measured, too
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -119,7 +121,7 @@ def main(fault: str, stamps: str, work: str, wait: str) -> None:
         FAULTS[fault]()
     while ignores:
         signal.pause()
-    dist.barrier()  # in the first attempt the survivor is in here when its peer dies
+    dist.barrier()  # in the first attempt the survivor waits here when its peer dies
     dist.destroy_process_group()
 
 

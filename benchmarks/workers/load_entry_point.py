@@ -1,10 +1,11 @@
 """Load this package's entry points as torchrun does, in an interpreter that has imported nothing else; print one JSON object.
 
-    load_entry_point.py [--torchrun]      also import what `torchrun` itself imports, after that
+load_entry_point.py [--torchrun]
 
-seconds: `load()()` of all entry points of this package together. modules: what that imported. torchrun_s: the import of
-torch.distributed.run, or null. Torch has most of the standard library's part loaded when it comes to entry points, so
-`seconds` is an upper bound.
+seconds      the time of `load()()` of all entry points of this package; an upper bound, because torch has already imported
+             most of the standard library when it loads entry points
+modules      what that imported
+torchrun_s   the time to import torch.distributed.run afterwards; null without --torchrun
 """
 
 import json

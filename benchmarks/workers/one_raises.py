@@ -1,6 +1,8 @@
-"""Three ranks with collectives; after the first ones rank 1 has a bug, and the others die of the connections that it closes.
+"""Three ranks with collectives. After some of them rank 1 raises KeyError, and the others fail because it closes its connections.
 
-one_raises.py STAMPS      gets one JSON line: when rank 1 raised, CLOCK_MONOTONIC
+    one_raises.py STAMPS
+
+STAMPS: see faulty_job.py; the only event is "raise".
 """
 
 import json

@@ -1,18 +1,19 @@
-"""How many warm standbys does an agent have? Nothing tells a worker or a benchmark of them: look at the agent's children."""
+"""Counts the warm standbys of an agent. Nothing reports them to a worker, so this looks at the agent's children."""
 
 import os
 import time
 
-STAY_S = 1.5  # what is learned late ends standbys that waited, and others come
-LOOK_S = 0.05
+PROGRAM = "/workers/standby/"  # in the command line of the server and of the standbys that it forks
+STAY_S = 1.5  # an import that the agent learns late ends the waiting standbys, and others take their place
+CHECK_S = 0.05
 
 
 def standbys(agent: int) -> int:
-    """Children of the agent that run the standbys' program, less their server."""
+    """The children of the agent that run the standbys' program, without their server."""
     found = 0
     for task in os.listdir(f"/proc/{agent}/task"):
         for pid in _text(f"/proc/{agent}/task/{task}/children").split():
-            found += "standby_server.py" in _text(f"/proc/{pid}/cmdline")
+            found += PROGRAM in _text(f"/proc/{pid}/cmdline")
     return found - 1
 
 
@@ -25,9 +26,9 @@ def _text(path: str) -> str:
 
 
 def await_standbys(agent: int, wanted: int) -> None:
-    """Until there are so many, and stay."""
+    """Wait until the agent has had this many for STAY_S."""
     since = time.monotonic()
     while time.monotonic() - since < STAY_S:
         if standbys(agent) < wanted:
             since = time.monotonic()
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)

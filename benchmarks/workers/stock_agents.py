@@ -1,15 +1,14 @@
-"""Many agents of one job on stock's c10d rendezvous in one process, a thread each; or the host of its store.
+"""Many agents of one job on stock's c10d rendezvous in one process, with a thread each; or the host of its store.
 
     python stock_agents.py '{"host": true}'
     python stock_agents.py '{"host": false, "port": 29400, "run_id": "r", "count": 32, "min": 127, "max": 128, "timeout": 60}'
 
-Driven by JSON lines on stdin; one line on stdout answers each; `at` and `cpu_s` as in etcd_agents.py.
+agent_processes.py states the protocol. The commands:
 
-    {"do": "form"}                 each agent calls next_rendezvous(); once more: all join again
-    {"do": "poll", "interval": s}  from now on each agent asks num_nodes_waiting() as torchrun's monitor loop does
-    {"do": "count"}                what the agents have asked the store for since they started: gets, sets, conflicts, and
-                                   the bytes of the states that went with them
-    {"do": "cpu"}                  nothing
+    {"do": "form"}                 each agent calls next_rendezvous(); the second time, all join again
+    {"do": "poll", "interval": s}  from now on each agent calls num_nodes_waiting(), as torchrun's monitor loop does
+    {"do": "count"}                adds what the agents have asked of the store since their start: gets, sets, conflicts, and the
+                                   bytes of the states in these
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-STORE_TIMEOUT = timedelta(seconds=600)  # under load the store is slow, not gone
+STORE_TIMEOUT = timedelta(seconds=600)  # a busy store is slow, not gone
 
 
 class CountingBackend(C10dRendezvousBackend):
-    """Stock's, which counts what is asked of it."""
+    """Stock's backend; it counts the requests."""
 
     def __init__(self, store: TCPStore, run_id: str, counts: collections.Counter[str], lock: threading.Lock) -> None:
         super().__init__(store, run_id)
@@ -49,17 +48,19 @@ class CountingBackend(C10dRendezvousBackend):
         found = super().set_state(state, token)
         with self._lock:
             self._counts["sets" if found is not None and found[2] else "conflicts"] += 1
-            # The store gets the new state and the one it should replace, and answers with the one it has: base64, each of them.
+            # The request holds the new and the expected state, the answer the current one; all in base64.
             self._counts["bytes"] += len(state) * 4 // 3 + len(token or b"") + _size(found)
         return found
 
 
 def _size(found: Any) -> int:
-    """Bytes of an answer of the store: the token is the state as it was sent, in base64."""
+    """Bytes of the store's answer: its token is the state as it was sent, in base64."""
     return len(found[1]) if found is not None else 0
 
 
-class Crew:
+class Agents:
+    """The agents of this process."""
+
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.counts: collections.Counter[str] = collections.Counter(gets=0, sets=0, conflicts=0, bytes=0)
@@ -99,21 +100,21 @@ class Crew:
 
 
 def serve(job: dict[str, Any]) -> None:
-    store = crew = None
+    store = agents = None
     if job["host"]:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     else:
-        crew = Crew(job)
+        agents = Agents(job)
     print(json.dumps({"up": True, "port": store.port if store is not None else job["port"]}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: dict[str, Any] = {}
-        if crew is not None and command["do"] == "form":
-            answer = crew.form()
-        elif crew is not None and command["do"] == "poll":
-            crew.poll(command["interval"])
-        elif crew is not None and command["do"] == "count":
-            answer = dict(crew.counts)
+        if agents is not None and command["do"] == "form":
+            answer = agents.form()
+        elif agents is not None and command["do"] == "poll":
+            agents.poll(command["interval"])
+        elif agents is not None and command["do"] == "count":
+            answer = dict(agents.counts)
         print(json.dumps({**answer, "cpu_s": time.process_time()}), flush=True)
 
 

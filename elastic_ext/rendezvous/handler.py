@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.round_records import EndKind
@@ -112,8 +113,8 @@ class Rendezvous(Protocol):
     def leaving(self, reason: str) -> None:
         """This node was told to leave; its workers still run. What their end causes on other nodes is not a failure."""
 
-    def last_will(self) -> Mapping[str, Any] | None:
-        """What the reaper needs to take this node out of the job if the agent is killed; None: nothing."""
+    def last_will(self) -> LastWill | None:
+        """What the reaper needs to take this node out of the job when the agent is killed; None: nothing."""
 
     def leave(self) -> None:
         """Leave the job to the others. A second call does nothing."""

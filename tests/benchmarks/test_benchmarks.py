@@ -1,4 +1,4 @@
-"""The benchmarks run, and say what they claim to say. Their figures are not tested: those are for a quiet machine."""
+"""The benchmarks run and report what they promise. Their figures are not tested, because those need a quiet machine."""
 
 import importlib.util
 import json
@@ -169,6 +169,13 @@ def test_checkpoints(tmp_path):
 
     assert checkpoints.kept({"verify": {"verify_by_read": 1.31}}, 0) is False
     assert checkpoints.kept({"choose": {"a": {"median_s": 1.1}}}, 10_000) is False
+
+
+@pytest.mark.long
+def test_checkpoint_stall(tmp_path):
+    record = result("checkpoint_stall.py", tmp_path, "--mb=8", "--upload-mb=8", "--saves=2")
+    assert all(0 < record[name]["stall_s"] <= record[name]["whole_s"] for name in ("dcp.async_save", "elastic_ext"))
+    assert record["overlap"].keys() == {"disk", "S3"}
 
 
 def test_classification(tmp_path):

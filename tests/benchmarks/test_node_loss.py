@@ -1,4 +1,4 @@
-"""benchmarks/node_loss.py runs, says what it claims to say, and leaves nothing behind. Its figures are not tested."""
+"""benchmarks/node_loss.py runs, reports what it promises, and leaves nothing behind. Its figures are not tested."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
 import node_loss  # noqa: E402
-from node_loss import Cell, Observer, Outcome, Stamp  # noqa: E402
+from node_loss import Cell, JobEvents, Outcome, Result, WorkerEvent  # noqa: E402
 
 TIMEOUT_S = 150
 
@@ -63,39 +63,41 @@ def test_what_is_skipped_has_a_reason(monkeypatch):
 
 
 def test_phases_end_with_the_last_node():
-    new = [Stamp("a", 11, 0, 2, "step", 9 * 10**9), Stamp("b", 12, 1, 2, "step", 8 * 10**9)]
+    new = [WorkerEvent("a", 11, 0, 2, "step", 9 * 10**9), WorkerEvent("b", 12, 1, 2, "step", 8 * 10**9)]
     found = node_loss.phases(10**9, [2 * 10**9, 3 * 10**9], new, {11: 4 * 10**9, 12: 5 * 10**9})
     assert found == {"stop": 2.0, "round": 2.0, "start": 4.0}
 
 
 def test_a_world_trains_when_all_its_ranks_step_and_none_of_them_has_ended(tmp_path):
-    observer = Observer(tmp_path / "told")
+    events = JobEvents(tmp_path / "events")
 
-    def tell(rank: int, world: int, pid: int) -> None:
+    def send(rank: int, world: int, pid: int) -> None:
         stamp = {"node": "a", "pid": pid, "rank": rank, "world": world, "event": "step", "ns": 1}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-            told.sendto(json.dumps(stamp).encode(), observer.path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events_socket:
+            events_socket.sendto(json.dumps(stamp).encode(), events.path)
 
     ends = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    tell(0, 2, os.getpid())
-    assert observer.until(lambda: observer.training(2), 0.0) is None
-    tell(1, 2, ends.pid)
-    there = observer.until(lambda: observer.training(2), 20)
+    send(0, 2, os.getpid())
+    assert events.until(lambda: events.training(2), 0.0) is None
+    send(1, 2, ends.pid)
+    there = events.until(lambda: events.training(2), 20)
     assert there is not None
     assert {rank: step.pid for rank, step in there.items()} == {0: os.getpid(), 1: ends.pid}
     ends.communicate(b"\n")
-    assert observer.until(lambda: observer.ended_ns.get(ends.pid), 20) is not None
-    assert observer.training(2) is None
-    observer.close()
+    assert events.until(lambda: events.ended_ns.get(ends.pid), 20) is not None
+    assert events.training(2) is None
+    events.close()
 
 
 def test_a_cell_says_what_happened():
-    again = [Outcome("trains again", seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)]
+    again = [
+        Outcome(Result.TRAINS_AGAIN, seconds, {"stop": seconds - 2, "round": 0.5, "start": 1.5}) for seconds in (3.0, 4.0, 9.0)
+    ]
     assert Cell(again).shown() == "4.00 (2.00 + 0.50 + 1.50)"
-    assert Cell([Outcome("job dies", 61.7)]).shown() == "job dies after 62 s"
-    assert Cell([Outcome("nothing", 90.0)]).shown() == "nothing in 90 s"
-    assert Cell([Outcome("trains on", 0.031)]).shown() == "trains on pause 0.03 s"
-    mixed = Cell([again[0], Outcome("job dies", 5.0)])
+    assert Cell([Outcome(Result.DIES, 61.7)]).shown() == "job dies after 62 s"
+    assert Cell([Outcome(Result.NOTHING, 90.0)]).shown() == "nothing in 90 s"
+    assert Cell([Outcome(Result.TRAINS_ON, 0.031)]).shown() == "trains on pause 0.03 s"
+    mixed = Cell([again[0], Outcome(Result.DIES, 5.0)])
     assert mixed.total_s is None
     assert mixed.shown() == "job dies after 5 s; trains again 3.0 s"
     assert Cell().shown() == "-"

@@ -1,4 +1,4 @@
-"""benchmarks/rendezvous.py and steady_state.py run with a few agents, and say what they claim to say. No figure is tested."""
+"""benchmarks/rendezvous.py and steady_state.py run with a few agents and report what they promise. No figure is tested."""
 
 import importlib.util
 import json
@@ -12,9 +12,10 @@ import pytest
 from tests.jobs import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "workers")]  # they are scripts, not a package
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, not a package
 
-import crew  # noqa: E402
+import agent_processes  # noqa: E402
+import etcd_traffic  # noqa: E402
 import rendezvous  # noqa: E402
 import steady_state  # noqa: E402
 
@@ -86,12 +87,12 @@ def test_steady_state(tmp_path):
 
 
 def test_a_dead_worker_is_an_error_and_leaves_nothing():
-    with crew.Crew("stock_agents.py", [{"host": True}]) as host:
+    with agent_processes.AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         [process] = host._processes
         assert "cpu_s" in host.ask(60, do="cpu")[0]
         process.kill()
         process.wait()
-        with pytest.raises(crew.WorkerFailed, match="ended, with exit code -9"):
+        with pytest.raises(agent_processes.AgentsFailed, match="ended, with exit code -9"):
             host.ask(60, do="cpu")
     assert not os.path.exists(f"/proc/{process.pid}")
 
@@ -137,9 +138,9 @@ etcd_network_client_grpc_received_bytes_total 1.5e+03
 etcd_network_client_grpc_sent_bytes_total 200
 process_cpu_seconds_total 0.25
 """
-    found = crew.parse_traffic(text)
-    assert found == crew.Traffic({"Txn": 7.0}, 9.0, 1500.0, 200.0, 0.25)
-    assert found - found == crew.Traffic({}, 0.0, 0.0, 0.0, 0.0)
+    found = etcd_traffic.parse_traffic(text)
+    assert found == etcd_traffic.Traffic({"Txn": 7.0}, 9.0, 1500.0, 200.0, 0.25)
+    assert found - found == etcd_traffic.Traffic({}, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_loopback_bytes_are_read_from_the_kernels_table():
@@ -150,8 +151,8 @@ def test_loopback_bytes_are_read_from_the_kernels_table():
 
 
 def test_agents_are_shared_out_without_gap():
-    assert crew.shares(5, 2) == [(0, 2), (2, 3)]
-    assert crew.shares(2, 4) == [(0, 1), (1, 1)]
+    assert agent_processes.shares(5, 2) == [(0, 2), (2, 3)]
+    assert agent_processes.shares(2, 4) == [(0, 1), (1, 1)]
 
 
 def test_sizes_may_be_empty():

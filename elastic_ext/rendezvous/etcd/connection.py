@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_ext.base.errors import NodeRefused, UsageError
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, QuotaExceeded
@@ -68,7 +69,7 @@ class JobConnection:
             raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
         self.run_id = run_id.checked(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
-        self._will = _will(params.endpoint, settings)
+        self._endpoint, self._settings = params.endpoint, settings
         client = connect(params.endpoint, settings)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
@@ -156,12 +157,23 @@ class JobConnection:
 
     # The end.
 
-    def last_will(self) -> dict[str, object] | None:
+    def last_will(self) -> LastWill | None:
         """What the reaper needs to revoke this node's lease; None: it has none. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.lease
         if lease_id is None:
             return None
-        return {**self._will, "lease": lease_id}
+        settings = self._settings
+        scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
+        endpoints = [each.strip() for each in self._endpoint.split(",")]
+        return {
+            "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
+            "lease": lease_id,
+            "ca": settings.etcd_ca,
+            "cert": settings.etcd_cert,
+            "key": settings.etcd_key,
+            "user": settings.etcd_user,
+            "password": settings.etcd_password,
+        }
 
     def leave(self) -> None:
         """Leave the job to the others. A second call does nothing."""
@@ -172,17 +184,3 @@ class JobConnection:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that nobody answers
         self._dispatcher.close(LEAVE_TIMEOUT_S)
-
-
-def _will(endpoint: str, settings: Settings) -> dict[str, object]:
-    """How the reaper reaches etcd."""
-    scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
-    endpoints = [each.strip() for each in endpoint.split(",")]
-    return {
-        "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
-        "ca": settings.etcd_ca,
-        "cert": settings.etcd_cert,
-        "key": settings.etcd_key,
-        "user": settings.etcd_user,
-        "password": settings.etcd_password,
-    }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
 from elastic_ext.base.exchange import Alone, Exchange
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import plain
@@ -237,7 +238,7 @@ class EtcdRendezvous(RendezvousHandler):
         """This node was told to leave; its workers still run, and the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
 
-    def last_will(self) -> Mapping[str, object] | None:
+    def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""
         return self._connection.last_will()
 

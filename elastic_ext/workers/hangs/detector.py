@@ -1,19 +1,19 @@
-"""Does this node's part of the job hang, and who is to blame? Pure, standard library only; times are in seconds.
+"""Decides whether this node's part of the job hangs, and who is to blame. Pure, standard library only; times are in seconds.
 
-A job hangs when no worker of it makes progress for longer than its limit: all others wait in a collective for the one that is
-stuck. So a worker alone says nothing, and neither does a node: each node claims that all its workers stall, takes the claim back
-when one of them goes on, and the job hangs when all nodes claim so.
+A job hangs when none of its workers makes progress for longer than its limit: all others wait in a collective for the one that
+is stuck. So neither one worker nor one node can tell. Each node claims that all its workers stall, takes the claim back when one
+of them continues, and the job hangs when all nodes claim it.
 
-Progress is a sign of life of the training: a step of an optimizer, a report, a change of phase. How long is too long is learned
-from the gaps between the signs so far in the same phase, and is never less than a floor:
+Progress is a sign of life of the training: an optimizer step, a report, a change of phase. How long is too long is learned from
+the gaps between the signs so far in the same phase. It is never less than a floor:
 
 - IDLE_FLOOR_S where nobody does anything: no processor time, no reading, writing, sending or receiving;
-- WORKING_FLOOR_S where somebody works. It may be an evaluation or a save that nobody told us of, and the others wait for it. The
+- WORKING_FLOOR_S where somebody works: it may be an evaluation or a save that nobody reported, for which the others wait. The
   same where somebody sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
 - LONG_FLOOR_S in a phase that is long by nature, START_FLOOR_S before the first sign.
 
-With the setting hang_timeout that is the limit, also where somebody sleeps in the kernel, and START_FACTOR times that before the
-first sign where nobody does anything; the long phases, and a start at which somebody works, keep theirs.
+The setting hang_timeout replaces the limit, also where somebody sleeps in the kernel; before the first sign START_FACTOR times
+that applies where nobody does anything. The long phases, and a start at which somebody works, keep their limits.
 """
 
 from __future__ import annotations
@@ -30,35 +30,40 @@ START_FACTOR = 10.0
 LONG_PHASES = frozenset({"compile", "checkpoint", "eval", "exit"})
 
 QUANTILE = 0.99
-QUANTILE_FACTOR = 10.0  # times the gap that all but 1 % stay below, up to WORKING_FLOOR_S
-LONGEST_FACTOR = 2.0  # of what takes longer: what has ended well may take as long again
+QUANTILE_FACTOR = 10.0  # times the gap that 99 % stay below, up to WORKING_FLOOR_S
+LONGEST_FACTOR = 2.0  # times a longer gap: what ended well once may take longer the next time
 
-WORKING_SHARE = 0.02  # of a processor: less is what threads use that wait with a timeout
+WORKING_SHARE = 0.02  # of a processor; threads that wait with a timeout use less
 WORKING_BYTES_S = 100_000.0
-RUNNING_SHARE = 0.2  # of a processor: it runs in a circle, perhaps beside others
-STARVED_SHARE = 0.5  # of the time ready to run and not running
-IMMINENT_SHARE = 0.75  # of the limit: from then on a hang is to be expected, if nobody works
+RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared processor
+STARVED_SHARE = 0.5  # of the time, ready to run but not running
+STATS_SHARE = 0.45  # of the limit: from then on the process stats are read
+IMMINENT_SHARE = 0.75  # of the limit: from then on a hang is expected, if nobody works
+IMMINENT_IDLE_SHARE = 0.2  # of the limit: nobody has worked for this long, so not since about half of the limit
 LEAST_LOOK_S = 0.1
-LATE_S = 10.0  # a look that comes so late: this machine had stopped, not the workers
+LATE_S = 10.0  # a look that comes this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
-SURE, STUCK, WAITS = 0, 1, 2  # how little speaks for it that a worker is the one that the others wait for
+CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
 
 
 @dataclass(frozen=True)
-class Worker:
-    """What is known of one worker that runs.
+class WorkerStatus:
+    """What is known at one moment about one running worker.
+
+    "Its family" is the worker and every process that it has started.
 
     Attributes:
-        steps, reports: signs of life so far.
-        quiet_s: since the last sign of life, or since it was started.
-        gaps: between earlier signs in this phase: how many of less than 2 ** index ms.
-        working: it, or what it has started, has used processor time or has moved bytes, lately; None: not known.
-        asleep_in_kernel: it, or what it has started, has been seen in state D lately.
-        idle_s: since it was last seen to work; 0: not known.
+        rank: its global rank.
+        steps, reports: how many signs of life of each kind so far.
+        quiet_s: seconds since its last sign of life, or since its start.
+        gaps: a histogram of the gaps between earlier signs in this phase: how many were shorter than 2 ** index ms.
+        working: its family has recently used processor time or moved bytes; None: not known.
+        asleep_in_kernel: a thread of its family was recently in state D.
+        idle_s: seconds since its family was last seen to work; 0: not known.
         state: of its main thread, a letter of proc(5); "": not known.
-        debugged: somebody looks at it with a debugger.
-        known: its progress is known at all: its bootstrap is in place.
+        debugged: a debugger holds it.
+        known: its bootstrap is in place; without it nothing is known of its progress.
     """
 
     rank: int
@@ -80,7 +85,7 @@ class Worker:
 
 
 class Activity(Enum):
-    """What the workers of a node do, all together."""
+    """What the workers of a node do, taken together."""
 
     NONE = "nothing"
     KERNEL = "asleep in the kernel"
@@ -89,9 +94,12 @@ class Activity(Enum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """Of one node. culprits: ranks of those that are behind, as far as words tell. reason: for people.
+    """Whether the workers of one node stall.
 
-    imminent: not stalled yet, but soon, and nobody works: what can still be saved should be.
+    Attributes:
+        culprits: the ranks with the fewest steps.
+        reason: for people.
+        imminent: they do not stall yet but soon will, and nobody works: the job should save what it can.
     """
 
     stalled: bool
@@ -100,17 +108,16 @@ class Assessment:
     imminent: bool = False
 
 
-def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Assessment:
+def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Assessment:
     """Whether all workers of this node stall.
 
     Args:
-        workers: those that run.
+        workers: all that run.
         fixed_s: the setting hang_timeout; None: the limits are learned.
     """
+    # A worker that is still unknown after START_FLOOR_S is stuck before its first step.
     if not workers or any(not worker.known and worker.quiet_s < START_FLOOR_S for worker in workers):
-        return Assessment(
-            False, (), "the progress of the workers is not known"
-        )  # later: stuck before its first step, like others
+        return Assessment(False, (), "the progress of the workers is not known")
     held = [worker.rank for worker in workers if worker.debugged]
     if held:
         return Assessment(False, (), f"rank {held[0]} is in a debugger")
@@ -120,62 +127,62 @@ def judge(workers: Sequence[Worker], fixed_s: float | None = None) -> Assessment
         if worker.quiet_s < limit:
             within = f"rank {worker.rank} is within its limit: {worker.quiet_s:.3g} of {limit:.3g} s"
             return Assessment(False, (), within, all(is_imminent(each, fixed_s) for each in workers))
-    behind = min((worker.steps, worker.reports) for worker in workers)
-    culprits = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == behind)
+    lowest = min((worker.steps, worker.reports) for worker in workers)
+    behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
     longest = max(workers, key=lambda worker: limit_s(worker, activity, fixed_s))
     return Assessment(
         True,
-        culprits,
+        behind,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
-        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {behind[0]}, of rank {culprits[0]}",
+        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {lowest[0]}, of rank {behind[0]}",
     )
 
 
-def is_imminent(worker: Worker, fixed_s: float | None) -> bool:
-    """It has given no sign of life for most of the limit, and has not worked since about half of it."""
+def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
+    """Whether it has been quiet for IMMINENT_SHARE of its limit, and idle for IMMINENT_IDLE_SHARE of it."""
     limit = limit_s(worker, Activity.NONE, fixed_s)
     if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
         return False
-    return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= (IMMINENT_SHARE - 0.55) * limit
+    return worker.quiet_s >= IMMINENT_SHARE * limit and worker.idle_s >= IMMINENT_IDLE_SHARE * limit
 
 
 def works(cpu_share: float | None, bytes_s: float | None) -> bool:
-    """Whether a worker does something. What is not known counts as work: a job that works must not be ended.
+    """Whether a worker does something. Unknown counts as work: a job that works must not be stopped.
 
     Args:
-        cpu_share: of a processor that it and what it has started used lately.
-        bytes_s: that they moved in a second, by files and sockets.
+        cpu_share: the share of a processor that its family has used recently; None: not known.
+        bytes_s: bytes per second that its family has moved through files and sockets; None: not known.
     """
     if cpu_share is None or bytes_s is None:
         return True
     return cpu_share >= WORKING_SHARE or bytes_s >= WORKING_BYTES_S
 
 
-def activity_of(workers: Sequence[Worker]) -> Activity:
-    """Once one has been stopped by a signal nothing that the others do counts: it cannot bring that one back."""
+def activity_of(workers: Sequence[WorkerStatus]) -> Activity:
+    """What the workers do together. If one was stopped by a signal, nothing that the others do can bring it back."""
     if any(worker.state == STOPPED for worker in workers):
         return Activity.NONE
-    if any(worker.working is not False for worker in workers):  # what is not known may be work
+    if any(worker.working is not False for worker in workers):  # unknown counts as work
         return Activity.WORK
     return Activity.KERNEL if any(worker.asleep_in_kernel for worker in workers) else Activity.NONE
 
 
-def limit_s(worker: Worker, activity: Activity, fixed_s: float | None) -> float:
-    """How long this worker may give no sign of life. activity: of all workers of its node."""
+def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> float:
+    """The seconds for which this worker may give no sign of life. activity: of all workers of its node."""
     works, idle = activity is Activity.WORK, activity is Activity.NONE
     if worker.phase in LONG_PHASES:
         return max(LONG_FLOOR_S, learned_s(worker.gaps, idle=False))
     if not worker.started:
-        if fixed_s is not None:  # imports and data sets take as long as they take, on a busy machine at least
+        if fixed_s is not None:  # on a busy machine, imports and data sets may take much longer
             return max(START_FLOOR_S, START_FACTOR * fixed_s) if works else START_FACTOR * fixed_s
-        return float("inf") if works else START_FLOOR_S  # a script without steps, at work
+        return float("inf") if works else START_FLOOR_S  # perhaps a script that never steps
     if fixed_s is not None:
         return fixed_s
     return max(IDLE_FLOOR_S if idle else WORKING_FLOOR_S, learned_s(worker.gaps, idle))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
-    """The limit that the gaps so far ask for; 0 without any. gaps: see Worker."""
+    """The limit that follows from the gaps so far, in seconds; 0 without any. gaps: see WorkerStatus."""
     total, below = sum(gaps), 0
     usual = longest = 0.0
     for bucket, count in enumerate(gaps):
@@ -186,19 +193,18 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
             longest = edge
         below += count
     limit = max(min(QUANTILE_FACTOR * usual, WORKING_FLOOR_S), LONGEST_FACTOR * usual)
-    # A gap that was seen once says what work may take, not how long everybody may do nothing.
+    # One long gap shows how long work may take, not how long everybody may do nothing.
     return limit if idle else max(limit, LONGEST_FACTOR * longest)
 
 
-def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> float:
-    """After how many seconds `judge` may say something else.
+def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
+    """The seconds after which `assess` may give another answer.
 
-    At half of the least limit the workers' vitals are read, to be compared when a hang is imminent and at the limit; later, as
-    long as the stall lasts, as often as at first: somebody who works may cease to.
+    The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
+    lasts, the interval stays at half of the floor, because somebody who works may stop working.
     """
-    often = (
-        IDLE_FLOOR_S if fixed_s is None else fixed_s
-    ) / 2  # the first step, or the end of an evaluation, makes limits this short
+    # The first step, or the end of an evaluation, can shorten the limits to this floor.
+    often = (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
     quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
     if not quiet:
         return often
@@ -206,18 +212,18 @@ def next_look_s(workers: Sequence[Worker], fixed_s: float | None = None) -> floa
     return max(LEAST_LOOK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
 
 
-def needs_vitals(workers: Sequence[Worker], fixed_s: float | None = None) -> bool:
-    """All have been quiet for so long that what the kernel says of them counts."""
-    return all(worker.quiet_s >= 0.45 * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
+def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
+    """Whether all have been quiet for so long that their process stats are needed."""
+    return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:
-    """In words, what a worker does that makes no progress.
+    """Describe, for people, what a worker without progress does.
 
     Args:
-        state, wchan: see vitals.Vitals.
-        cpu_share: of a processor that it used lately; None: not known.
-        waiting_share: of the time that it was ready to run and had no processor.
+        state, wchan: see process_stats.ProcessStats.
+        cpu_share: the share of a processor that it has used recently; None: not known.
+        waiting_share: the share of the time in which it was ready to run and had no processor; None: not known.
     """
     at = f" in {wchan}" if wchan else ""
     if state == STOPPED:
@@ -238,11 +244,12 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
 
 @dataclass(frozen=True)
 class Stuck:
-    """One worker of a node that hangs, after all have been asked where they are.
+    """One worker of a node that hangs, after all were asked for their stacks.
 
     Attributes:
-        condition: see `condition`.
-        stack: of its threads, the main thread's last; "": it could not be had.
+        rank, steps, reports, quiet_s, phase, state: see WorkerStatus.
+        condition: what it does, for people; see `condition`.
+        stack: the stacks of its threads, the main thread's last; "": not available.
     """
 
     rank: int
@@ -256,20 +263,21 @@ class Stuck:
 
     @property
     def blame(self) -> tuple[int, ...]:
-        """The lowest of a job is the one that the others wait for.
+        """A sort key: the others wait for the worker that has the lowest in the job.
 
-        One that was stopped comes first, for no other can be stopped so. One that waits in a collective comes last: the number of
-        its steps says little, it may have nothing to optimize. Else it is the one with the fewest steps, and among those that
-        have the same number one that sleeps in the kernel.
+        A worker that a signal has stopped comes first, because a hang never stops a worker. One that waits in a collective comes
+        last; its step count says little, for it may have nothing to optimize. In between, fewer steps come first, and of workers
+        with equal steps, one that sleeps in the kernel.
         """
         if self.state == STOPPED:
-            return (SURE, self.steps, self.reports, SURE)
+            return (CERTAIN, self.steps, self.reports, CERTAIN)
         if waits_for_others(self.stack):
-            return (WAITS, self.steps, self.reports, WAITS)
-        return (STUCK, self.steps, self.reports, SURE if self.state == ASLEEP_IN_KERNEL else STUCK)
+            return (UNLIKELY, self.steps, self.reports, UNLIKELY)
+        return (LIKELY, self.steps, self.reports, CERTAIN if self.state == ASLEEP_IN_KERNEL else LIKELY)
 
     @property
     def reason(self) -> str:
+        """Why the job hangs, if this is the culprit; one line for people."""
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
         return (
@@ -277,16 +285,16 @@ class Stuck:
         )
 
 
-# Where the innermost Python frame of a rank is that waits for others: parts of the path, and the function where only some do.
+# The innermost Python frame of a rank that waits for others: a part of its path, and the function ("": any function there).
 _WAITING = (
     ("/torch/distributed/", ""),
-    ("/torch/autograd/graph.py", "_engine_run_backward"),  # the gradients are reduced in there
+    ("/torch/autograd/graph.py", "_engine_run_backward"),  # reduces the gradients
     ("/torch/nn/parallel/distributed.py", ""),
     ("/torch/cuda/__init__.py", "synchronize"),
     ("/torch/cuda/streams.py", "synchronize"),
     ("/torch/_ops.py", "__call__"),  # functional collectives
 )
-# And where it does its own part all the same: a disk or a store that does not answer holds it, and the others wait for it.
+# Exceptions: frames of a rank that does its own part. A disk or a store does not answer, and the others wait for this rank.
 _STORING = tuple(
     f"/torch/distributed/checkpoint/{name}.py"
     for name in (
@@ -303,7 +311,7 @@ _STORING = tuple(
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether the main thread is inside a collective. stack: faulthandler's, with the main thread at the end."""
+    """Whether the main thread waits in a collective. stack: as faulthandler writes it, with the main thread at the end."""
     thread = stack[max(stack.rfind("\nThread 0x"), stack.rfind("\nCurrent thread 0x"), 0) :]
     frame = next((line for line in thread.splitlines() if line.lstrip().startswith("File ")), "")
     if any(path in frame for path in _STORING):
@@ -312,6 +320,6 @@ def waits_for_others(stack: str) -> bool:
 
 
 def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
-    """Those with the least `blame`."""
+    """The workers with the lowest `blame`; several if nothing tells them apart."""
     least = min((each.blame for each in stuck), default=())
     return [each for each in stuck if each.blame == least]

@@ -1,11 +1,12 @@
-"""What the kernel says of a worker that makes no progress: does it work, sleep, wait for a processor, or is it stopped?
+"""What the kernel says about a worker without progress: does it work, sleep, wait for a processor, or is it stopped?
 
-I/O beside `hang`. Everything is read from /proc (see proc(5)), but for sockets (see `traffic`); what cannot be read is not known.
+The I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `tcp_traffic`). None stands for what cannot
+be read.
 
-A worker's family is all that it has started, and what those have started: found by parent, so that a helper in a session of its
-own is among them, and by process group and session, so that one whose parent has ended is. Not found is only what has left both
-its parent and its session, a daemon. (Its environment would still tell; but that is memory of another process, which can be read
-only while nothing there holds it locked: the watch must not wait for whom it watches.)
+A worker's family is the worker, every process that it has started, and what those have started. Family members are found by
+parent, so that a helper in a session of its own belongs to it, and by process group and session, so that a process whose parent
+has ended does. Only a daemon, which has left both its parent and its session, is missed. (Its environment would still tell. But
+reading the memory of another process can block, and the watch must never wait for the processes that it watches.)
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 ASLEEP_IN_KERNEL = "D"
 _ENDED = ("Z", "X", "x")
 
-# Numbers of the system calls by which an interactive debugger waits for its user (Linux, asm/unistd_64.h, asm-generic/unistd.h).
+# The system calls in which an interactive debugger waits for its user (Linux, asm/unistd_64.h, asm-generic/unistd.h).
 _READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine())
-_SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  # readline's wait: on its stdin only
-_EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit's, with others
+_SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  # readline waits here, for stdin only
+_EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit waits here
 _EPOLLIN = 0x1
 
 
 @dataclass(frozen=True)
 class ProcessStats:
-    """A worker at one moment. Those of its family are of all processes that it has started, too.
+    """A worker at one moment. Counts start with its processes.
 
     Attributes:
         state: of the main thread, a letter of proc(5).
-        cpu_s: processor time that the family has used, with those of it that have ended and were waited for.
-        waited_s: that the worker's threads were ready to run and had no processor.
-        io_bytes: read and written by the family, by read(2) and write(2); None: not known of one of them.
+        cpu_s: processor time of the family, including members that have ended and were waited for.
+        waited_s: the time in which the worker's own threads were ready to run and had no processor.
+        io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
         sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
         asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
         wchan: where in the kernel the main thread sleeps; "": not known.
@@ -59,8 +60,9 @@ class Rates:
     """What a worker did between two looks.
 
     Attributes:
-        cpu_share, waiting_share: of a processor that its family used, and that its threads waited for; None: not known.
-        bytes_s: that its family moved in a second, by files and sockets; None: not known.
+        cpu_share: the share of a processor that its family used; None: not known.
+        waiting_share: the share of the time that its threads waited for a processor; None: not known.
+        bytes_s: bytes per second that its family moved through files and sockets; None: not known.
     """
 
     cpu_share: float | None = None
@@ -69,12 +71,15 @@ class Rates:
 
 
 def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
-    """Of one worker. A sum that has become smaller lacks somebody who ended and whom nobody waited for: not known."""
+    """The rates of one worker over `took_s` seconds.
+
+    A sum can shrink, when a member of the family has ended and nobody waited for it. The rate is not known then.
+    """
     cpu_s = now.cpu_s - before.cpu_s
     moved = _moved(before, now)
     return Rates(
         cpu_share=cpu_s / took_s if cpu_s >= 0 else None,
-        waiting_share=max(0.0, now.waited_s - before.waited_s) / took_s,  # a thread that has ended takes its share away
+        waiting_share=max(0.0, now.waited_s - before.waited_s) / took_s,  # a thread that has ended takes its time with it
         bytes_s=moved / took_s if moved is not None else None,
     )
 
@@ -88,7 +93,7 @@ def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
 
 
 def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
-    """The vitals of these workers, each the leader of a process group; without those that cannot be read."""
+    """The stats of these workers, by pid, without those that cannot be read. Each must lead its process group."""
     wanted = set(pids)
     processes = _processes()
     families = members(processes, wanted)
@@ -97,7 +102,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
     for pid in wanted:
         try:
             own = _own(pid)
-        except (OSError, ValueError, IndexError):  # it has just ended, or /proc is not what proc(5) says
+        except (OSError, ValueError, IndexError):  # it has just ended, or this /proc differs from proc(5)
             continue
         family = families[pid]
         living = [each for each in family if processes[each].state not in _ENDED]
@@ -111,12 +116,12 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
     return found
 
 
-# Who belongs to whom.
+# Families.
 
 
 @dataclass(frozen=True)
 class Process:
-    """One line of /proc/PID/stat. cpu_s: with that of its children that have ended."""
+    """One line of /proc/PID/stat. cpu_s: includes children that have ended and were waited for."""
 
     parent: int
     group: int
@@ -126,7 +131,7 @@ class Process:
 
 
 def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[int, list[int]]:
-    """The family of each worker, itself among them. processes: all of this machine, by pid."""
+    """The pids of each worker's family, its own included. processes: all of this machine, by pid."""
     found: dict[int, list[int]] = {worker: [] for worker in workers}
     for pid in processes:
         worker = _worker_of(pid, processes, found.keys())
@@ -136,7 +141,7 @@ def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[
 
 
 def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[int]) -> int | None:
-    seen = set()  # the parents were not all read at one moment: numbers that were used again could make a circle
+    seen = set()  # the processes were read one after the other, so reused pids could form a circle
     while pid in processes and pid not in seen:
         one = processes[pid]
         mine = next((each for each in (pid, one.group, one.session) if each in workers), None)
@@ -177,12 +182,12 @@ def _own(pid: int) -> ProcessStats:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat from the third on; the second is a name that may hold anything."""
+    """The fields of /proc/PID/stat from the third on. The second is a name, which may contain anything."""
     return _text(pid, "stat").rpartition(")")[2].split()
 
 
 def _io_bytes(family: Iterable[int]) -> int | None:
-    """What has ended was counted by who waited for it."""
+    """Bytes moved by the living members. The counts of the others went to whoever waited for them."""
     total = 0
     for pid in family:
         try:
@@ -190,7 +195,7 @@ def _io_bytes(family: Iterable[int]) -> int | None:
             total += int(counts["rchar"]) + int(counts["wchar"])
         except (OSError, ValueError, KeyError):
             if _lives(pid):
-                return None  # another user's, or a kernel that does not count
+                return None  # it is another user's, or this kernel does not count
     return total
 
 
@@ -232,16 +237,16 @@ def _waited_s(pid: int) -> float:
     return waited_ns / 1e9
 
 
-# Who waits for what somebody types.
+# Debuggers.
 
 
 def _reads_terminal(pid: int) -> bool:
-    """Whether a thread waits for what somebody types: pdb does at a breakpoint, ipdb in a thread of its own."""
-    return any(_is_terminal(pid, descriptor) for thread in _threads(pid) for descriptor in _waits_for(pid, thread))
+    """Whether a thread waits for input from a terminal, as pdb does at a breakpoint, and ipdb in a thread of its own."""
+    return any(_is_terminal(pid, descriptor) for thread in _threads(pid) for descriptor in _awaited_descriptors(pid, thread))
 
 
-def _waits_for(pid: int, thread: str) -> list[int]:
-    """Descriptors that the thread waits to read from, as far as the arguments of its system call tell."""
+def _awaited_descriptors(pid: int, thread: str) -> list[int]:
+    """The descriptors that the thread waits to read from, according to the arguments of its system call."""
     call = _optional(pid, f"task/{thread}/syscall").split()
     if len(call) < 2 or not call[0].isdecimal():
         return []
@@ -254,7 +259,7 @@ def _waits_for(pid: int, thread: str) -> list[int]:
 
 
 def _watched(pid: int, epoll: int) -> list[int]:
-    """Descriptors that this epoll instance watches for input: lines `tfd: N events: HEX ...` of proc(5)."""
+    """The descriptors that this epoll instance watches for input: the lines `tfd: N events: HEX ...` of proc(5)."""
     lines = [line.split() for line in _optional(pid, f"fdinfo/{epoll}").splitlines() if line.startswith("tfd:")]
     return [int(fields[1]) for fields in lines if int(fields[3], 16) & _EPOLLIN]
 

@@ -1,4 +1,4 @@
-"""Where a worker is: the stacks of all its threads, dumped by itself on a signal that its bootstrap listens to."""
+"""Gets the stacks of a worker's threads. The worker writes them itself, on a signal that its bootstrap handles."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from elastic_ext.workers.bootstrap import STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.5  # a dump takes some ms; a worker that is stopped or asleep in the kernel never makes one
+WAIT_S = 0.5  # a dump takes a few ms; a worker that is stopped or asleep in the kernel never makes one
 QUIET_S = 0.02
 
 
 def dump(pid: int, path: str) -> str:
-    """Have process `pid` dump its stacks into the file `path`; return what it wrote, "" if it did not.
+    """Have process `pid` append its stacks to the file `path`; return what it wrote, "" if nothing. Takes WAIT_S at most.
 
-    Ask this only of a worker whose progress word says that the signal is listened to: any other would die of it.
+    Call this only for a worker whose progress row says that it handles the signal (`stacks_armed`). Any other would die from it.
     """
-    if not _listens(pid):
+    if not _handles_signal(pid):
         return ""
     before = _size(path)
     try:
         pidfd = pidfds.watch(pid)
-    except OSError as error:  # it has ended, or there is no descriptor left
+    except OSError as error:  # it has ended, or no descriptor is left
         logger.debug("the stacks of process %s cannot be asked for: %s", pid, error)
         return ""
     deadline = time.monotonic() + WAIT_S
     size = before
     try:
         pidfds.send(pidfd, pid, STACKS_SIGNAL)
-        # The dump has no end mark: it is whole when the file has grown and then rests. The pidfd ends the wait with the process.
+        # The dump has no end mark: it is complete once the file has grown and then stays the same. The pidfd ends the wait early.
         while time.monotonic() < deadline and not readable(pidfd, QUIET_S):
             last, size = size, _size(path)
             if size > before and size == last:
@@ -49,8 +49,8 @@ def dump(pid: int, path: str) -> str:
         return file.read().decode(errors="replace")
 
 
-def _listens(pid: int) -> bool:
-    """Whether the process has a handler now: a script that has replaced itself (exec) keeps its word and loses the handler."""
+def _handles_signal(pid: int) -> bool:
+    """Whether the process still has a handler. A script that called exec() has lost it, and its progress row still claims it."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]

@@ -1,7 +1,7 @@
-"""Who is slower than the others: the time of an optimizer step by rank, lately. Pure, standard library only.
+"""Finds ranks that are slower than the others, by the time of an optimizer step. Pure, standard library only.
 
-Where every step has a collective of all ranks, all take the time of the slowest one, and nobody stands out here: what shows then
-is a rank whose steps are its own (local SGD, pipelines of unequal depth, gradient accumulation without synchronisation).
+Where every step has a collective of all ranks, all ranks take as long as the slowest one, and this finds nobody. It finds ranks
+whose steps are their own: local SGD, pipelines of unequal depth, gradient accumulation without synchronisation.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SLOW = 1.25  # times the median of the others
-LEAST_STEPS = 10  # of each rank, or a single evaluation would be the news
+MIN_STEPS = 10  # of each rank, or a single evaluation would make it a straggler
 
 
 @dataclass(frozen=True)
-class Mark:
-    """steps: done; at_s: when the last of them was."""
+class StepMark:
+    """How many steps a rank has done, and when the last of them ended (monotonic seconds)."""
 
     steps: int
     at_s: float
 
 
-def step_times(before: Mapping[int, Mark], now: Mapping[int, Mark]) -> dict[int, float] | None:
-    """Seconds of a step by rank; None while a rank has done fewer than LEAST_STEPS in between."""
-    if before.keys() != now.keys() or any(now[rank].steps - before[rank].steps < LEAST_STEPS for rank in now):
+def step_times(before: Mapping[int, StepMark], now: Mapping[int, StepMark]) -> dict[int, float] | None:
+    """Seconds per step between two marks, by rank; None: some rank has done fewer than MIN_STEPS in between."""
+    if before.keys() != now.keys() or any(now[rank].steps - before[rank].steps < MIN_STEPS for rank in now):
         return None
     return {rank: (now[rank].at_s - before[rank].at_s) / (now[rank].steps - before[rank].steps) for rank in now}
 
 
 def stragglers(times: Mapping[int, float]) -> dict[int, float]:
-    """By rank, how many times as long as the median of the others the slow ones take."""
+    """The slow ranks, each with its step time divided by the median of the others."""
     found = {}
     for rank, seconds in times.items():
         others = statistics.median([other for each, other in times.items() if each != rank] or [seconds])

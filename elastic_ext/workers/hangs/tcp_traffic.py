@@ -1,10 +1,10 @@
-"""How many bytes the TCP sockets of this machine have moved. I/O beside `hang`, standard library only.
+"""How many bytes the TCP sockets of this machine have moved. The I/O for `process_stats`, standard library only.
 
-/proc/PID/io counts read(2) and write(2), not send(2) and recv(2): an upload from memory looks as if nobody did anything. The
-kernel tells of each socket by netlink (sock_diag(7); what `ss -ti` shows); which sockets a process has, /proc/PID/fd tells.
+/proc/PID/io counts read(2) and write(2) but not send(2) and recv(2), so an upload from memory looks idle there. The kernel
+reports the bytes of each socket by netlink (sock_diag(7), which `ss -ti` uses); /proc/PID/fd lists the sockets of a process.
 
-Not seen: other protocols (QUIC, RDMA, sockets to a daemon on this machine), other network namespaces, and what a connection that
-has been closed meanwhile had moved since the look before.
+Not counted: other protocols (QUIC, RDMA, sockets to a daemon on this machine), other network namespaces, and what a connection
+moved between the previous look and its end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 
-_TIMEOUT_S = 1.0  # the kernel answers while it is asked; this is for one that does not answer at all
+_TIMEOUT_S = 1.0  # the kernel answers at once, or not at all
 
-# linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h: numbers and layouts that are the same on every architecture.
+# From linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h; the same on every architecture.
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLM_F_REQUEST, _NLM_F_DUMP = 0x1, 0x300
@@ -29,14 +29,14 @@ _INODE_AT, _ATTRIBUTES_AT = 68, 72  # in inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
 _MOVED = struct.Struct("=QQ")  # of tcp_info: tcpi_bytes_acked, tcpi_bytes_received
 _MOVED_AT = 120
-# TCP states (net/tcp_states.h) of a socket that can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
+# TCP states (net/tcp_states.h) in which a socket can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
 _STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
 
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 def by_inode() -> dict[int, int] | None:
-    """Bytes sent (and acknowledged) and received so far by each TCP socket of this network namespace; None: not known here."""
+    """Bytes moved so far (sent and acknowledged, or received) by each TCP socket of this network namespace; None: not known."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
             kernel.settimeout(_TIMEOUT_S)
@@ -46,12 +46,12 @@ def by_inode() -> dict[int, int] | None:
 
 
 def inodes(pid: int) -> set[int]:
-    """Of all sockets that the process has open. Raises OSError where it may not be looked at, or has ended."""
+    """The inodes of all sockets that the process has open. Raises OSError if it has ended or belongs to somebody else."""
     found = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
             match = _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # just closed
             continue
         if match:
             found.add(int(match[1]))
@@ -59,12 +59,12 @@ def inodes(pid: int) -> set[int]:
 
 
 def moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
-    """Bytes by sockets that are open now, since the look before."""
+    """Bytes moved between two looks by the sockets that are open now."""
     return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
 
 
 def _ask(kernel: socket.socket, family: int) -> Iterator[tuple[int, int]]:
-    """Inode and bytes of each socket. Raises OSError where the kernel refuses."""
+    """The inode and the bytes of each socket of one address family. Raises OSError if the kernel refuses."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), _STATES)
     kernel.send(
         _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, family, 0) + request
@@ -99,5 +99,5 @@ def _socket(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _padded(length: int) -> int:
-    """Messages and attributes begin at multiples of four."""
+    """Round up: messages and attributes begin at multiples of four."""
     return (length + 3) & ~3

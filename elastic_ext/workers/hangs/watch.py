@@ -1,4 +1,4 @@
-"""The watch over one round's workers: it looks at their words and vitals when `hang` says that it is time to."""
+"""Watches one round's workers for hangs: reads their progress and their process stats when the detector says that it is time."""
 
 from __future__ import annotations
 
@@ -9,65 +9,195 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_ext.workers.hangs import detector, process_stats, stacks, step_times
-from elastic_ext.workers.hangs.detector import Activity
+from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.workers.hangs.step_times import Mark
+from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
+RECENT_SHARE = 0.4  # of the limit: for this long what a worker did counts as recent
+
 
 class HangWatch:
-    """Reading words costs microseconds; /proc is read only when all workers have been quiet for half of their limit.
+    """The hang watch of one round.
+
+    Reading the progress costs microseconds. /proc is read only when all workers have been quiet for half of their limit.
 
     Attributes:
-        stalled: all workers of this node stall, as of the last look. imminent: they soon will.
-        step_s: seconds of a step lately, by local rank; empty: not known yet. Replaced, never changed in place.
+        stalled: all workers of this node stalled at the last look. imminent: they soon will.
     """
 
-    def __init__(self, board: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
-        """ranks: of the workers, by local rank. fixed_s: the setting hang_timeout."""
+    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
+        """ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
         self.stalled = self.imminent = False
-        self._board, self._ranks, self._fixed_s = board, dict(ranks), fixed_s
-        self._began = time.monotonic()  # the count of who was looked at with a debugger, say, begins anew
-        self._next_look = self._began
-        self._sample: tuple[float, dict[int, ProcessStats]] | None = None  # of this stall: when, and what was read
-        self._before: tuple[float, dict[int, ProcessStats]] | None = None
-        self._worked: dict[int, float] = {}  # when each was last seen to work, or it was not known whether it did
-        self._said_unknown = False
-        self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
-        self.step_s: dict[int, float] = {}
-        self._marks: dict[int, Mark] = {}
-        self._slow: frozenset[int] = frozenset()
+        self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
+        self._quiet_from = time.monotonic()  # quiet time before this does not count: a debugger, or a machine that stood still
+        self._next_look = self._quiet_from
+        self._stall: Stall | None = None  # while all workers are quiet
+        self._speeds = Speeds(self._ranks)
+        self._warned = False
+
+    @property
+    def step_s(self) -> dict[int, float]:
+        """Seconds per step recently, by local rank; empty: not known yet. Replaced, never changed in place."""
+        return self._speeds.step_s
 
     def next_look_s(self) -> float:
+        """Seconds until look() has something to do."""
         return max(0.0, self._next_look - time.monotonic())
 
-    def look(self, pids: Mapping[int, int]) -> detector.Assessment | None:
-        """See how they are, if it is time to; None: it is not. pids: of the workers that run, by local rank."""
+    def look(self, pids: Mapping[int, int]) -> Assessment | None:
+        """Assess the workers if it is time to; None: it is not. pids: of the workers that run, by local rank."""
         now = time.monotonic()
         if now < self._next_look:
             return None
         if now > self._next_look + detector.LATE_S:
-            self._begin_anew(now)
-        self._look_at_pace(pids)
-        workers = self._workers(pids, now)
-        if workers and detector.needs_vitals(workers, self._fixed_s):
-            self._take_vitals(pids, now)
-            workers = self._workers(pids, now)
+            self._restart_count(now)
+        self._speeds.look({local_rank: self._progress.read(local_rank) for local_rank in pids})
+        workers = self._status(pids, now)
+        if workers and detector.needs_stats(workers, self._fixed_s):
+            self._read_stats(pids, now)
+            workers = self._status(pids, now)
             if any(worker.debugged for worker in workers):
-                self._begin_anew(now)
-        elif self._sample is not None:
-            self._sample = self._before = None
-            self._forget_activity()
-        verdict = detector.judge(workers, self._fixed_s)
-        self.stalled, self.imminent = verdict.stalled, verdict.imminent
+                self._restart_count(now)
+        else:
+            self._stall = None
+        assessment = detector.assess(workers, self._fixed_s)
+        self.stalled, self.imminent = assessment.stalled, assessment.imminent
         self._next_look = now + detector.next_look_s(workers, self._fixed_s)
-        return verdict
+        return assessment
 
-    def _look_at_pace(self, pids: Mapping[int, int]) -> None:
-        words = {local_rank: self._board.read(local_rank) for local_rank in pids}
-        marks = {local_rank: Mark(word.steps, word.last_step_ns / 1e9) for local_rank, word in words.items() if word.steps}
+    def _restart_count(self, now: float) -> None:
+        self._quiet_from = now
+        if self._stall is not None:
+            self._stall.forget_activity()
+
+    def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
+        if self._stall is None:
+            self._stall = Stall()
+        self._stall.look(pids, now)
+        if not self._warned and (uncounted := self._stall.uncounted()):
+            self._warned = True
+            logger.warning(
+                "elastic_ext: the reads, writes and network traffic of rank %s cannot be counted here; it never counts as idle",
+                self._ranks[uncounted[0]],
+            )
+
+    def _status(self, pids: Mapping[int, int], now: float) -> list[WorkerStatus]:
+        workers = []
+        for local_rank in pids:
+            progress = self._progress.read(local_rank)
+            worker = WorkerStatus(
+                self._ranks[local_rank],
+                progress.steps,
+                self._quiet_s(progress, now),
+                progress.reports,
+                progress.phase,
+                progress.gaps,
+                known=progress.pid != 0,
+            )
+            if self._stall is not None:
+                worker = self._stall.complete(worker, local_rank, now, detector.limit_s(worker, Activity.NONE, self._fixed_s))
+            workers.append(worker)
+        return workers
+
+    def _quiet_s(self, progress: Progress, now: float) -> float:
+        return now - max(progress.sign_ns / 1e9, self._quiet_from)
+
+    # Once the whole job hangs.
+
+    def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, Stuck]:
+        """Where each worker is, by local rank. Every worker that can is asked for its stacks.
+
+        stacks_files: where each worker writes its stacks, by local rank.
+        """
+        now, sample = time.monotonic(), process_stats.read(pids.values())
+        found = {}
+        for local_rank, pid in pids.items():
+            progress, stats = self._progress.read(local_rank), sample.get(pid, ProcessStats(""))
+            rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
+            condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
+            can_answer = progress.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
+            stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
+            found[local_rank] = Stuck(
+                self._ranks[local_rank],
+                progress.steps,
+                progress.reports,
+                self._quiet_s(progress, now),
+                progress.phase,
+                stats.state,
+                condition if stack else f"{condition}, and cannot show its stacks",
+                stack,
+            )
+        return found
+
+
+class Stall:
+    """What the workers' processes do while all workers are quiet. It ends when one of them gives a sign of life."""
+
+    def __init__(self) -> None:
+        self._at = self._before_at = -math.inf
+        self._stats: dict[int, ProcessStats] = {}  # at the last look, by local rank
+        self._before: dict[int, ProcessStats] = {}  # at the look before
+        self._worked: dict[int, float] = {}  # when each was last seen to work, or its work was not known
+        self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
+
+    def look(self, pids: Mapping[int, int], now: float) -> None:
+        """Read the stats of all workers and note what each has done since the last look. pids: by local rank."""
+        sample = process_stats.read(pids.values())
+        self._before_at, self._before = self._at, self._stats
+        self._at, self._stats = now, {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
+        for local_rank in pids:
+            rates = self.rates(local_rank)
+            if detector.works(rates.cpu_share, rates.bytes_s):
+                self._worked[local_rank] = now
+            if local_rank in self._stats and self._stats[local_rank].asleep_in_kernel:
+                self._slept[local_rank] = now
+
+    def forget_activity(self) -> None:
+        """Let nobody count as idle until there are two more looks."""
+        self._worked.clear()
+        self._slept.clear()
+
+    def rates(self, local_rank: int) -> Rates:
+        """What this worker did between the last two looks."""
+        if local_rank not in self._before or local_rank not in self._stats or self._at <= self._before_at:
+            return Rates()
+        return process_stats.rates(self._before[local_rank], self._stats[local_rank], self._at - self._before_at)
+
+    def uncounted(self) -> list[int]:
+        """Local ranks whose bytes the kernel does not tell."""
+        return [each for each, stats in self._stats.items() if stats.io_bytes is None or stats.sockets is None]
+
+    def complete(self, worker: WorkerStatus, local_rank: int, now: float, limit_s: float) -> WorkerStatus:
+        """Add what its processes show. limit_s: for which it may be quiet if nobody works."""
+        stats = self._stats.get(local_rank)
+        if stats is None:
+            return worker
+        worker = replace(worker, state=stats.state, debugged=stats.debugged)
+        worked = self._worked.get(local_rank)
+        if worked is None or self._before_at == -math.inf:
+            return worker
+        # Idle for half of the limit, and quiet for all of it: the first look was at the half.
+        idle_s, recent_s = now - worked, RECENT_SHARE * limit_s
+        slept = now - self._slept.get(local_rank, -math.inf) < recent_s
+        return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
+
+
+class Speeds:
+    """The workers' step times over a round, and who is slower than the others."""
+
+    def __init__(self, ranks: Mapping[int, int]) -> None:
+        """ranks: the workers' global ranks, by local rank."""
+        self.step_s: dict[int, float] = {}
+        self._ranks = ranks
+        self._marks: dict[int, StepMark] = {}
+        self._slow: frozenset[int] = frozenset()
+
+    def look(self, progress: Mapping[int, Progress]) -> None:
+        """Update the step times, and log it when other ranks than before are slow. progress: by local rank."""
+        marks = {rank: StepMark(each.steps, each.last_step_ns / 1e9) for rank, each in progress.items() if each.steps}
         times = step_times.step_times(self._marks, marks)
         if times is None:
             if self._marks.keys() != marks.keys():
@@ -77,92 +207,5 @@ class HangWatch:
         slow = step_times.stragglers(times)
         if slow.keys() != self._slow:
             shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
-            logger.warning("elastic_ext: slower than the others: %s", shown or "nobody any more")
+            logger.warning("elastic_ext: slower than the others: %s", shown or "no rank any more")
             self._slow = frozenset(slow)
-
-    def _begin_anew(self, now: float) -> None:
-        self._began = now
-        self._forget_activity()
-
-    def _forget_activity(self) -> None:
-        self._worked.clear()
-        self._slept.clear()
-
-    def _take_vitals(self, pids: Mapping[int, int], now: float) -> None:
-        self._before, self._sample = self._sample, (now, process_stats.read(pids.values()))
-        for local_rank, pid in pids.items():
-            rates = self._rates(pid)
-            if detector.works(rates.cpu_share, rates.bytes_s):
-                self._worked[local_rank] = now
-            if pid in self._sample[1] and self._sample[1][pid].asleep_in_kernel:
-                self._slept[local_rank] = now
-
-        unknown = [self._ranks[local_rank] for local_rank, pid in pids.items() if _is_uncounted(self._sample[1].get(pid))]
-        if unknown and not self._said_unknown:
-            self._said_unknown = True
-            logger.warning(
-                "elastic_ext: what rank %s reads, writes, sends or receives cannot be counted here; it is never taken for idle",
-                unknown[0],
-            )
-
-    def _rates(self, pid: int) -> Rates:
-        """Since the sample before."""
-        if self._before is None or self._sample is None:
-            return Rates()
-        (before_at, before), (at, sample) = self._before, self._sample
-        if pid not in before or pid not in sample or at <= before_at:
-            return Rates()
-        return process_stats.rates(before[pid], sample[pid], at - before_at)
-
-    def _workers(self, pids: Mapping[int, int], now: float) -> list[detector.Worker]:
-        return [self._worker(local_rank, pid, self._board.read(local_rank), now) for local_rank, pid in pids.items()]
-
-    def _worker(self, local_rank: int, pid: int, words: Progress, now: float) -> detector.Worker:
-        seen = self._sample[1].get(pid) if self._sample is not None else None
-        quiet_s = now - max(words.sign_ns / 1e9, self._began)
-        worker = detector.Worker(
-            self._ranks[local_rank],
-            words.steps,
-            quiet_s,
-            words.reports,
-            words.phase,
-            words.gaps,
-            state=seen.state if seen else "",
-            debugged=seen.debugged if seen else False,
-            known=words.pid != 0,
-        )
-        worked = self._worked.get(local_rank)
-        if seen is None or worked is None or self._before is None:
-            return worker
-        # Idle for half of the limit, and quiet for all of it: the first sample was taken at the half.
-        idle_s, lately_s = now - worked, 0.4 * detector.limit_s(worker, Activity.NONE, self._fixed_s)
-        slept = now - self._slept.get(local_rank, -math.inf) < lately_s
-        return replace(worker, idle_s=idle_s, working=idle_s < lately_s, asleep_in_kernel=slept)
-
-    # Once the whole job hangs.
-
-    def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, detector.Stuck]:
-        """Where each worker is, by local rank; all are asked for their stacks, and those that can answer do."""
-        now, sample = time.monotonic(), process_stats.read(pids.values())
-        found = {}
-        for local_rank, pid in pids.items():
-            words, seen = self._board.read(local_rank), sample.get(pid, ProcessStats(""))
-            rates = self._rates(pid)
-            state = detector.condition(seen.state, seen.wchan, rates.cpu_share, rates.waiting_share)
-            can_answer = words.stacks_armed and seen.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
-            stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
-            found[local_rank] = detector.Stuck(
-                self._ranks[local_rank],
-                words.steps,
-                words.reports,
-                now - max(words.sign_ns / 1e9, self._began),
-                words.phase,
-                seen.state,
-                state if stack else f"{state}, and cannot show its stacks",
-                stack,
-            )
-        return found
-
-
-def _is_uncounted(seen: ProcessStats | None) -> bool:
-    return seen is not None and (seen.io_bytes is None or seen.sockets is None)

@@ -1,4 +1,4 @@
-"""The agent's side of the reaper: starts it, tells it the workers, ends it."""
+"""The agent's side of the reaper: starts it, sends it the workers of each round, ends it. `reaper.py` states the protocol."""
 
 from __future__ import annotations
 
@@ -8,81 +8,87 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from elastic_ext.base.last_will import LastWill
 from elastic_ext.workers import pidfds
 from elastic_ext.workers.reaper import reaper
 
 logger = logging.getLogger(__name__)
 
-END_TIMEOUT_S = 40.0  # the reaper gives up by itself after about 30 s
-STOPPED_S = 2.0  # after so long it is looked whether it has been stopped; one that does not go on then is not waited for
+END_TIMEOUT_S = 40.0  # the reaper itself gives up after about 30 s
+STOPPED_S = 2.0  # the wait for its end before this checks whether somebody has stopped it
 
 
 class Reaper:
     """Keeps a reaper process beside the agent from construction to close().
 
-    Where none can be had (no process, no descriptor) the agent goes on without, says so once, and tries again at each round.
+    If none can be started (no process or descriptor is left), this logs it once, and each round tries again.
+
+    Attributes:
+        pidfd: readable once the reaper has ended; None: there is no reaper.
     """
 
     def __init__(self, token: str, run_dir: str) -> None:
-        """token: what every worker carries in its environment. run_dir: removed when the agent has ended."""
+        """token: in the environment of every worker. run_dir: a directory to remove once the agent has ended."""
         self._token = token
         self._run_dir = run_dir
         self._workers: list[int] = []
-        self._will: Mapping[str, Any] | None = None
+        self._will: LastWill | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self.pidfd: int | None = None  # readable when the reaper has ended; None without one
-        self._lacking = False  # none can be had, which has been said
-        self._cannot_run = False
+        self.pidfd: int | None = None
+        self._cannot_start = False  # logged once
+        self._cannot_run = False  # it ended by itself: the next one would, too
         self._start()
 
     def _start(self) -> None:
         path = str(Path(__file__).with_name("reaper.py"))
-        # Blocked signals stay blocked over exec: the reaper is deaf to these from its first moment.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.DEAF_TO)
+        # Blocked signals stay blocked over exec: none of these can end the reaper, not even at its start.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
         try:
             self._process = self._spawn(path)
             self.pidfd = pidfds.watch(self._process.pid)
         except OSError as error:
             self._kill()
-            if not self._lacking:
+            if not self._cannot_start:
                 logger.warning("no reaper can be started: %s; if this agent is killed, its workers may outlive it", error)
-            self._lacking = True
+            self._cannot_start = True
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self._lacking:
-            self._lacking = False
-            logger.warning("the reaper runs now (pid %s)", self._process.pid)
+        if self._cannot_start:
+            self._cannot_start = False
+            logger.warning("the reaper now runs (pid %s)", self._process.pid)
 
     def _spawn(self, path: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", path, str(os.getpid()), self._token, self._run_dir],
+            [sys.executable, "-I", "-S", path, str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            # No token; but an interpreter may find its own library only so.
+            # Without the token; but some interpreters find their own library through LD_LIBRARY_PATH only.
             env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            bufsize=0,  # what could not be written must not come back at close
-            start_new_session=True,  # a signal to the agent's group must not reach it
+            bufsize=0,  # or close() would write again what could not be written
+            start_new_session=True,  # a signal to the agent's process group must not reach it
         )
         assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # one that does not read must not stop the agent
+        os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
         return process
 
-    def watch(self, pids: Iterable[int], will: Mapping[str, Any] | None = None) -> None:
-        """Tell the workers of this round, and how to take this node out of the rendezvous when the agent is killed."""
+    def watch(self, pids: Iterable[int], will: LastWill | None = None) -> None:
+        """Send the workers of this round to the reaper.
+
+        will: how to take this node out of the rendezvous if the agent is killed; None: there is nothing to do.
+        """
         self._workers = list(pids)
         self._will = will
         self.revive()
         if self._process is None and not self._cannot_run:
             self._start()
-        self._tell()
+        self._send_round()
 
     def revive(self) -> None:
-        """Start the reaper again if somebody killed it (its pidfd is readable then), let it go on if somebody stopped it."""
+        """Start the reaper again if somebody killed it (its pidfd is readable then); continue it if somebody stopped it."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -96,22 +102,22 @@ class Reaper:
             return
         logger.warning("the reaper (pid %s) was killed from outside; starting another", pid)
         self._start()
-        self._tell()
+        self._send_round()
 
-    def _tell(self) -> None:
-        self._say("workers " + " ".join(map(str, self._workers)))
+    def _send_round(self) -> None:
+        self._send(" ".join([reaper.WORKERS, *map(str, self._workers)]))
         if self._will is not None:
-            self._say("will " + json.dumps(self._will))
+            self._send(f"{reaper.WILL} {json.dumps(self._will)}")
 
     def close(self, clean: bool) -> None:
         """End the reaper. Unless clean, everything that the agent started is dead when this returns."""
         if not clean:
-            self.revive()  # the one thing that must not be missed
+            self.revive()  # without a reaper, what the agent started would survive
         if self._process is None:
             if not clean:
                 reaper.kill_marked(self._token.encode())
             return
-        self._say("end clean" if clean else "end")
+        self._send(f"{reaper.END} {reaper.CLEAN}" if clean else reaper.END)
         if self._process is None or not self._await_end(self._process):
             self._kill()
             if not clean:
@@ -120,18 +126,18 @@ class Reaper:
         self._release()
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """False where it has been stopped and cannot be made to go on."""
+        """Wait for its end. False: somebody keeps it stopped."""
         pidfds.go_on(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)
         except subprocess.TimeoutExpired:
             if pidfds.state(process.pid) in ("T", "t"):
-                logger.warning("the reaper (pid %s) does not go on; it is killed", process.pid)
+                logger.warning("the reaper (pid %s) stays stopped; it is killed", process.pid)
                 return False
         try:
             process.wait(END_TIMEOUT_S - STOPPED_S)
         except subprocess.TimeoutExpired:
-            logger.warning("the reaper (pid %s) is still ending a process that sleeps in the kernel", process.pid)
+            logger.warning("the reaper (pid %s) still waits for a process that sleeps in the kernel to end", process.pid)
         return True
 
     def _kill(self) -> None:
@@ -140,7 +146,7 @@ class Reaper:
             try:
                 self._process.wait(STOPPED_S)
             except subprocess.TimeoutExpired:
-                logger.warning("the reaper (pid %s) did not end of SIGKILL", self._process.pid)
+                logger.warning("the reaper (pid %s) did not end after SIGKILL", self._process.pid)
         self._release()
 
     def _release(self) -> None:
@@ -151,19 +157,19 @@ class Reaper:
         if process is not None and process.stdin is not None:
             process.stdin.close()
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is None or self._process.stdin is None:
             return
         text = line.encode() + b"\n"
         try:
             whole = self._process.stdin.write(text) == len(text)  # None: the pipe is full
         except BrokenPipeError:
-            return  # it is gone: its pidfd says so
-        if not whole:  # half a line may be in the pipe: nothing more can be said to this one
-            logger.warning("the reaper (pid %s) has not read for long; another one takes its place", self._process.pid)
+            return  # it has ended; its pidfd reports that
+        if not whole:  # half a line may be in the pipe, so this reaper would misread the next one
+            logger.warning("the reaper (pid %s) has not read its messages for a long time; starting another", self._process.pid)
             self._kill()
             self._start()
-            if not line.startswith("end"):
-                self._tell()
+            if not line.startswith(reaper.END):
+                self._send_round()
             elif self._process is not None:
-                self._say(line)
+                self._send(line)

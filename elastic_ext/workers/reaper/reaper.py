@@ -1,16 +1,21 @@
-"""What outlives the agent: kills the agent's workers when the agent is gone.
+"""The reaper: a process that outlives the agent and kills the agent's workers once the agent is gone.
 
-A worker whose agent was killed with SIGKILL would go on training, unseen, on devices that the next round needs. The agent starts
-this file as a process of its own (`python -I -S`, standard library only: a few MB) and talks to it over standard input:
+A worker whose agent was killed with SIGKILL would go on training, unseen, on devices that the next round needs.
 
-    workers PID PID ...    the workers of this round (a forked worker may not carry the token)
-    will JSON              how to take this node out of the rendezvous: an etcd lease to revoke, and how to reach etcd
-    end clean              the agent ends well: what is still alive was left on purpose
-    end                    the agent ends otherwise: nothing that it started may stay
+The agent starts the reaper as `python -I -S reaper.py VERSION AGENT_PID TOKEN RUN_DIR` (standard library only: a few MB).
+TOKEN is in the environment of every process that the agent starts for its job; RUN_DIR is the agent's private directory.
 
-The agent's death is an event too: its pidfd becomes readable. Then, as after `end`, everything that carries the agent's token in
-its environment is killed, grandchildren included, whatever session or group they moved to; the agent's private directory is
-removed. After a death, and only when nothing of the node runs any more, the lease is revoked: the other nodes go on at once.
+Wire protocol, version 1: lines on the reaper's standard input. Nothing comes back but the reaper's end.
+
+    workers PID PID ...    the workers of this round; it replaces the list before (a forked worker may not carry the token)
+    will JSON              how to take this node out of the rendezvous: the keys of `base.last_will.LastWill`
+    end clean              the agent ends well: it left on purpose what is still alive
+    end                    the agent ends in any other way: nothing that it started may stay
+
+The agent's death is an event as well: its pidfd becomes readable. After it, as after `end`, the reaper kills everything that
+carries the token, grandchildren included, whatever session or group they moved to, and removes RUN_DIR. After a death, and only
+once nothing of the node runs any more, it revokes the lease, so that the other nodes go on at once.
+A reaper of another version exits with code 1 before it reads a line.
 """
 
 import os
@@ -19,41 +24,44 @@ import shutil
 import signal
 import sys
 
-# Those are for the agent, and this process ends after it: the agent starts it with them blocked.
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+VERSION = 1
+WORKERS, WILL, END = "workers", "will", "end"  # the first word of a line
+CLEAN = "clean"
+
+# These are for the agent. The reaper must outlive it, so the agent starts the reaper with them blocked.
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 REVOKE_TIMEOUT_S = 2.0
-EXEC_S = 0.3  # from fork to exec; nothing tells of it
-AGENT_LOOK_S = 1.0  # whether the agent lives, where no pidfd tells of its end
-END_LOOK_S = 0.1
-LOOKS = 30  # a process that sleeps in the kernel cannot be killed: give up after so many looks, about as many seconds
+EXEC_S = 0.3  # from a fork to its exec; no event reports it
+AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, where no pidfd reports its end
+END_CHECK_S = 0.1
+SEARCHES = 30  # a process that sleeps in the kernel cannot be killed: give up after this many searches, of about a second each
 
 
 def main(agent_pid: int, token: str, run_dir: str) -> None:
     agent = _process(agent_pid)
-    told = _listen(agent if os.getppid() == agent_pid else None)  # None: it died before we looked
-    if told.end != "clean":
-        killed = _kill_all(token.encode(), told.workers, looks_in_vain=1 if told.end else 2)
+    messages = _listen(agent if os.getppid() == agent_pid else None)  # else the agent died before this process looked
+    if messages.end != CLEAN:
+        killed = _kill_all(token.encode(), messages.workers, empty_searches=1 if messages.end else 2)
         shutil.rmtree(run_dir, ignore_errors=True)
         if killed:
-            which = "ends" if told.end else "is gone"
-            _say(f"elastic_ext: agent {agent_pid} {which}; killed what it had started: {sorted(killed)}")
+            which = "ends" if messages.end else "is gone"
+            _log(f"elastic_ext: agent {agent_pid} {which}; killed what it had started: {sorted(killed)}")
     shutil.rmtree(run_dir, ignore_errors=True)
-    if not told.end and told.will:
-        _carry_out(told.will)
+    if not messages.end and messages.will:
+        _revoke_lease(messages.will)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     try:
         os.write(2, text.encode() + b"\n")
     except OSError:
-        pass  # who would read it is gone
+        pass  # nobody can read it
 
 
 class Process:
-    """A process, and never another one that has got its number since.
+    """One process, and never another one that got the same number later.
 
-    A pidfd holds it. Where there is none (an old kernel, a seccomp profile, no descriptor left) it is known by the time at which
-    it started.
+    A pidfd identifies it. Where there is none (an old kernel, a seccomp profile, no descriptor left), its start time does.
     """
 
     def __init__(self, pid: int) -> None:
@@ -65,8 +73,8 @@ class Process:
         except ProcessLookupError:
             raise
         except (OSError, AttributeError):
-            self._began = _began(pid)
-            if not self._began:
+            self._started = _start_time(pid)
+            if not self._started:
                 raise ProcessLookupError(pid) from None
 
     @property
@@ -74,17 +82,17 @@ class Process:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, after so long at most."""
+        """Whether it has ended, after this time at most."""
         if self.pidfd >= 0:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
             return bool(poll.poll(timeout_s * 1000))
-        if _began(self.pid) == self._began and timeout_s > 0:
-            select.select([], [], [], min(timeout_s, END_LOOK_S))
-        return _began(self.pid) != self._began
+        if _start_time(self.pid) == self._started and timeout_s > 0:
+            select.select([], [], [], min(timeout_s, END_CHECK_S))
+        return _start_time(self.pid) != self._started
 
     def kill(self) -> bool:
-        """Send SIGKILL; False where it has ended already, or may not be killed."""
+        """Send SIGKILL. False: it has ended already, or this process may not kill it."""
         if self.ended:
             return False
         try:
@@ -93,7 +101,7 @@ class Process:
                     signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
                 except ProcessLookupError:
                     return False
-                except OSError:  # refused, perhaps, where kill(2) is not
+                except OSError:  # some seccomp profiles refuse it and allow kill(2)
                     os.kill(self.pid, signal.SIGKILL)
             else:
                 os.kill(self.pid, signal.SIGKILL)
@@ -107,39 +115,66 @@ class Process:
             self.pidfd = -1
 
 
-def _began(pid: int) -> bytes:
-    """When a process started, as the kernel counts; nothing where it has ended, a zombie too."""
+def _process(pid: int) -> "Process | None":
+    try:
+        return Process(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _start_time(pid: int) -> bytes:
+    """When a process started, in the kernel's ticks; b"" if it has ended, also as a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()  # from the third of proc_pid_stat(5) on
+            fields = stat.read().rpartition(b") ")[2].split()  # from the third field of proc_pid_stat(5) on
     except OSError:
         return b""
     return fields[19] if fields[0] not in (b"Z", b"X") else b""
 
 
-class Told:
-    """What the agent has said. workers: by pid. will: JSON, or "". end: "clean", "dirty", or "" if it has just died."""
+# The agent's messages.
+
+
+class Messages:
+    """What the agent has sent so far.
+
+    Attributes:
+        workers: by pid.
+        will: JSON, or "".
+        end: CLEAN, "dirty", or "" as long as the agent has sent no `end`.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[int, Process] = {}
         self.will = ""
         self.end = ""
 
+    def receive(self, line: bytes) -> None:
+        kind, _, rest = line.decode().partition(" ")
+        if kind == END:
+            self.end = rest or "dirty"
+        elif kind == WILL:
+            self.will = rest
+        elif kind == WORKERS:
+            for worker in self.workers.values():
+                worker.close()
+            self.workers = {int(pid): opened for pid in rest.split() if (opened := _process(int(pid))) is not None}
 
-def _listen(agent: "Process | None") -> Told:
-    """Until the agent ends: return what it has said. agent: None: it is dead, what it said waits to be read."""
-    told = Told()
+
+def _listen(agent: "Process | None") -> Messages:
+    """Read until the agent says that it ends, or dies. agent: None: it is dead, and what it sent waits to be read."""
+    messages = Messages()
     pending = b""
     poll = select.poll()
     if agent is not None and agent.pidfd >= 0:
         poll.register(agent.pidfd, select.POLLIN)
     poll.register(0, select.POLLIN)
-    while True:
-        timeout_ms = 0 if agent is None else None if agent.pidfd >= 0 else AGENT_LOOK_S * 1000
+    while not messages.end:
+        timeout_ms = 0 if agent is None else None if agent.pidfd >= 0 else AGENT_CHECK_S * 1000
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if 0 not in ready:
             if ready or agent is None:
-                return told  # what was said before the death has been read
+                break  # the agent is dead, and everything that it sent has been read
             if agent.ended:
                 agent = None
             continue
@@ -148,68 +183,25 @@ def _listen(agent: "Process | None") -> Told:
             poll.unregister(0)
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            word, _, rest = line.partition(b" ")
-            if word == b"end":
-                told.end = rest.decode() or "dirty"
-                return told
-            if word == b"will":
-                told.will = rest.decode()
-            else:
-                for worker in told.workers.values():
-                    worker.close()
-                told.workers = {int(pid): opened for pid in rest.split() if (opened := _process(int(pid))) is not None}
+            messages.receive(line)
+    return messages
 
 
-def _carry_out(will: str) -> None:
-    """Revoke the lease through etcd's JSON gateway (3.4 and later): this process has no gRPC."""
-    import json
-    import ssl
-    import urllib.request
-
-    told = json.loads(will)
-    context = None
-    if told["ca"] or told["cert"]:
-        context = ssl.create_default_context(cafile=told["ca"])
-        if told["cert"]:
-            context.load_cert_chain(told["cert"], told["key"])
-
-    def post(url: str, body: dict[str, object], token: str = "") -> dict[str, str]:
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": token} if token else {})
-        with opener.open(request, timeout=REVOKE_TIMEOUT_S) as answer:
-            found: dict[str, str] = json.loads(answer.read())
-        return found
-
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-    for endpoint in told["endpoints"]:
-        try:
-            token = ""
-            if told["user"]:
-                token = post(f"{endpoint}/v3/auth/authenticate", {"name": told["user"], "password": told["password"]})["token"]
-            post(f"{endpoint}/v3/lease/revoke", {"ID": str(told["lease"])}, token)
-        except (OSError, ValueError, KeyError) as error:
-            _say(f"elastic_ext: lease {told['lease']:x} not revoked through {endpoint} ({type(error).__name__})")
-        else:
-            return
+# What the reaper does.
 
 
-def _process(pid: int) -> "Process | None":
-    try:
-        return Process(pid)
-    except ProcessLookupError:
-        return None
+def _kill_all(token: bytes, workers: dict[int, Process], empty_searches: int) -> set[int]:
+    """Kill the workers and all processes with the token; return their pids.
 
-
-def _kill_all(token: bytes, workers: dict[int, Process], looks_in_vain: int) -> set[int]:
-    """Kill the workers and all that carry the token, until so many looks have found none; return their pids.
-
-    After a death two: a child that was between fork and exec when the agent died carries the token only after its exec.
+    empty_searches: stop after this many searches that found nothing. After a death two: a child that was between fork and exec
+    when the agent died carries the token only after its exec.
     """
     killed = {pid for pid, worker in workers.items() if worker.kill()}
-    for _ in range(LOOKS):
+    for _ in range(SEARCHES):
         found = kill_marked(token)
         killed |= found
-        looks_in_vain -= not found
-        if looks_in_vain <= 0:
+        empty_searches -= not found
+        if empty_searches <= 0:
             break
         if not found:
             select.select([], [], [], EXEC_S)
@@ -217,7 +209,10 @@ def _kill_all(token: bytes, workers: dict[int, Process], looks_in_vain: int) -> 
 
 
 def kill_marked(token: bytes) -> "set[int]":
-    """Kill each process with the token in its environment. It is taken hold of first, so no reused pid is ever hit."""
+    """Kill each process with the token in its environment; return their pids.
+
+    Each is opened before its environment is read, so that the kill cannot hit another process with the same number.
+    """
     killed = set()
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid() or (process := _process(int(name))) is None:
@@ -229,11 +224,45 @@ def kill_marked(token: bytes) -> "set[int]":
                 killed.add(int(name))
                 process.wait(1.0)
         except OSError:
-            pass  # it ended, or it is another user's
+            pass  # it has ended, or belongs to another user
         finally:
             process.close()
     return killed
 
 
+def _revoke_lease(text: str) -> None:
+    """Revoke the lease through etcd's JSON gateway (3.4 and later), because this process has no gRPC. text: a LastWill."""
+    import json
+    import ssl
+    import urllib.request
+
+    will = json.loads(text)
+    context = None
+    if will["ca"] or will["cert"]:
+        context = ssl.create_default_context(cafile=will["ca"])
+        if will["cert"]:
+            context.load_cert_chain(will["cert"], will["key"])
+
+    def post(url: str, body: dict[str, object], auth: str = "") -> dict[str, str]:
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": auth} if auth else {})
+        with opener.open(request, timeout=REVOKE_TIMEOUT_S) as response:
+            fields: dict[str, str] = json.loads(response.read())
+        return fields
+
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    for endpoint in will["endpoints"]:
+        try:
+            auth = ""
+            if will["user"]:
+                auth = post(f"{endpoint}/v3/auth/authenticate", {"name": will["user"], "password": will["password"]})["token"]
+            post(f"{endpoint}/v3/lease/revoke", {"ID": str(will["lease"])}, auth)
+        except (OSError, ValueError, KeyError) as error:
+            _log(f"elastic_ext: lease {will['lease']:x} not revoked through {endpoint} ({type(error).__name__})")
+        else:
+            return
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    if sys.argv[1] != str(VERSION):
+        sys.exit(f"elastic_ext: this reaper speaks version {VERSION}, its agent {sys.argv[1]}")
+    main(int(sys.argv[2]), sys.argv[3], sys.argv[4])

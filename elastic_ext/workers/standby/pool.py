@@ -219,7 +219,7 @@ class StandbyPool:
     # The thread.
 
     def _keep(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.DEAF_TO)  # the main thread waits for those
+        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for those
         try:
             while not self._closing:
                 try:

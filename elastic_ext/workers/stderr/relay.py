@@ -1,19 +1,32 @@
-"""Carries the workers' stderr to the console and keeps the last of it: one process beside the agent, standard library only.
+"""The stderr relay: a process beside the agent that copies the workers' stderr to the console and keeps the end of it.
 
-Started by `stderr_tail.StderrTails` as `python -I -S relay.py`; fd 2 is the console, standard input a socket to the agent:
+The agent starts it as `python -I -S relay.py VERSION` (standard library only); see `client.py` for the agent's side.
 
-    b"source 1" + (pipe, ring)   carry this pipe on to the console and keep its last bytes in this ring; "source 0": only keep
-    b"forget"                    let go of the pipes that have no writer; their workers never came
-    b"flush N"                   answered with b"N K" when what was in the pipes is in the rings and on the console; K are open
+Wire protocol, version 1
+    The relay's fd 2 is the console. Its standard input is one end of a SOCK_SEQPACKET socket pair; the agent has the other end.
+    Each packet is one message. From the agent:
 
-Bytes go on unchanged and at once, partial lines too, in the order of their arrival. The console's blocking is passed on: while it
-takes nothing, the pipes are not read (a flush reads what is in them all the same), so no memory fills up. A relay that is killed
-leaves in the ring what it had in hand, and the next one writes that: nothing is lost but what it was killed in the middle of
-reading, and one piece may be written twice. A console that is gone costs the output and not the workers: their pipes are read on
-into the rings.
+        b"source 1" + (pipe, ring)   copy this pipe to the console and keep its last bytes in this ring
+        b"source 0" + (pipe, ring)   only keep its last bytes
+        b"forget"                    close the pipes that no worker has opened
+        b"flush N"                   empty the pipes, then answer
 
-The end of the agent is the end of its socket. This process ends when the last writer of the last pipe has ended and all is
-written: what the agent left alive on purpose can speak on.
+    From the relay, once the bytes that were in the pipes are in the rings and on the console:
+
+        b"N K"                       the answer to flush N; K pipes are still open
+
+    A ring is shared memory of HEADER_BYTES + RING_BYTES, laid out as the constants below say. It outlives the relay: the next
+    relay gets the same ring and writes to the console what its predecessor had read and not yet written.
+    A relay of another version exits with code 1, and the agent does the work in a thread of its own.
+
+What it guarantees
+    - Bytes pass unchanged, in the order of their arrival, and at once: it does not wait for whole lines.
+    - A full console blocks the workers, as it would without a relay: nothing is read while something waits to be written. Only a
+      flush reads then, two pipes' worth at most.
+    - A console that is gone costs the output and never the worker: the pipes are still read into the rings.
+    - If the relay is killed, only the piece that it was reading at that moment can be lost, and one piece can be written twice.
+    - The end of the agent closes the socket. The relay ends when the last writer has ended and everything is written, so
+      processes that the agent left running on purpose can still write.
 """
 
 import errno
@@ -22,33 +35,39 @@ import os
 import select
 import socket
 import stat
+import sys
 from collections import deque
 
-RING_BYTES = 64 * 1024
-HEADER_BYTES = 64  # native 64-bit words at the indices below; the rest is free
-TOTAL = 0  # bytes ever written; the ring holds the last RING_BYTES of them, byte n at n % RING_BYTES
-CONNECTED = 1  # 1: the pipe has had a writer
-WRITTEN = 2  # how many of TOTAL the console has
+VERSION = 1
+SOURCE, FORGET, FLUSH = b"source", b"forget", b"flush"  # the first word of a message
 
-READ_BYTES = 64 * 1024  # a whole pipe: so a read never cuts a write of PIPE_BUF or less
-PIECE_BYTES = select.PIPE_BUF  # a pipe that polls writable takes so many without blocking
+# The ring: a header of native 64-bit words at the indices below, then the bytes.
+HEADER_BYTES = 64
+RING_BYTES = 64 * 1024
+TOTAL = 0  # bytes ever appended; byte number n is at n % RING_BYTES
+CONNECTED = 1  # 1: the pipe has had a writer
+WRITTEN = 2  # how many of TOTAL are on the console
+
+READ_BYTES = 64 * 1024  # a whole pipe, so that a read never splits a write of PIPE_BUF or less
+PIECE_BYTES = select.PIPE_BUF  # a pipe that polls as writable takes this much without blocking
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
 
 
 class Ring:
-    """The last RING_BYTES of a stream, in memory that two processes share; one of them writes."""
+    """The last RING_BYTES of a stream, in memory shared by two processes. Only one of them writes."""
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: a file of HEADER_BYTES + RING_BYTES; may be closed afterwards."""
+        """descriptor: a file of HEADER_BYTES + RING_BYTES; the caller may close it afterwards."""
         self._map = mmap.mmap(descriptor, HEADER_BYTES + RING_BYTES)
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("Q")
         self._bytes = memoryview(self._map)[HEADER_BYTES:]
 
     @property
     def connected(self) -> bool:
+        """Whether a worker has opened the pipe."""
         return bool(self._words[CONNECTED])
 
-    def connect(self) -> None:
+    def mark_connected(self) -> None:
         self._words[CONNECTED] = 1
 
     def append(self, data: bytes) -> None:
@@ -57,13 +76,13 @@ class Ring:
         head = last[: RING_BYTES - at]
         self._bytes[at : at + len(head)] = head
         self._bytes[: len(last) - len(head)] = last[len(head) :]
-        self._words[TOTAL] += len(data)  # last: a reader that sees it sees the bytes
+        self._words[TOTAL] += len(data)  # last, so that a reader that sees the count sees the bytes
 
-    def written(self, count: int) -> None:
+    def mark_written(self, count: int) -> None:
         self._words[WRITTEN] += count
 
-    def unwritten(self) -> bytes:
-        """What the console has not got yet, as far as it is still here."""
+    def take_unwritten(self) -> bytes:
+        """Return what the console still lacks, as far as the ring holds it; count the rest as written."""
         count = self._words[TOTAL] - self._words[WRITTEN]
         last = self.read()[-count:] if count else b""
         self._words[WRITTEN] = self._words[TOTAL] - len(last)
@@ -78,173 +97,171 @@ class Ring:
 
 
 class Console:
-    """Writes to a descriptor as much as it takes without blocking; keeps the rest."""
+    """Writes to a descriptor as much as it takes without blocking, and keeps the rest."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._waiting: deque[tuple[memoryview, Ring]] = deque()
+        self._queue: deque[tuple[memoryview, Ring]] = deque()
         self._gone = False
-        self.bytes_in = 0  # ever put
-        self.bytes_out = 0  # ever written, or dropped because there is nobody to read it
+        self.bytes_in = 0  # ever queued
+        self.bytes_out = 0  # ever written, or dropped because nobody can read them
         try:
             self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         except OSError:
             self._is_file, self._gone = False, True
 
     @property
-    def waiting(self) -> int:
+    def pending(self) -> int:
+        """Bytes that wait to be written."""
         return self.bytes_in - self.bytes_out
 
     def put(self, data: bytes, ring: Ring) -> None:
-        """ring: is told when it is written."""
+        """Queue bytes. ring: where they count as written once they are."""
         self.bytes_in += len(data)
-        self._waiting.append((memoryview(data), ring))
+        self._queue.append((memoryview(data), ring))
 
     def write(self) -> None:
-        while self._waiting:
-            data, _ = self._waiting[0]
+        while self._queue:
+            data, _ = self._queue[0]
             if self._gone:
                 self._advance(len(data))
                 continue
-            if not self._writable():
+            if not _is_ready(self._descriptor, select.POLLOUT):
                 return
             piece = data if self._is_file else data[: _whole_lines(data)]
             try:
                 self._advance(os.write(self._descriptor, piece))
-            except BlockingIOError:  # the descriptor was made non-blocking by whoever shares it
+            except BlockingIOError:  # somebody who shares the descriptor has made it non-blocking
                 return
             except OSError as error:
                 self._gone = error.errno in GONE
-                self._advance(len(piece))  # on a full disk, say, later pieces may find room
-
-    def _writable(self) -> bool:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLOUT)
-        return bool(poll.poll(0))
+                self._advance(len(piece))  # later pieces may find room, on a full disk for example
 
     def _advance(self, count: int) -> None:
         self.bytes_out += count
-        data, ring = self._waiting.popleft()
-        ring.written(count)
+        data, ring = self._queue.popleft()
+        ring.mark_written(count)
         if count < len(data):
-            self._waiting.appendleft((data[count:], ring))
+            self._queue.appendleft((data[count:], ring))
 
 
 def _whole_lines(data: memoryview) -> int:
-    """How much of `data` to write at once: whole lines where there are any, so that what others write comes between lines."""
+    """How many bytes to write at once: whole lines if possible, so that other writers' output comes between lines."""
     if len(data) <= PIECE_BYTES:
         return len(data)
     return bytes(data[:PIECE_BYTES]).rfind(b"\n") + 1 or PIECE_BYTES
 
 
+def _is_ready(descriptor: int, event: int) -> bool:
+    """Whether `event`, or the end of the stream, is there now."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(0))
+
+
 class Relay:
-    """The pipes, the console and the agent's socket; run() carries until all have ended."""
+    """The pipes, the console and the agent's socket. run() returns when all of them have ended."""
 
     def __init__(self, control: socket.socket, console: int) -> None:
-        """control: its end ends nothing but the orders. console: a descriptor."""
+        """control: the socket to the agent; its end only ends the messages. console: a descriptor."""
         self._control: socket.socket | None = control
         self._console_fd = console
         self._console = Console(console)
-        self._sources: dict[int, tuple[Ring, bool]] = {}  # by descriptor: its ring, and whether it goes to the console
+        self._sources: dict[int, tuple[Ring, bool]] = {}  # by the pipe's descriptor: its ring, and whether it is shown
         self._flushes: deque[tuple[bytes, int]] = deque()  # number, and the console's bytes_out at which it is answered
 
     def run(self) -> None:
-        while self._control is not None or self._sources or self._console.waiting:
+        while self._control is not None or self._sources or self._console.pending:
             ready = self._wait()
             self._console.write()
-            for descriptor in [descriptor for descriptor in self._sources if descriptor in ready]:
-                if self._console.waiting:
+            for pipe in [pipe for pipe in self._sources if pipe in ready]:
+                if self._console.pending:
                     break
-                self._sources[descriptor] = self._sources.pop(descriptor)  # the others have their turn before it comes again
-                self._take(descriptor, heard=True)
+                self._sources[pipe] = self._sources.pop(pipe)  # to the end of the queue: every pipe gets its turn
+                self._read(pipe, ready=True)
                 self._console.write()
             if self._control is not None and self._control.fileno() in ready:
-                self._obey(self._control)
-            self._answer()
+                self._receive(self._control)
+            self._answer_flushes()
 
     def _wait(self) -> "set[int]":
+        """Block until there is something to do; return the descriptors that are ready."""
         poll = select.poll()
         if self._control is not None:
             poll.register(self._control, select.POLLIN)
-        if self._console.waiting:
+        if self._console.pending:
             poll.register(self._console_fd, select.POLLOUT)
         else:
-            for descriptor in self._sources:
-                poll.register(descriptor, select.POLLIN)
+            for pipe in self._sources:
+                poll.register(pipe, select.POLLIN)
         return {descriptor for descriptor, _ in poll.poll()}
 
-    def _take(self, descriptor: int, heard: bool, forget: bool = False) -> None:
-        """Take what is in the pipe.
+    def _read(self, pipe: int, ready: bool, forget: bool = False) -> None:
+        """Read the pipe once.
 
-        heard: poll tells of it; without bytes that is the end, and not a pipe that nobody has opened yet.
-        forget: let go of such a pipe too.
+        ready: poll reports the pipe. An empty read then means that its last writer has ended; otherwise the pipe may be one that
+        no worker has opened yet. forget: close such a pipe, too.
         """
-        ring, shown = self._sources[descriptor]
+        ring, shown = self._sources[pipe]
         try:
-            data = os.read(descriptor, READ_BYTES)
+            data = os.read(pipe, READ_BYTES)
         except BlockingIOError:
-            ring.connect()
+            ring.mark_connected()
             return
-        if data or heard:
-            ring.connect()
+        if data or ready:
+            ring.mark_connected()
         if data:
             ring.append(data)
             if shown:
                 self._console.put(data, ring)
-        elif heard or forget:
-            self._let_go(descriptor)
+        elif ready or forget:
+            del self._sources[pipe]
+            os.close(pipe)
 
-    def _let_go(self, descriptor: int) -> None:
-        del self._sources[descriptor]
-        os.close(descriptor)
-
-    def _obey(self, control: socket.socket) -> None:
+    def _receive(self, control: socket.socket) -> None:
         try:
             message, descriptors, _, _ = socket.recv_fds(control, 256, 2)
         except OSError:
             message, descriptors = b"", []
-        order, _, argument = message.partition(b" ")
-        if order == b"source" and len(descriptors) == 2:
-            pipe, ring_fd = descriptors
-            ring = Ring(ring_fd)
-            os.close(ring_fd)
-            self._sources[pipe] = ring, argument == b"1"
-            if argument == b"1" and (left := ring.unwritten()):  # by a relay that was killed
-                self._console.put(left, ring)
-        elif order == b"forget":
-            self._take_all(forget=True)
-        elif order == b"flush":
-            self._take_all()
+        kind, _, argument = message.partition(b" ")
+        if kind == SOURCE and len(descriptors) == 2:
+            self._add(descriptors[0], descriptors[1], shown=argument == b"1")
+        elif kind == FORGET:
+            self._read_all(forget=True)
+        elif kind == FLUSH:
+            self._read_all()
             self._flushes.append((argument, self._console.bytes_in))
             self._console.write()
         elif not message:
-            self._take_all(forget=True)
+            self._read_all(forget=True)
             control.close()
             self._control = None
 
-    def _take_all(self, forget: bool = False) -> None:
-        """Take what is in the pipes now, however little the console takes: two pipes' worth at most, for a writer may go on."""
-        for _ in range(2):
-            for descriptor in list(self._sources):
-                self._take(descriptor, _has_news(descriptor), forget)
+    def _add(self, pipe: int, ring_fd: int, shown: bool) -> None:
+        ring = Ring(ring_fd)
+        os.close(ring_fd)
+        self._sources[pipe] = ring, shown
+        if shown and (unwritten := ring.take_unwritten()):  # left behind by a relay that was killed
+            self._console.put(unwritten, ring)
 
-    def _answer(self) -> None:
+    def _read_all(self, forget: bool = False) -> None:
+        """Read what is in the pipes now, even if the console is full. Twice at most, because a writer may never stop."""
+        for _ in range(2):
+            for pipe in list(self._sources):
+                self._read(pipe, _is_ready(pipe, select.POLLIN), forget)
+
+    def _answer_flushes(self) -> None:
         while self._flushes and self._flushes[0][1] <= self._console.bytes_out:
             number, _ = self._flushes.popleft()
             if self._control is not None:
                 try:
                     self._control.send(b"%s %d" % (number, len(self._sources)), socket.MSG_DONTWAIT)
                 except OSError:
-                    pass  # it does not listen any more
-
-
-def _has_news(descriptor: int) -> bool:
-    """Bytes, or the end."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+                    pass  # the agent does not listen any more
 
 
 if __name__ == "__main__":
-    # Everything that was not meant for this process was closed by the agent; the console and the socket are all it has.
+    if sys.argv[1:] != [str(VERSION)]:
+        sys.exit(f"elastic_ext: this stderr relay speaks version {VERSION}, its agent {' '.join(sys.argv[1:])}")
+    # The agent closed everything that this process does not need: it has the console and the socket only.
     Relay(socket.socket(fileno=0), 2).run()

@@ -1,4 +1,4 @@
-"""Hangs: who is behind, how long is too long, and each kind of hang in real jobs."""
+"""Hangs: the limits, the culprits, and each kind of hang in real jobs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.workers import bootstrap
 from elastic_ext.workers.hangs import detector, step_times
-from elastic_ext.workers.hangs.detector import Stuck, Worker
-from elastic_ext.workers.hangs.step_times import Mark
+from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
+from elastic_ext.workers.hangs.step_times import StepMark
 from tests import jobs
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, wait_gone
 
@@ -39,11 +39,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_HANG", "on")
 
 
-def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Worker:
-    return Worker(rank, steps, quiet_s, **{"working": False, "state": "S", **more})
+def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> WorkerStatus:
+    return WorkerStatus(rank, steps, quiet_s, **{"working": False, "state": "S", **more})
 
 
-# How long is too long.
+# Limits.
 
 
 @pytest.mark.parametrize(
@@ -81,27 +81,27 @@ def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> Wo
 def test_limits(one, fixed_s, limit_s):
     assert detector.limit_s(one, detector.activity_of([one]), fixed_s) == pytest.approx(limit_s)
     if limit_s < float("inf"):
-        assert not detector.judge([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
-        assert detector.judge([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
+        assert not detector.assess([replace(one, quiet_s=limit_s - 0.1)], fixed_s).stalled
+        assert detector.assess([replace(one, quiet_s=limit_s + 0.1)], fixed_s).stalled
 
 
 def test_one_that_goes_on_is_enough():
     still = [worker(rank) for rank in range(4)]
-    assert detector.judge(still).stalled
-    assert not detector.judge([*still, worker(4, quiet_s=1)]).stalled
-    assert not detector.judge([*still, worker(4, debugged=True)]).stalled
-    assert not detector.judge([*still, worker(4, known=False)]).stalled
-    assert not detector.judge([*still, worker(4, asleep_in_kernel=True)]).stalled
-    assert not detector.judge([*still, worker(4, working=True)]).stalled
-    assert not detector.judge([*still, worker(4, phase="checkpoint")]).stalled
-    assert not detector.judge([]).stalled
+    assert detector.assess(still).stalled
+    assert not detector.assess([*still, worker(4, quiet_s=1)]).stalled
+    assert not detector.assess([*still, worker(4, debugged=True)]).stalled
+    assert not detector.assess([*still, worker(4, known=False)]).stalled
+    assert not detector.assess([*still, worker(4, asleep_in_kernel=True)]).stalled
+    assert not detector.assess([*still, worker(4, working=True)]).stalled
+    assert not detector.assess([*still, worker(4, phase="checkpoint")]).stalled
+    assert not detector.assess([]).stalled
 
 
 def test_the_one_behind_is_named():
-    verdict = detector.judge([worker(0, 11), worker(1, 10), worker(2, 11)])
+    verdict = detector.assess([worker(0, 11), worker(1, 10), worker(2, 11)])
     assert verdict.culprits == (1,)
     assert "the lowest step is 10, of rank 1" in verdict.reason
-    assert detector.judge([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
+    assert detector.assess([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
 
 
 def test_the_next_look_is_when_something_can_be_different():
@@ -116,26 +116,26 @@ def test_the_next_look_is_when_something_can_be_different():
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
     late = worker(0, quiet_s=46, idle_s=15, working=True)  # it has worked until half of the limit
-    assert detector.judge([late, replace(late, rank=1, quiet_s=50)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, quiet_s=44)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, idle_s=1.0)]).imminent
-    assert not detector.judge([late, replace(late, rank=1, idle_s=0.0)]).imminent
-    assert not detector.judge([replace(late, phase="eval")]).imminent
-    assert not detector.judge([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
-    assert detector.judge([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
-    assert not detector.judge([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
+    assert detector.assess([late, replace(late, rank=1, quiet_s=50)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, quiet_s=44)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, idle_s=1.0)]).imminent
+    assert not detector.assess([late, replace(late, rank=1, idle_s=0.0)]).imminent
+    assert not detector.assess([replace(late, phase="eval")]).imminent
+    assert not detector.assess([late, replace(late, rank=1, asleep_in_kernel=True)]).imminent  # that one has half an hour
+    assert detector.assess([replace(late, quiet_s=4, asleep_in_kernel=True)], 5).imminent
+    assert not detector.assess([replace(late, quiet_s=70, idle_s=40, working=False)]).imminent  # it is there
 
 
 @pytest.mark.parametrize("fixed_s", [None, 5])
 def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
-    """Before its bootstrap is in place nothing is known of it: half an hour long that says nothing, then it does."""
+    """Before its bootstrap is in place nothing is known of it. For half an hour that proves nothing; then it counts as stuck."""
     others = [worker(rank, quiet_s=1801) for rank in range(3)]
-    assert not detector.judge([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
-    verdict = detector.judge([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
+    assert not detector.assess([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
+    verdict = detector.assess([*others, worker(3, 0, 1801, known=False, asleep_in_kernel=True)], fixed_s)
     assert (verdict.stalled, verdict.culprits) == (True, (3,))
-    assert not detector.judge([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
-    assert not detector.judge([*others, worker(3, 0, 1799, known=False)], 1000).stalled
-    assert not detector.judge([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
+    assert not detector.assess([replace(others[0], quiet_s=1), worker(3, 0, 1801, known=False)], fixed_s).stalled
+    assert not detector.assess([*others, worker(3, 0, 1799, known=False)], 1000).stalled
+    assert not detector.assess([*others, worker(3, 0, 1801, known=False, working=True)]).stalled  # a long import
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
     ],
 )
 def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, has_one):
-    """Functions and other programs run without the bootstrap: their progress is not known for as long as they run."""
+    """Functions and other programs run without the bootstrap, so nothing is ever known of their progress."""
     spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
     assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
     assert not launch.has_bootstrap(launch.prepare(spec, Settings(bootstrap=False)))
@@ -170,7 +170,7 @@ def test_what_is_work(cpu_share, bytes_s, works):
     assert detector.works(cpu_share, bytes_s) == works
 
 
-# Who is to blame.
+# Culprits.
 
 WAITING = """Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -206,7 +206,7 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     [
         ([stuck(0), stuck(1, stack=LOADING), stuck(2)], [1]),
         ([stuck(0, stack=BACKWARD), stuck(1, stack=LOADING)], [1]),
-        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # who waits is not waited for
+        ([stuck(0, 11), stuck(1, 10), stuck(2, 11, stack=LOADING)], [2]),  # nobody waits for a rank that waits
         ([stuck(0, 0), stuck(1, 20, stack=LOADING)], [1]),  # one without an optimizer
         ([stuck(0, 11, stack=LOADING), stuck(1, 10, stack=LOADING), stuck(2, 9)], [1]),  # both do their own part
         ([stuck(0, stack=PLANNING), stuck(1, stack=STORING)], [1]),
@@ -243,7 +243,7 @@ def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
         ("D", 0.0, 0.0, "asleep in the kernel in nfs_wait"),
         ("S", 0.0, 0.0, "asleep in nfs_wait: 0% of a processor"),
         ("R", 1.0, 0.0, "busy: 100%"),
-        ("R", 0.4, 0.6, "busy: 40%"),  # shares its processor with another that runs in a circle
+        ("R", 0.4, 0.6, "busy: 40%"),  # shares its processor with another endless loop
         ("R", 0.02, 0.98, "starved: ready to run 98% of the time, and had 2%"),
         ("S", None, None, "state S"),
     ],
@@ -252,11 +252,11 @@ def test_what_it_does(state, cpu, waiting, said):
     assert detector.condition(state, "nfs_wait", cpu, waiting).startswith(said)
 
 
-# Half an hour of healthy training, on a clock of its own.
+# Half an hour of healthy training, on a simulated clock.
 
 
 class Clock:
-    """Workers as the agent would see them, over a plan of what all of them do."""
+    """Workers as the agent would see them, on a simulated clock."""
 
     def __init__(self, ranks: int) -> None:
         self.now = 0.0
@@ -276,12 +276,12 @@ class Clock:
             self.sign(rank, step=False)
             words[bootstrap.PHASE] = bootstrap.PHASES.index(name)
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerStatus]:
         found = []
         for rank, words in enumerate(self.words):
             gaps = bootstrap.GAPS + words[bootstrap.PHASE] * bootstrap.GAP_BUCKETS
             found.append(
-                Worker(
+                WorkerStatus(
                     rank,
                     words[bootstrap.STEPS],
                     self.now - words[bootstrap.SIGN_NS] / 1e9,
@@ -297,7 +297,7 @@ class Clock:
         end = self.now + seconds
         while self.next_look <= end:
             self.now = max(self.now, self.next_look)
-            verdict = detector.judge(self.workers())
+            verdict = detector.assess(self.workers())
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
@@ -306,7 +306,7 @@ class Clock:
 
 
 def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) -> None:
-    """Steps of uneven length, stragglers, late data; evaluations, compiles and saves, some of which nobody tells of."""
+    """Uneven steps, stragglers, late data; evaluations, compiles and saves, some of which nobody reports."""
     clock.pass_time(chance.uniform(30, 600))  # imports, data sets, the first compile
     while clock.now < until_s:
         for _ in range(chance.randrange(20, 200)):
@@ -347,18 +347,18 @@ def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
     assert float(re.findall(r"at (\d+) s", clock.alarms[0])[0]) - before > 59
 
 
-# Who is slow.
+# Stragglers.
 
 
 def test_the_slow_one_is_named_by_how_much():
-    before = {rank: Mark(10, 100.0) for rank in range(4)}
-    now = {rank: Mark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
+    before = {rank: StepMark(10, 100.0) for rank in range(4)}
+    now = {rank: StepMark(30, 100 + 20 * step_s) for rank, step_s in enumerate([1.0, 1.1, 2.0, 0.9])}
     times = step_times.step_times(before, now)
     assert times == pytest.approx({0: 1.0, 1: 1.1, 2: 2.0, 3: 0.9})
     assert step_times.stragglers(times) == pytest.approx({2: 2.0})
     assert step_times.stragglers({0: 1.0, 1: 2.0}) == {1: 2.0}
     assert step_times.stragglers({0: 5.0}) == {}
-    assert step_times.step_times(before, {**now, 3: Mark(19, 118.0)}) is None  # too few to say
+    assert step_times.step_times(before, {**now, 3: StepMark(19, 118.0)}) is None  # too few to say
     assert step_times.step_times({}, now) is None
 
 
@@ -384,7 +384,7 @@ KINDS = {
 @pytest.mark.long("stop:1", "loop:1", "data:1", "absent:1", "never:1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
-    """No restart is left, so that the verdict is in a file: it names the rank, says how it is, and holds the stacks."""
+    """No restart is left, so the verdict is in a file: it names the rank and its condition, and holds the stacks."""
     said, at = KINDS[kind]
     verdict = tmp_path / "verdict"
     command = [*AGENT, "--nproc-per-node=3", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, kind]
@@ -438,7 +438,7 @@ CPU_GROUP = Path("/sys/fs/cgroup/cpu")
 
 @pytest.fixture
 def starving_group() -> Iterator[Path]:
-    """A group of processes that get a hundredth of a processor."""
+    """A group of processes that share a hundredth of a processor."""
     if not os.access(CPU_GROUP / "cpu.cfs_quota_us", os.W_OK):
         try:
             (CPU_GROUP / f"elastic_ext_{os.getpid()}").mkdir()
@@ -456,7 +456,7 @@ def starving_group() -> Iterator[Path]:
 
 
 @pytest.mark.long
-def test_a_starved_worker_is_told_from_one_that_runs_in_a_circle(tmp_path, starving_group):
+def test_a_starved_worker_is_told_from_an_endless_loop(tmp_path, starving_group):
     verdict = tmp_path / "verdict"
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", "--rdzv-conf=hang_timeout=4", JOB, "starve:1"]
     env = {"STOP": str(tmp_path / "stop"), "GROUP": str(starving_group), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}
@@ -554,11 +554,12 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
     stop = tmp_path / "stop"
     with ExitStack() as stack:
         jobs = start_two(request, stack, tmp_path, backend, "eval:3", EVAL_S="7")
-        claimed = threading.Event()
+        pause = threading.Event()
         for job in jobs:
             job.wait_for('"attempt": 0', 2)
-        while not any("evaluated" in job.out for job in jobs):
-            claimed.wait(0.05)
+        while not any("the workers go on" in job.err for job in jobs):  # the first look after the evaluation
+            pause.wait(0.05)
+        assert any("evaluated" in job.out for job in jobs)
         stop.touch()
         done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], [each.err for each in done]

@@ -1,4 +1,4 @@
-"""What the kernel says of workers that make no progress, and what the watch makes of it: real processes."""
+"""Process stats, and what the hang watch concludes from them. On real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def process(code: str, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 def sure_of(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    """Wait for what the kernel tells in no other way than when it is asked."""
+    """Poll for a condition that no event reports."""
     deadline, pause = time.monotonic() + timeout_s, threading.Event()
     while not condition():
         assert time.monotonic() < deadline
@@ -54,10 +54,10 @@ def of(pid: int) -> ProcessStats:
     return process_stats.read([pid])[pid]
 
 
-# A worker and what it has started.
+# Families.
 
 
-def test_vitals_of_a_group():
+def test_stats_of_a_group():
     """The child works, and writes; its parent sleeps."""
     code = """
 if os.fork() == 0:
@@ -123,7 +123,7 @@ def test_rates(before, now, rates):
     assert process_stats.rates(before, now, 4.0) == rates
 
 
-# What is not known is not nothing.
+# Unknown is not idle.
 
 SHUT = """
 import ctypes
@@ -261,7 +261,7 @@ def test_an_event_loop_that_has_nothing_to_do_with_a_terminal_is_no_debugger():
             os.close(terminal)
 
 
-# The watch, on workers whose progress words say that they have stopped after three steps.
+# The watch, on workers whose progress rows say that they stopped after three steps.
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(
     tmp_path: Path, pids: list[int], for_s: float, fixed_s: float | None = None, up: int | None = None
 ) -> detector.Assessment:
-    """Look at them until they are found to stall, or for so many seconds. up: how many of them have come up; None: all."""
+    """Watch these workers until they stall, or for `for_s` seconds. up: how many of them have come up; None: all."""
     board = ProgressTable(str(tmp_path / "progress"), len(pids))
     with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         for slot, pid in list(enumerate(pids))[:up]:
@@ -303,7 +303,7 @@ NEW_SESSION = """
 ready()
 subprocess.run([sys.executable, "-c", "while True: pass"], start_new_session=True)
 """
-# posix_spawn sleeps as vfork(2) does, in state D, until its child has opened what nobody writes into.
+# Like vfork(2), posix_spawn sleeps in state D until its child has opened a pipe, which nobody writes to.
 IN_KERNEL = """
 def spawn():
     ready()
@@ -314,7 +314,7 @@ MAIN_THREAD, OTHER_THREAD = "spawn()", "threading.Thread(target=spawn).start()"
 
 @contextmanager
 def sink(family: socket.AddressFamily, address: str) -> Iterator[int]:
-    """A server that takes what comes; its port."""
+    """Run a server that reads everything; yields its port."""
     with (
         socket.create_server((address, 0), family=family) as server,
         selectors.DefaultSelector() as selector,
@@ -388,11 +388,11 @@ def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick,
         verdict = watched(tmp_path, [one.pid, other.pid], 5)
         assert not verdict.stalled, verdict.reason
         (tmp_path / "progress").unlink()
-        assert watched(tmp_path, [one.pid, other.pid], 20, fixed_s=2.0).stalled  # who sets the limit has it
+        assert watched(tmp_path, [one.pid, other.pid], 20, fixed_s=2.0).stalled  # the user's limit applies
 
 
 def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
-    """It sleeps in the kernel before its bootstrap: its interpreter lies on a file server that is away, say."""
+    """It sleeps in the kernel before its bootstrap, because its interpreter is on a file server that does not answer."""
     monkeypatch.setattr(detector, "WORKING_FLOOR_S", 3.0)
     os.mkfifo(tmp_path / "server")
     with process(IN_KERNEL + MAIN_THREAD, str(tmp_path / "server")) as one, process(PAUSE) as other:

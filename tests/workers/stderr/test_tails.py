@@ -1,4 +1,4 @@
-"""What workers write to stderr reaches the console as it is, and the last of it is known: real pipes, relays and workers."""
+"""The workers' stderr reaches the console unchanged, and its end is known. On real pipes, relays and workers."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
-from elastic_ext.workers.stderr import tails as stderr_tail
+from elastic_ext.workers.stderr import client, relay
+from elastic_ext.workers.stderr import tails as stderr_tails
 from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, Job, environment, run, wait_gone
 
@@ -24,12 +25,13 @@ DEADLINE_S = 30
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A loaded machine may not answer within the time that a recovery waits; these tests look at what is answered."""
-    monkeypatch.setattr(stderr_tail, "FLUSH_S", 10.0)
+    """A busy machine may need longer than a recovery waits. These tests are about the answer, not the time."""
+    monkeypatch.setattr(stderr_tails, "FLUSH_S", 10.0)
+    monkeypatch.setattr(client, "RETRY_S", 10.0)
 
 
 class Console:
-    """Takes the place of fd 2; what comes is collected while it reads."""
+    """Takes the place of fd 2, and collects what arrives there while it reads."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -40,7 +42,7 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Again in a test that starts relays: between a fixture and its test pytest puts its own file there."""
+        """Call this again in a test that starts relays: between a fixture and its test pytest replaces fd 2."""
         os.dup2(self._writer, 2)
 
     def read(self) -> "Console":
@@ -63,7 +65,7 @@ class Console:
         self.reader = -1
 
     def restore(self) -> None:
-        """Let go of fd 2; the end of what the console gets comes when the last writer has ended."""
+        """Close fd 2, so that the console ends when the last writer does."""
         if self._before >= 0:
             os.dup2(self._before, 2)
             os.close(self._before)
@@ -100,19 +102,19 @@ def tails(console):
 
 @pytest.fixture
 def worker(tails, tmp_path):
-    """Start a worker as an agent does: `worker(script)`; what it is sent on standard input goes line by line."""
+    """Start a worker as an agent does: `worker(script)`. Send its standard input with `go`."""
     started = []
 
     def _worker(script: str, local_rank: int = 0, destination: str = "") -> "subprocess.Popen[bytes]":
         folder = tmp_path / f"{len(started)}"
         folder.mkdir()
         (folder / "script.py").write_text("import os, sys\n" + script)
-        told = {"agent": "token"}
+        settings = {"agent": "token"}
         if (path := tails.connect(local_rank, destination, str(folder))) is not None:
-            told["stderr"] = path
+            settings["stderr"] = path
         process = subprocess.Popen(
             [sys.executable, "-u", BOOTSTRAP, str(folder / "script.py")],
-            env=environment(ELASTIC_EXT_WORKER=json.dumps(told)),
+            env=environment(ELASTIC_EXT_WORKER=json.dumps(settings)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -132,12 +134,13 @@ def go(process: "subprocess.Popen[bytes]") -> None:
 
 
 def relay_pid(tails: StderrTails) -> int:
-    assert tails._process is not None
-    return tails._process.pid
+    assert tails._relay is not None
+    assert tails._relay._link.process is not None
+    return tails._relay._link.process.pid
 
 
 def assert_same(got: bytes, expected: bytes) -> None:
-    """Without printing megabytes."""
+    """Compare without printing megabytes."""
     assert (len(got), got[-200:]) == (len(expected), expected[-200:])
     assert hashlib.sha256(got).digest() == hashlib.sha256(expected).digest()
 
@@ -186,11 +189,11 @@ def test_lines_of_many_workers_stay_whole(console, tails, worker):
         assert [line for line in lines if line[0] == str(rank)] == [f"{rank} {n:05} {'y' * 10 * rank}" for n in range(3000)]
 
 
-def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
+def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
     console.read()
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
-    assert tails._flush(DEADLINE_S) is not None  # killed between its write and its note of it, it would be written twice
+    assert tails._relay.flush(DEADLINE_S) is not None  # killed between the write and its mark, it would write twice
     first = relay_pid(tails)
     os.kill(first, signal.SIGKILL)
     go(process)
@@ -203,30 +206,30 @@ def test_a_killed_pump_costs_nothing_that_it_had_not_taken(console, tails, worke
     assert "was killed from outside; starting another" in caplog.text
 
 
-def test_a_pump_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
+def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
     console.read()
     process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
     for part in range(1, 6):
         console.wait_for(lambda data, part=part: len(data) > part * 20_000)
-        tails._process.kill()  # nothing happens if the one before has not been replaced yet
+        tails._relay._link.process.kill()  # nothing happens if the one before has not been replaced yet
     go(process)
     assert process.wait(DEADLINE_S) == 0
     console.wait_for(lambda data: data.endswith(b"end\n"))
 
 
-def test_what_a_killed_pump_had_in_hand_is_written_by_the_next(console, tails, worker):
-    # More than the console's pipe takes: some is in hand, some in the worker's pipe.
+def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker):
+    # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
     process = worker("os.write(2, b'a' * 100_000 + b'b')")
     assert process.wait(DEADLINE_S) == 0
-    assert tails._flush(0.2) is None
+    assert tails._relay.flush(0.2) is None
     os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
-    assert tails._flush(DEADLINE_S) is not None
+    assert tails._relay.flush(DEADLINE_S) is not None
     tails.close()
     assert_same(console.rest(), b"a" * 100_000 + b"b")
 
 
-def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_it(console, tails, worker):
+def test_the_tail_of_a_worker_just_dead_is_there_though_the_relay_is_killed_with_it(console, tails, worker):
     console.read()
     process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
     console.wait_for(lambda data: data == b"x")
@@ -234,7 +237,7 @@ def test_the_tail_of_a_worker_just_dead_is_there_though_the_pump_is_killed_with_
     go(process)
     assert process.wait(DEADLINE_S) == 0
     os.kill(relay_pid(tails), signal.SIGKILL)
-    tails._flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
+    tails._relay.flush(DEADLINE_S)  # as settle(), with the time that a loaded machine takes to start a process
     assert tails.tail(0) == "xlast words"
 
 
@@ -249,22 +252,22 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     )
     child, held = map(int, process.stdout.readline().split())
     held_open = os.open(f"/proc/{process.pid}/fd/{held}", os.O_WRONLY)
-    relay = relay_pid(tails)
+    helper = relay_pid(tails)
     go(process)
     assert process.wait(DEADLINE_S) == 0
     start = time.monotonic()
     assert tails.tail(0) == "worker ends"
     tails.close()
     assert time.monotonic() - start < 4.0  # close() waits up to 5 s for a relay that is about to end
-    assert wait_gone([relay], 0) == [relay]
+    assert wait_gone([helper], 0) == [helper]
     os.write(held_open, b"\n")
     os.close(held_open)
     assert_same(console.rest(), b"worker endsI go on\n")
-    assert wait_gone([child, relay]) == []
+    assert wait_gone([child, helper]) == []
 
 
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
-    monkeypatch.undo()  # the wait that users have
+    monkeypatch.undo()  # with the limits that users have
     process = worker("os.write(2, b'a' * 100_000 + b'the end')")  # nobody reads
     assert process.wait(DEADLINE_S) == 0
     start = time.monotonic()
@@ -359,7 +362,7 @@ def test_a_terminal_stays_the_workers_terminal():
             os.close(descriptor)
 
 
-def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
+def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog):
     console.take()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
@@ -372,6 +375,23 @@ def test_a_pump_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeyp
         pipe.write(b"c" * 100_000)
     console.wait_for(lambda data: data == b"c" * 100_000)
     assert tails.tail(0) == "c" * TAIL_BYTES
+    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+
+
+def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path):
+    """The package was updated while a job ran, and the relay is started again."""
+    console.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(relay, "VERSION", 0)
+        tails = StderrTails(enabled=True)
+    request.addfinalizer(tails.close)
+    console.read()
+    path = tails.connect(0, "", str(tmp_path))
+    assert path is not None
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(b"still shown")
+    console.wait_for(lambda data: data.endswith(b"still shown"))
+    assert b"this stderr relay speaks version 1, its agent 0" in console.data
     assert "its relay cannot run: it ended with exit code 1" in caplog.text
 
 
@@ -428,7 +448,7 @@ def test_what_a_worker_said_comes_before_what_the_agent_says_of_its_end(tmp_path
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
+def test_the_setting_says_whether_a_relay_stands_between(tmp_path, setting):
     script = tmp_path / "who.py"
     script.write_text("import os; print('stderr is', os.readlink('/proc/self/fd/2'))")
     job = run([*EXT, f"--rdzv-conf=stderr_tail={setting}", "--nproc-per-node=1", str(script)], tmp_path)
@@ -437,7 +457,7 @@ def test_the_setting_says_whether_a_pump_stands_between(tmp_path, setting):
 
 
 def relays(agent: int) -> list[int]:
-    """Pumps of this agent; they are its children as long as it lives."""
+    """The relays of this agent; they are its children as long as it lives."""
     found = []
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
         if b"stderr/relay.py" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -450,6 +470,6 @@ def test_the_death_of_the_agent_leaves_neither_workers_nor_relay(tmp_path):
     script.write_text("import os\nprint('up', flush=True)\nwhile True: os.write(2, b'.')")
     with Job([*EXT, "--nproc-per-node=1", str(script)], tmp_path) as job:
         job.wait_for("(?m)^up$")
-        (relay,) = relays(job.process.pid)
+        (helper,) = relays(job.process.pid)
         job.process.kill()
-        assert wait_gone([relay]) == []
+        assert wait_gone([helper]) == []

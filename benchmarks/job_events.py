@@ -1,4 +1,4 @@
-"""What the benchmark of lost nodes sees of a job: what its workers tell, and when processes begin and end."""
+"""What node_loss.py sees of a job: the steps that its workers report, and when processes begin and end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """See workers/stepping_job.py."""
+class WorkerEvent:
+    """One message of workers/stepping_job.py or workers/reporting_torchrun.py.
+
+    Attributes:
+        node: the variable NODE of the sender.
+        rank, world: of the sender's process group; -1 and 0 for an agent.
+        event: "step": an all_reduce is done; "agent": an agent has imported torch.
+        ns: CLOCK_MONOTONIC, which all processes of a Linux machine share, also across network namespaces.
+    """
 
     node: str
     pid: int
@@ -27,19 +34,21 @@ class Stamp:
     ns: int
 
 
-class Observer:
-    """Hears what the workers tell and sees processes end: one loop, no polling.
+class JobEvents:
+    """Receives the workers' messages and sees processes end, without polling.
 
     Attributes:
-        first: the first step of each worker by pid. last: the last one. pause_ns: its longest time between two steps.
+        path: of the socket to send to.
+        first, last: the first and the last step of each worker, by pid.
+        pause_ns: the longest time between two steps of each worker, by pid.
         made_ns, ended_ns: when a process was made and when it had ended, by pid; CLOCK_MONOTONIC.
-        agents: when the agents had imported torch, by node.
+        agents: when each agent had imported torch, by node.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self.first: dict[int, Stamp] = {}
-        self.last: dict[int, Stamp] = {}
+        self.first: dict[int, WorkerEvent] = {}
+        self.last: dict[int, WorkerEvent] = {}
         self.pause_ns: dict[int, int] = {}
         self.made_ns: dict[int, int] = {}
         self.ended_ns: dict[int, int] = {}
@@ -56,16 +65,17 @@ class Observer:
             os.close(pidfd)
 
     def follow(self, pid: int) -> None:
+        """Record when this process was made and when it ends."""
         try:
             made_ns, pidfd = _made_ns(pid), os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError):  # it has ended and been reaped: a worker of a round that failed at once
+        except (ProcessLookupError, FileNotFoundError):  # a worker of a round that failed at once: it has ended and been reaped
             return
         self.made_ns[pid] = made_ns
         self._pids[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
 
     def until(self, found: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Look and listen until there is something; None: not in time."""
+        """Receive events until `found` returns something, and return that; None: not in time."""
         deadline = time.monotonic() + timeout_s
         while (seen := found()) is None:
             left_s = deadline - time.monotonic()
@@ -82,25 +92,25 @@ class Observer:
             self._poll.unregister(fd)
             os.close(fd)
             return
-        stamp = Stamp(**json.loads(self._socket.recv(4096)))
-        if stamp.event == "agent":
-            self.agents[stamp.node] = stamp.ns
+        event = WorkerEvent(**json.loads(self._socket.recv(4096)))
+        if event.event == "agent":
+            self.agents[event.node] = event.ns
             return
-        if stamp.pid not in self.first:
-            self.first[stamp.pid] = stamp
-            self.follow(stamp.pid)
-        before = self.last.get(stamp.pid, stamp)
-        self.pause_ns[stamp.pid] = max(self.pause_ns.get(stamp.pid, 0), stamp.ns - before.ns)
-        self.last[stamp.pid] = stamp
+        if event.pid not in self.first:
+            self.first[event.pid] = event
+            self.follow(event.pid)
+        before = self.last.get(event.pid, event)
+        self.pause_ns[event.pid] = max(self.pause_ns.get(event.pid, 0), event.ns - before.ns)
+        self.last[event.pid] = event
 
-    def training(self, world: int) -> dict[int, Stamp] | None:
-        """The first steps, by rank, of a world of that size whose workers are all there; None while there is none."""
+    def training(self, world: int) -> dict[int, WorkerEvent] | None:
+        """The first steps, by rank, of a world of this size whose workers all run; None: there is none yet."""
         there = {step.rank: step for step in self.first.values() if step.world == world and step.pid not in self.ended_ns}
         return there if len(there) == world else None
 
 
 def _made_ns(pid: int) -> int:
-    """When a process was made. The kernel tells it in ticks of CLOCK_BOOTTIME; see proc_pid_stat(5), field 22."""
+    """When a process was made. The kernel counts it in ticks of CLOCK_BOOTTIME; see proc_pid_stat(5), field 22."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     asleep_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     return int(after_name[19]) * 10**9 // os.sysconf("SC_CLK_TCK") - asleep_ns

@@ -1,0 +1,242 @@
+"""The reaper, on real processes: nothing that a killed agent started survives it."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.workers.reaper import reaper as reaper_program
+from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.reaper.reaper import kill_marked
+from tests.jobs import wait_gone
+
+AGENT = """
+import os, signal, subprocess, sys
+from elastic_ext.workers.reaper.client import Reaper
+python = sys.executable
+sys.executable = os.environ.get("TEST_REAPER_PYTHON", python)
+client = Reaper(sys.argv[1], sys.argv[2])
+sys.executable = python
+code = "import subprocess, sys, signal; p = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'], \
+start_new_session=True); print(p.pid, flush=True); signal.pause()"
+marked = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "ELASTIC_EXT_WORKER": sys.argv[1]},
+                          start_new_session=True, stdout=subprocess.PIPE)
+unmarked = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env={}, start_new_session=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if sys.argv[3] != "before-watch":
+    client.watch([marked.pid, unmarked.pid])
+print(client._process.pid, marked.pid, int(marked.stdout.readline()), unmarked.pid, flush=True)
+if sys.argv[3] == "clean":
+    client.close(clean=True)
+elif sys.argv[3] == "end":
+    client.close(clean=False)
+    print(marked.poll(), unmarked.poll(), flush=True)
+else:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def agent():
+    started = []
+
+    def _agent(how, **env):
+        run_dir = tempfile.mkdtemp()
+        process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, os.urandom(16).hex(), run_dir, how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+        started.append(process)
+        reaper, *workers = map(int, process.stdout.readline().split())
+        return process, reaper, workers, run_dir
+
+    yield _agent
+    for process in started:
+        process.kill()
+        process.wait()
+        kill_marked(process.args[3].encode())  # it may hold the pipes open
+        process.communicate()
+
+
+def test_nothing_outlives_a_killed_agent(agent):
+    process, reaper, workers, run_dir = agent("wait")
+    process.kill()
+    assert wait_gone([*workers, reaper]) == []
+    assert not os.path.exists(run_dir)
+
+
+def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet(agent, tmp_path):
+    late = tmp_path / "late"
+    late.write_text(
+        f"#!{sys.executable}\n"
+        "import os, select, sys\n"
+        "select.select([os.pidfd_open(int(sys.argv[5]))], [], [])\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+    )
+    late.chmod(0o755)
+    process, reaper, workers, _ = agent("wait", TEST_REAPER_PYTHON=str(late))
+    process.kill()
+    assert wait_gone([*workers, reaper]) == []
+
+
+def test_a_worker_that_the_reaper_does_not_know_is_found_by_its_token(agent):
+    process, reaper, (marked, grandchild, unmarked), _ = agent("before-watch")
+    process.kill()
+    assert wait_gone([marked, grandchild, reaper]) == []
+    os.kill(unmarked, signal.SIGKILL)  # nobody could know of this one: no token, and never sent
+
+
+def test_a_worker_between_fork_and_exec_is_found(tmp_path):
+    """When the agent dies its child has not called exec yet, so it does not carry the token."""
+    code = (
+        "import os, select, sys\n"
+        "from elastic_ext.workers.reaper.client import Reaper\n"
+        "client = Reaper(sys.argv[1], sys.argv[2])\n"
+        "agent = os.pidfd_open(os.getpid())\n"
+        "if os.fork() == 0:\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    select.select([agent], [], [])\n"
+        "    code = 'import signal; signal.pause()'\n"
+        "    os.execve(sys.executable, [sys.executable, '-c', code], {'ELASTIC_EXT_WORKER': sys.argv[1]})\n"
+        "import signal; signal.pause()\n"
+    )
+    token = os.urandom(16).hex()
+    agent = subprocess.Popen([sys.executable, "-c", code, token, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    child = int(agent.stdout.readline())
+    agent.kill()
+    agent.wait()
+    try:
+        assert wait_gone([child]) == []
+    finally:
+        agent.stdout.close()
+
+
+def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
+    """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, os.urandom(16).hex(), str(run_dir), "wait"],
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        text=True,
+    )
+    os.close(writer)
+    reaper, *workers = map(int, process.stdout.readline().split())
+    os.close(reader)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert wait_gone([*workers, reaper]) == []
+    assert not run_dir.exists()
+
+
+def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_ELASTIC_EXT_TEST", "kept")
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    environ = Path(f"/proc/{client._process.pid}/environ")
+    deadline = time.monotonic() + 20
+    while not environ.read_text() and time.monotonic() < deadline:
+        pass  # during its exec a process has none, and no event reports when it has
+    assert environ.read_text() == "LD_ELASTIC_EXT_TEST=kept\0"
+    os.kill(client._process.pid, signal.SIGKILL)
+    select.select([client.pidfd], [], [], 20)
+    client.watch([os.getpid()])
+    os.kill(client._process.pid, signal.SIGKILL)
+    select.select([client.pidfd], [], [], 20)
+    client.close(clean=True)
+    client.close(clean=True)
+
+
+def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    monkeypatch.undo()
+    select.select([client.pidfd], [], [], 20)
+    client.watch([os.getpid()])
+    client.watch([os.getpid()])
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    client.close(clean=False)
+
+
+def test_an_agent_that_ends_well_leaves_alive_what_is_alive(agent):
+    process, reaper, workers, run_dir = agent("clean")
+    assert process.wait(20) == 0
+    assert wait_gone([reaper]) == []
+    assert not os.path.exists(run_dir)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)  # raises if it is gone
+
+
+def test_an_agent_that_ends_otherwise_leaves_nothing(agent):
+    process, reaper, workers, _ = agent("end")
+    assert process.wait(20) == 0
+    assert wait_gone([*workers, reaper]) == []
+
+
+def test_signals_to_the_agents_group_do_not_reach_the_reaper(agent):
+    process, reaper, workers, _ = agent("wait")
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(reaper, sig)
+    process.kill()
+    assert wait_gone([*workers, reaper]) == []
+
+
+def test_a_killed_reaper_is_replaced(tmp_path):
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    try:
+        client.watch([child.pid])
+        first = client._process.pid
+        os.kill(first, signal.SIGKILL)
+        select.select([client.pidfd], [], [], 20)
+        client.revive()
+        assert client._process.pid != first
+        client.close(clean=False)
+        assert child.wait(20) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, caplog):
+    """Its pipe is full after a few hundred rounds; at the end it is continued."""
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    try:
+        first = client._process.pid
+        os.kill(first, signal.SIGSTOP)
+        os.waitid(os.P_PID, first, os.WSTOPPED)
+        client._workers = [child.pid] * 4000
+        for _ in range(8):  # 30 KB each
+            client._send_round()
+        assert "has not read its messages for a long time; starting another" in caplog.text
+        assert wait_gone([first]) == []
+        client.watch([child.pid])
+        os.kill(client._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, client._process.pid, os.WSTOPPED)
+        client.close(clean=False)
+        assert child.wait(20) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_reaper_of_another_version_reads_nothing(tmp_path, monkeypatch, caplog):
+    """The package was updated while a job ran, and the reaper is started again."""
+    monkeypatch.setattr(reaper_program, "VERSION", 0)
+    client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+    select.select([client.pidfd], [], [], 20)
+    client.watch([os.getpid()])
+    assert "the reaper ended with exit code 1: if this agent is killed, its workers may outlive it" in caplog.text
+    client.close(clean=True)

@@ -30,7 +30,7 @@ NICE = 10  # training comes first
 
 
 class _Orders:
-    """The agent's orders, from a thread that reads standard input. finish: it was said."""
+    """The agent's orders, from a thread that reads standard input. finish: the agent has sent that order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -149,6 +149,6 @@ class BackgroundSaver:
         if self._ranks.rank == 0:
             try:
                 for removed in self._retention.prune(name):
-                    self._results.tell(Event("pruned", step, removed.name, reason=removed.reason))
+                    self._results.emit(Event("pruned", step, removed.name, reason=removed.reason))
             except (OSError, StaleGroup) as error:  # no reason to stop training
                 logger.warning("pruning old checkpoints failed: %s; the next save tries again", error)

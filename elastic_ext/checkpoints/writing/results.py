@@ -59,7 +59,7 @@ class Results:
         """A save is committed."""
         self.last_error, self.failures, self.last_saved = None, 0, step
         saves.report_saved(step, seconds)
-        self.tell(Event("saved", step, name, seconds, size))
+        self.emit(Event("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
         """A save has failed for good."""
@@ -67,14 +67,14 @@ class Results:
         self.last_error = f"step {step} was not saved, rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training goes on", self.last_error)
         saves.report_save_failed()
-        self.tell(Event("failed", step, name, reason=self.last_error))
+        self.emit(Event("failed", step, name, reason=self.last_error))
         if failure.kind is FailureKind.STALE:
             self.stale = StaleGroup(failure.reason)
         elif failure.kind is FailureKind.GROUP:
             self.ended = self.last_error
         elif self.failures >= ALARM_AFTER:
             logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
-            self.tell(Event("alarm", step, name, reason=self.last_error))
+            self.emit(Event("alarm", step, name, reason=self.last_error))
 
     def skipped(self, step: int) -> bool:
         """Return whether there is no need or no way to save this step, and tell the agent so. Raises StaleGroup."""
@@ -90,7 +90,7 @@ class Results:
             return False
         return True
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Call `on_event`; what it raises is logged."""
         if self._on_event is not None:
             try:

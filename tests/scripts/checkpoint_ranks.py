@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
-from elastic_ext.checkpoints.writing import checkpointer as checkpointers
-from elastic_ext.checkpoints.writing import writer
+from elastic_ext.checkpoints.writing import background, commit
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
+from elastic_ext.checkpoints.writing.dcp_files import HashedFile
 
 GRACE_S = 0.7  # between the death of one rank and that of the others
 READY = -1  # where rank 0 tells that it has loaded
@@ -105,7 +105,7 @@ class Training:
 def at_write(count: int, number: int) -> None:
     """Send this process a signal when it is about to write for the count-th time, to a data file or a manifest."""
     seen = 0
-    write, commit = writer._Hashed.write, writer._commit
+    write, put_manifest = HashedFile.write, commit.commit
 
     def counted() -> None:
         nonlocal seen
@@ -119,11 +119,11 @@ def at_write(count: int, number: int) -> None:
 
     def counted_commit(*args: Any) -> Any:
         counted()
-        outcome = commit(*args)
+        outcome = put_manifest(*args)
         counted()
         return outcome
 
-    writer._Hashed.write, writer._commit = counted_write, counted_commit
+    HashedFile.write, commit.commit = counted_write, counted_commit
 
 
 def train(rank: int, world: int, args: dict) -> dict:
@@ -137,7 +137,7 @@ def train(rank: int, world: int, args: dict) -> dict:
             with open(f"{args['told']}.{rank}", "a") as file:
                 file.write(f"{event.step}\n")
 
-    checkpointers.FIRST_PAUSE_S = args.get("pause_s", checkpointers.FIRST_PAUSE_S)
+    background.FIRST_PAUSE_S = args.get("pause_s", background.FIRST_PAUSE_S)
     checkpointer = training.checkpointer(args["directory"], on_event=note, **args.get("options", {}))
     position = checkpointer.load()
     if rank == 0:
@@ -178,7 +178,7 @@ def stale_prune(rank: int, world: int, args: dict) -> dict:
     checkpointer.save(1, wait=True)
     os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        checkpointer._prune("step_00000001.g0001", 1)
+        list(checkpointer._retention.prune("step_00000001.g0001"))
     except StaleGroup as error:
         return {"raised": str(error)}
     return {"raised": ""}

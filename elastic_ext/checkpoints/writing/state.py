@@ -1,19 +1,11 @@
-"""What training is made of, taken apart for a checkpoint and put together again.
+"""The training state, taken apart for a checkpoint and put together again.
 
 `capture` splits it three ways: tensors, which torch.distributed.checkpoint shards and reshards; what all ranks share; and what is
-each rank's own. Optimizer state is kept by parameter name and read back by the names and shapes that the checkpoint tells. So a
-load takes no step with zero gradients to find out what the optimizer would hold, as torch's own `set_state_dict` does: no step is
-counted that was not trained, and an optimizer before its first step comes back as it was.
-
-Private names that are touched: DataLoader._get_iterator, of torch and of torchdata alike, in `restore_after_iter`.
+each rank's own. Checkpoints hold the keys of all three, so those must not change.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,9 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.writing import optimizer_state, random_state
+from elastic_ext.checkpoints.writing.optimizer_state import Names
 
 # Components that wrappers add to a parameter's name: torch.compile, activation checkpointing.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+StateDict = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -40,7 +36,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Objects:
-    """What the user trains with."""
+    """The objects that the user trains with."""
 
     model: nn.Module
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -49,30 +45,50 @@ class Objects:
     dataloader: Stateful | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
+    @property
+    def steppers(self) -> tuple[tuple[str, Stateful | None], ...]:
+        """The single objects whose state all ranks share, by the key that checkpoints have it under."""
+        return ("scheduler", self.scheduler), ("scaler", self.scaler)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The parts of a checkpoint's state that are not sharded.
+
+    Attributes:
+        shared: alike on all ranks.
+        owns: each rank's own, by rank: this rank's alone at an equal world size, else those of all ranks that saved.
+    """
+
+    shared: StateDict
+    owns: Mapping[int, StateDict]
+
 
 @dataclass(frozen=True)
 class Capture:
     """tensors: nested dict of live tensors, not yet copied. shared: alike on all ranks. own: this rank's."""
 
-    tensors: dict[str, Any]
-    shared: dict[str, Any]
-    own: dict[str, Any]
+    tensors: StateDict
+    shared: StateDict
+    own: StateDict
 
 
 def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
-    """accumulation: micro-steps of the next optimizer step that are done; above 0 the gradients are part of the state.
+    """Take the state apart.
 
-    Raises UsageError for gradients that cannot be had.
+    accumulation: micro-steps of the next optimizer step that are done; above 0 the gradients are part of the state.
+
+    Raises UsageError for gradients that cannot be reached.
     """
-    tensors: dict[str, Any] = {"model": get_model_state_dict(objects.model)}
-    shared: dict[str, Any] = {"optimizers": [], "extra": {}, "extra_tensors": []}
-    own: dict[str, Any] = {}
+    tensors: StateDict = {"model": get_model_state_dict(objects.model)}
+    shared: StateDict = {"optimizers": [], "extra": {}, "extra_tensors": []}
+    own: StateDict = {}
     names = parameter_names(objects.model)
     for number, optimizer in enumerate(objects.optimizers):
-        moments, form = _take_optimizer(optimizer, names)
+        moments, form = optimizer_state.take(optimizer, names)
         tensors.setdefault("optimizer", {})[str(number)] = moments
         shared["optimizers"].append(form)
-    for name, part in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
+    for name, part in objects.steppers:
         if part is not None:
             shared[name] = part.state_dict()
     for name, part in objects.extra.items():
@@ -90,16 +106,14 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
         own["gradients"] = sorted(local)
     if objects.dataloader is not None:
         own["dataloader"] = objects.dataloader.state_dict()
-    own["generators"] = generators()  # last: asking a data loader for its state may draw from them
+    own["generators"] = random_state.take()  # last: asking a data loader for its state may draw from them
     return Capture(tensors, shared, own)
 
 
-def template(objects: Objects, shared: Mapping[str, Any], owns: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The tensors to fill in, in the shape that this world size and these wrappers want them.
-
-    owns: by rank of the group that saved; their gradients are read where they are not sharded.
-    """
-    tensors: dict[str, Any] = {"model": get_model_state_dict(objects.model)}
+def template(objects: Objects, saved: Saved) -> StateDict:
+    """Return the tensors to load into, in the layout that this world size and these wrappers need. Raises UsageError."""
+    shared = saved.shared
+    tensors: StateDict = {"model": get_model_state_dict(objects.model)}
     parameters = {name: parameter for parameter, name in parameter_names(objects.model).items()}
     if len(shared["optimizers"]) != len(objects.optimizers):
         raise UsageError(
@@ -107,12 +121,7 @@ def template(objects: Objects, shared: Mapping[str, Any], owns: Mapping[int, Map
             "give the Checkpointer as many as at the save"
         )
     for number, form in enumerate(shared["optimizers"]):
-        moments = {
-            name: {key: _empty(of, parameters[name]) for key, of in kinds.items() if isinstance(of, Moment)}
-            for name, kinds in form["state"].items()
-            if _known(name, parameters)
-        }
-        tensors.setdefault("optimizer", {})[str(number)] = moments
+        tensors.setdefault("optimizer", {})[str(number)] = optimizer_state.template(form, parameters)
     for name in shared["extra_tensors"]:
         if name in objects.extra:
             tensors.setdefault("extra", {})[name] = objects.extra[name].state_dict()
@@ -120,20 +129,19 @@ def template(objects: Objects, shared: Mapping[str, Any], owns: Mapping[int, Map
         tensors["gradients"] = {name: torch.zeros_like(parameters[name].detach()) for name in shared["gradients"]}
         tensors["rank_gradients"] = {
             str(rank): {name: torch.zeros_like(parameters[name].detach()) for name in own["gradients"]}
-            for rank, own in owns.items()
+            for rank, own in saved.owns.items()
         }
-    return _pruned(tensors)
+    return _without_empty(tensors)
 
 
-def restore(
-    objects: Objects, tensors: Mapping[str, Any], shared: Mapping[str, Any], owns: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Put the shared state in place. owns: this rank's own alone at an equal world size, else those of all who saved."""
+def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
+    """Put in place all but the data loader and the random generators. Raises UsageError where it does not fit."""
+    shared = saved.shared
     set_model_state_dict(objects.model, tensors["model"])
     names = parameter_names(objects.model)
     for number, (optimizer, form) in enumerate(zip(objects.optimizers, shared["optimizers"], strict=True)):
-        _put_optimizer(optimizer, names, form, tensors.get("optimizer", {}).get(str(number), {}))
-    for name, part in (("scheduler", objects.scheduler), ("scaler", objects.scaler)):
+        optimizer_state.put(optimizer, names, form, tensors.get("optimizer", {}).get(str(number), {}))
+    for name, part in objects.steppers:
         if part is not None and name in shared:
             part.load_state_dict(shared[name])
     for name, part in objects.extra.items():
@@ -144,14 +152,11 @@ def restore(
     for parameter in names:
         parameter.grad = None
     if "gradients" in shared:
-        _put_gradients(names, tensors, owns)
-
-
-# Names.
+        _put_gradients(names, tensors, saved.owns)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's name without what DDP, torch.compile and activation checkpointing add: alike under all of them."""
+    """Return each parameter's name without what DDP, torch.compile and activation checkpointing add: alike under all of them."""
     whole = model.module if isinstance(model, DistributedDataParallel) else model
     return {
         parameter: ".".join(each for each in name.split(".") if each not in _WRAPPERS)
@@ -159,96 +164,11 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-def _known(name: str, parameters: Mapping[str, nn.Parameter]) -> bool:
-    if name not in parameters:
-        raise UsageError(
-            f"the checkpoint has optimizer state of {name}, which the model does not have: build the model it was saved of"
-        )
-    return True
-
-
-# Optimizers.
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One tensor of an optimizer's state. Checkpoints hold it: neither its name nor its fields may change.
-
-    like_parameter: of the parameter's shape and sharded as it is.
-    """
-
-    like_parameter: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _take_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its tensors by name, and the form: groups, and what each parameter's state consists of."""
-    parameters = _in_order(optimizer)
-    packed = optimizer.state_dict()
-    try:
-        by_index = [names[parameter] for parameter in parameters]
-    except KeyError:
-        raise UsageError(
-            "the optimizer has a parameter that the model does not have: give the Checkpointer the model it steps"
-        ) from None
-    groups = [{**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]]
-    moments: dict[str, Any] = {}
-    form: dict[str, Any] = {}
-    for index, state in packed["state"].items():
-        name, parameter = by_index[index], parameters[index]
-        moments[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        form[name] = {
-            key: _moment(name, key, value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
-            for key, value in state.items()
-        }
-    return moments, {"groups": copy.deepcopy(groups), "state": form}
-
-
-def _moment(name: str, key: str, value: Tensor, parameter: nn.Parameter) -> Moment:
-    like = value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
-    if isinstance(value, DTensor) and not like:
-        raise UsageError(
-            f"the optimizer's {key} of {name} is sharded but not shaped as its parameter: such state cannot be saved"
-        )
-    return Moment(like, tuple(value.shape), value.dtype)
-
-
-def _empty(moment: Moment, parameter: nn.Parameter) -> Tensor:
-    if moment.like_parameter:
-        return torch.zeros_like(parameter.detach(), dtype=moment.dtype)
-    return torch.zeros(moment.shape, dtype=moment.dtype)
-
-
-def _put_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], form: Mapping[str, Any], moments: Mapping[str, Any]
-) -> None:
-    index_of = {names[parameter]: index for index, parameter in enumerate(_in_order(optimizer))}
-    saved = [group["params"] for group in form["groups"]]
-    present = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    if saved != present:
-        raise UsageError(
-            f"the optimizer's groups have {[len(group) for group in present]} parameters, in the checkpoint "
-            f"{[len(group) for group in saved]}, or others: build the optimizer as at the save"
-        )
-    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in form["groups"]]
-    state = {
-        index_of[name]: {key: moments[name][key] if isinstance(of, Moment) else of for key, of in kinds.items()}
-        for name, kinds in form["state"].items()
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """By the index that `Optimizer.state_dict` gives them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 # Gradients of an optimizer step that is not complete.
 
 
-def _take_gradients(names: Mapping[nn.Parameter, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(sharded, this rank's own): DDP under no_sync() has gradients that differ from rank to rank."""
+def _take_gradients(names: Names) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return (sharded, this rank's own): under DDP's no_sync() gradients differ from rank to rank."""
     sharded: dict[str, Tensor] = {}
     local: dict[str, Tensor] = {}
     for parameter, name in names.items():
@@ -263,7 +183,7 @@ def _take_gradients(names: Mapping[nn.Parameter, str]) -> tuple[dict[str, Tensor
     return sharded, local
 
 
-def _put_gradients(names: Mapping[nn.Parameter, str], tensors: Mapping[str, Any], owns: Mapping[int, Mapping[str, Any]]) -> None:
+def _put_gradients(names: Names, tensors: StateDict, owns: Mapping[int, StateDict]) -> None:
     """At another world size each rank gets the mean of the saved ranks': the mean over the new ranks is then the old one."""
     for parameter, name in names.items():
         if name in tensors.get("gradients", {}):
@@ -274,90 +194,8 @@ def _put_gradients(names: Mapping[nn.Parameter, str], tensors: Mapping[str, Any]
             parameter.grad = found[0] if len(owns) == 1 else torch.stack(found).sum(0) / len(owns)
 
 
-# Random generators.
-
-
-def generators() -> dict[str, Any]:
-    """All that training may draw from: python, numpy if it is loaded, torch on CPU and on this rank's CUDA device."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_generators(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def restore_after_iter(loader: Any, generators: Mapping[str, Any]) -> None:
-    """Restore them once more when the loader's next iterator is made: that draws a seed, which at the save was drawn already."""
-    make = getattr(loader, "_get_iterator", None)
-    if make is None:
-        return
-
-    def once() -> Any:
-        del loader._get_iterator  # the class's own shows again
-        iterator = make()
-        set_generators(generators)
-        return iterator
-
-    loader._get_iterator = once
-
-
-def seed_generators(*parts: object) -> None:
-    """For a rank whose saved generators there are not: unlike for unlike parts, and the same on every machine."""
-    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")  # numpy takes 32 bits
-    random.seed(seed)
-    torch.manual_seed(seed)  # CUDA too
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-# Copies.
-
-
-class Stager:
-    """Copies tensors to memory of its own, which the next save uses again: page faults cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], Tensor] = {}
-
-    def stage(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """A copy that training does not change. The last one must not be in use any more."""
-        kept: dict[tuple[str, ...], Tensor] = {}
-        staged: dict[str, Any] = self._copy(tensors, (), kept)
-        self._kept = kept
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # the copies from the device were only queued
-        return staged
-
-    def _copy(self, value: Any, path: tuple[str, ...], kept: dict[tuple[str, ...], Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            kept[path] = self._copy_tensor(value.detach(), self._kept.get(path))
-            return kept[path]
-        if isinstance(value, Mapping):
-            return {key: self._copy(each, (*path, str(key)), kept) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._copy(each, (*path, str(number)), kept) for number, each in enumerate(value)]
-        return copy.deepcopy(value)
-
-    @staticmethod
-    def _copy_tensor(value: Tensor, room: Tensor | None) -> Tensor:
-        fits = room is not None and type(room) is type(value) and room.shape == value.shape and room.dtype == value.dtype
-        if not fits or (isinstance(room, DTensor) and room.placements != value.placements):
-            room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        assert room is not None
-        return room.copy_(value, non_blocking=value.is_cuda)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Walk through nested mappings and sequences."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -368,7 +206,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _pruned(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Without empty branches: torch.distributed.checkpoint takes an empty dict for a value that it should find."""
-    found = {key: _pruned(value) if isinstance(value, dict) else value for key, value in tensors.items()}
+def _without_empty(tensors: StateDict) -> StateDict:
+    """Drop empty dicts: torch.distributed.checkpoint takes one for a value that it should find."""
+    found = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in tensors.items()}
     return {key: value for key, value in found.items() if not (isinstance(value, dict) and not value)}

@@ -22,20 +22,20 @@ WELL_S = 60.0  # what a machine under load may take for what is due at once
 
 
 class Watched:
-    """A copier with what it tells."""
+    """A copier with the figures that it passes on."""
 
     def __init__(self, local: Path, remote: Path | str, stall_s: float) -> None:
-        self.told: list[dict] = []
+        self.told: list[tuple[object, ...]] = []
         self.failed = 0
         self._changed = threading.Condition()
-        self.copier = Copier(str(local), str(remote), 0.0, "token", self._note, self._count, stall_s)
+        self.copier = Copier(str(local), str(remote), 0.0, "token", self, stall_s)
 
-    def _note(self, told: dict) -> None:
+    def copied(self, *figures: object) -> None:
         with self._changed:
-            self.told.append(told)
+            self.told.append(figures)
             self._changed.notify_all()
 
-    def _count(self) -> None:
+    def copy_failed(self) -> None:
         with self._changed:
             self.failed += 1
             self._changed.notify_all()
@@ -69,7 +69,7 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, caplog):
         assert each.copier.close(None) == ()
     assert complete(tmp_path / "remote", name)
     assert caplog.text.count("says nothing for 3 s") == 1
-    assert "it is begun anew" in caplog.text
+    assert "starting the process again" in caplog.text
 
 
 def test_a_stall_that_is_never_over(tmp_path, caplog):

@@ -18,7 +18,9 @@ import pytest
 from xxhash import xxh3_64_hexdigest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Here, Replicator, next_target
+from elastic_ext.checkpoints.copying.coordination import TARGET
+from elastic_ext.checkpoints.copying.replicator import LocalCheckpoint, Replicator, next_target
+from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory import pruning, tiers
 from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
@@ -27,7 +29,7 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
 from elastic_ext.checkpoints.storage import open_storage, polled
-from elastic_ext.checkpoints.writing.writer import joined
+from elastic_ext.checkpoints.writing.exchange import joined
 from tests.jobs import environment
 
 
@@ -163,8 +165,8 @@ def test_joined_ranges_cover_the_same_bytes():
 
 
 def test_what_the_leader_copies_next():
-    def here(step: int, generation: int = 1, leads: bool = True) -> Here:
-        return Here(directory_name(step, generation), Manifest(step, generation, ()), b"", leads)
+    def here(step: int, generation: int = 1, leads: bool = True) -> LocalCheckpoint:
+        return LocalCheckpoint(directory_name(step, generation), Manifest(step, generation, ()), b"", leads)
 
     two, four, later = here(2), here(4), here(3, 2)
     assert next_target([], "", (), False) is None
@@ -181,7 +183,7 @@ def test_what_the_leader_copies_next():
 def test_bandwidth_over_any_window():
     """Over each time t no more than rate x t bytes and one block: counted, by a clock of our own."""
     source = random.Random(3)
-    bucket, now, sent = Bucket(1000.0), 0.0, []
+    bucket, now, sent = TokenBucket(1000.0), 0.0, []
     for _ in range(500):
         now += source.choice((0.0, 0.0, source.random()))
         size = source.randrange(1, 400)
@@ -192,7 +194,7 @@ def test_bandwidth_over_any_window():
             window = sent[last][0] - sent[first][0]
             assert sum(size for _, size in sent[first : last + 1]) <= 1000.0 * window + 400 + 1e-6
     assert sent[-1][0] >= sum(size for _, size in sent[:-1]) / 1000.0 * 0.99  # and not much less, where there is enough to send
-    assert Bucket(0.0).take(10**12, 0.0) == 0.0
+    assert TokenBucket(0.0).take(10**12, 0.0) == 0.0
 
 
 def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
@@ -304,7 +306,7 @@ def test_a_damaged_part_is_never_complete_and_holds_up_nothing(tmp_path, nodes):
 def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
     """`turn` by `turn`, in this process: what a node still has at each."""
     remote = open_storage(str(tmp_path / "remote"))
-    copiers = [Replicator(open_storage(str(node)), remote, Bucket(0.0)) for node in nodes]
+    copiers = [Replicator(open_storage(str(node)), remote, TokenBucket(0.0)) for node in nodes]
     save(nodes, 2)
     save(nodes, 4)
 
@@ -327,7 +329,7 @@ def test_it_prunes_only_what_a_newer_one_makes_superfluous(tmp_path, nodes):
 def superfluous(tmp_path) -> tuple[Replicator, Path, str, str]:
     """A copier that has an older checkpoint to prune, which a round may have chosen: on another node the newer one is lost."""
     local, remote = tmp_path / "local", tmp_path / "remote"
-    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), Bucket(0.0))
+    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), TokenBucket(0.0))
     older = save([local], 2)
     assert copier.turn().complete == older
     return copier, local, older, save([local], 4)
@@ -432,7 +434,7 @@ def moved_away(path: Path) -> Iterator[None]:
 def test_a_remote_directory_that_does_not_answer_is_tried_again(tmp_path, nodes):
     remote = tmp_path / "remote"
     remote.mkdir()
-    copier = Replicator(open_storage(str(nodes[0])), open_storage(str(remote)), Bucket(0.0))
+    copier = Replicator(open_storage(str(nodes[0])), open_storage(str(remote)), TokenBucket(0.0))
     name = save(nodes[:1], 2)
     with moved_away(remote):
         told = [copier.turn() for _ in range(3)]
@@ -446,7 +448,7 @@ def test_a_remote_directory_that_does_not_answer_is_tried_again(tmp_path, nodes)
 def test_removed_under_its_hands(tmp_path, nodes):
     """A file of it goes before the manifest comes: it is seen, and sent again."""
     remote = open_storage(str(tmp_path / "remote"))
-    copiers = [Replicator(open_storage(str(node)), remote, Bucket(0.0)) for node in nodes]
+    copiers = [Replicator(open_storage(str(node)), remote, TokenBucket(0.0)) for node in nodes]
     name = save(nodes, 2)
     copiers[0].turn()
     copiers[1].turn()

@@ -78,7 +78,7 @@ def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
     jobs[first].process.wait()
     jobs[first] = nodes.start(first, 14, *SHORT, **slow)
     for name, job in jobs.items():
-        job.wait_for("what is still to be copied to .* is waited for")
+        job.wait_for("waiting until all checkpoints are copied to")
         (path,) = resumptions(job)
         assert path.startswith(str(nodes.local(name)))
         assert "newest that the nodes have all parts of" in job.err
@@ -185,7 +185,7 @@ def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
     jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, **IMPATIENT) for name in "ab"]
     kill_a_worker(jobs[1])
     for job in jobs:
-        job.wait_for("what is still to be copied to .* is waited for")
+        job.wait_for("waiting until all checkpoints are copied to")
     assert nodes.complete() == []
     for name, job in zip("ab", jobs, strict=True):
         (path,) = resumptions(job)

@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.discovery import newest_complete
-from elastic_ext.checkpoints.copying.replicate import TARGET, Bucket, Replicator
+from elastic_ext.checkpoints.copying.coordination import TARGET
+from elastic_ext.checkpoints.copying.replicator import Replicator
+from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory import transfer
 from elastic_ext.checkpoints.formats.files import files_of
 from elastic_ext.checkpoints.formats.verify import Mode, verify
@@ -132,7 +134,7 @@ def test_the_copier_among_odd_files(tmp_path: Path) -> None:
     os.mkfifo(local / "step_00000009.g0001")
     (remote / ".elastic_ext").mkdir(parents=True)
     os.mkfifo(remote / TARGET)
-    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), Bucket(0.0))
+    copier = Replicator(open_storage(str(local)), open_storage(str(remote)), TokenBucket(0.0))
     assert "neither a file nor a directory" in copier.turn().reason
     (remote / TARGET).unlink()
     assert copier.turn().complete == name

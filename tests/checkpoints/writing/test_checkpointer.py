@@ -22,7 +22,7 @@ import pytest
 
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, ManifestError, decode, order_of
 from elastic_ext.checkpoints.storage import open_storage
-from tests.checkpoints.crew import ROOT, Crew
+from tests.checkpoints.rank_groups import ROOT, RankGroups
 
 pytest.importorskip("torchdata")
 
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    with Crew(tmp_path / "stderr") as started:
+def groups(tmp_path: Path) -> Iterator[RankGroups]:
+    with RankGroups(tmp_path / "stderr") as started:
         yield started
 
 
@@ -102,34 +102,34 @@ def test_other_wrappers_and_world_sizes_load_equal_state(tmp_path: Path) -> None
 
 @pytest.mark.long("s3")
 @pytest.mark.parametrize("where", ["local", "s3"])
-def test_4_then_2_then_3_ranks(tmp_path: Path, crew: Crew, where: str, request: pytest.FixtureRequest) -> None:
+def test_4_then_2_then_3_ranks(tmp_path: Path, groups: RankGroups, where: str, request: pytest.FixtureRequest) -> None:
     """Every parameter and moment is equal after each load. What is each rank's own is not taken for another's; that is told."""
     directory, env = place(where, tmp_path, request)
     step = 0
     for world in (4, 2, 3):
-        results = crew.run("train", world, {"directory": directory, "steps": 2}, env=env)
+        results = groups.run("train", world, {"directory": directory, "steps": 2}, env=env)
         assert [(result["step"], result["wrong"], result["error"], result["dataloader"]) for result in results] == [
             (step, [], None, False)
         ] * world
         step += 2
-    assert "random generators are seeded anew" in crew.stderr.read_text()
-    assert "the data loader begins anew" in crew.stderr.read_text()
+    assert "random generators are seeded again" in groups.stderr.read_text()
+    assert "the data loader starts from the beginning" in groups.stderr.read_text()
 
 
-def test_gradients_that_cannot_be_saved_are_refused(tmp_path: Path, crew: Crew) -> None:
+def test_gradients_that_cannot_be_saved_are_refused(tmp_path: Path, groups: RankGroups) -> None:
     """On all ranks, and the next save is done."""
-    for result in crew.run("unsharded_gradients", 2, {"directory": str(tmp_path / "checkpoints")}):
+    for result in groups.run("unsharded_gradients", 2, {"directory": str(tmp_path / "checkpoints")}):
         assert "save between optimizer steps" in result["raised"]
         assert "save between optimizer steps" in result["told"]
         assert result["saved"] == 1
 
 
-def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, crew: Crew) -> None:
+def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, groups: RankGroups) -> None:
     """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
     directory = str(tmp_path / "checkpoints")
-    crew.run("train", 2, {"directory": directory, "steps": 2})
+    groups.run("train", 2, {"directory": directory, "steps": 2})
     env = {"ELASTIC_EXT_RESUME_FROM": f"{directory}/step_00000001.g0001"}
-    for result in crew.run("go_back", 2, {"directory": directory}, env=env):
+    for result in groups.run("go_back", 2, {"directory": directory}, env=env):
         assert result == {"first": 1, "back": 3, "wrong": [], "error": None}
     assert [order_of(name) for name in complete(directory)] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
 
@@ -148,7 +148,7 @@ def place(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[s
 @pytest.mark.parametrize("where", ["local", "s3"])
 @pytest.mark.timeout(3600)
 def test_killed_writers_lose_nothing_that_was_committed(
-    tmp_path: Path, crew: Crew, where: str, request: pytest.FixtureRequest
+    tmp_path: Path, groups: RankGroups, where: str, request: pytest.FixtureRequest
 ) -> None:
     """After each kill the newest complete one is loaded, it is exactly the state of its step, and no told commit is lost."""
     directory, env = place(where, tmp_path, request)
@@ -164,16 +164,16 @@ def test_killed_writers_lose_nothing_that_was_committed(
             kill = {"kill_s": 5.0, "kill": [0, 1], "kill_from": "load"}
         else:
             kill = {"kill_s": draw.uniform(0.0, 0.7), "kill": victims, "kill_from": "load" if draw.random() < 0.9 else "start"}
-        results = crew.run("train", 2, args, env=env, **kill)
+        results = groups.run("train", 2, args, env=env, **kill)
         killed += None in results
         files = [Path(f"{told}.{rank}") for rank in range(2)]
         last_told = max((int(line) for file in files if file.exists() for line in file.read_text().split()), default=0)
         torn += len([entry for entry in open_storage(directory).entries() if order_of(entry.name)]) - len(complete(directory))
-        found = crew.run("train", 2, {"directory": directory, "steps": 0}, env=env)
+        found = groups.run("train", 2, {"directory": directory, "steps": 0}, env=env)
         newest = complete(directory)
         wanted = (order_of(newest[0]) or (0, 0))[1] if newest else 0
         for result in found:
-            assert result is not None, crew.stderr.read_text()[-3000:]
+            assert result is not None, groups.stderr.read_text()[-3000:]
             assert result["wrong"] == []
             assert result["step"] == wanted
             if result["step"] < last_told:
@@ -187,23 +187,23 @@ def test_killed_writers_lose_nothing_that_was_committed(
 # A group that was replaced.
 
 
-def test_stale_group_may_not_commit(tmp_path: Path, crew: Crew) -> None:
+def test_stale_group_may_not_commit(tmp_path: Path, groups: RankGroups) -> None:
     """Stopped in the middle of writing, continued when another group has opened the directory and saved."""
     directory = str(tmp_path / "checkpoints")
     stop = {"signal": signal.SIGSTOP, "signal_at": 1000, "signal_ranks": [0]}
-    crew.start("train", 2, {"directory": directory, "steps": 50, "wait": True, **stop})
-    first_stopped = crew.answer()
+    groups.start("train", 2, {"directory": directory, "steps": 50, "wait": True, **stop})
+    first_stopped = groups.answer()
     [other_pid] = first_stopped["others"]
     os.kill(other_pid, signal.SIGSTOP)
-    stopped = [first_stopped["pid"], crew.answer()["pid"]]
+    stopped = [first_stopped["pid"], groups.answer()["pid"]]
     before = complete(directory)
-    with Crew(tmp_path / "successor") as other:
+    with RankGroups(tmp_path / "successor") as other:
         first = other.run("train", 2, {"directory": directory, "steps": 2})
         assert all(result["error"] is None and result["wrong"] == [] for result in first)
         after = complete(directory)
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-        results = crew.results()
+        results = groups.results()
         for result in results:
             assert result["raised"].startswith("StaleGroup")
             assert "generation 2 has opened" in result["raised"]
@@ -213,26 +213,28 @@ def test_stale_group_may_not_commit(tmp_path: Path, crew: Crew) -> None:
         assert all(result["step"] == first[0]["saved"] and result["wrong"] == [] for result in again)
 
 
-def test_stale_group_may_not_prune(tmp_path: Path, crew: Crew) -> None:
+def test_stale_group_may_not_prune(tmp_path: Path, groups: RankGroups) -> None:
     directory = str(tmp_path / "checkpoints")
-    crew.start("stale_prune", 1, {"directory": directory})
-    pid = crew.answer()["pid"]
-    with Crew(tmp_path / "successor") as other:
+    groups.start("stale_prune", 1, {"directory": directory})
+    pid = groups.answer()["pid"]
+    with RankGroups(tmp_path / "successor") as other:
         other.run("train", 1, {"directory": directory, "steps": 2})
     found = complete(directory)
     os.kill(pid, signal.SIGCONT)
-    assert "generation 2 has opened" in crew.results()[0]["raised"]
+    assert "generation 2 has opened" in groups.results()[0]["raised"]
     assert complete(directory) == found
 
 
-def test_older_restart_of_a_launch_may_not_open(tmp_path: Path, crew: Crew) -> None:
+def test_older_restart_of_a_launch_may_not_open(tmp_path: Path, groups: RankGroups) -> None:
     """But the same job, launched anew, counts its restarts from 0 again and may."""
     args = {"directory": str(tmp_path / "checkpoints"), "steps": 1}
     env = {"TORCHELASTIC_RUN_ID": "job", "ELASTIC_EXT_LAUNCH": "a", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert crew.run("train", 1, args, env=env)[0]["saved"] == 1
-    assert crew.run("train", 1, args, env={**env, "TORCHELASTIC_RESTART_COUNT": "2"}) == [None]
-    assert "these workers belong to a round that is over" in crew.stderr.read_text()
-    assert crew.run("train", 1, args, env={**env, "ELASTIC_EXT_LAUNCH": "b", "TORCHELASTIC_RESTART_COUNT": "0"})[0]["saved"] == 2
+    assert groups.run("train", 1, args, env=env)[0]["saved"] == 1
+    assert groups.run("train", 1, args, env={**env, "TORCHELASTIC_RESTART_COUNT": "2"}) == [None]
+    assert "these workers belong to a round that is over" in groups.stderr.read_text()
+    assert (
+        groups.run("train", 1, args, env={**env, "ELASTIC_EXT_LAUNCH": "b", "TORCHELASTIC_RESTART_COUNT": "0"})[0]["saved"] == 2
+    )
 
 
 # Storage that fails. Every rank is told, none hangs, training goes on.
@@ -252,13 +254,13 @@ def small_disk(path: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_disk_full_then_not(tmp_path: Path, crew: Crew) -> None:
+def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
     """Saves fail and free what they wrote; once there is room the next save succeeds, without a restart."""
     with small_disk(tmp_path / "disk", 16) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(14 << 20))
         args = {"directory": str(disk / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000, "after": "free_space"}
-        results = crew.run("train", 2, {**args, "ballast": str(ballast)})
+        results = groups.run("train", 2, {**args, "ballast": str(ballast)})
         for result in results:
             assert [kind for kind, _, _ in result["events"] if kind != "pruned"] == ["failed", "failed", "saved"]
             assert "full: " in result["events"][0][2]
@@ -270,9 +272,9 @@ def test_disk_full_then_not(tmp_path: Path, crew: Crew) -> None:
         )
 
 
-def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, crew: Crew) -> None:
+def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, groups: RankGroups) -> None:
     args = {"directory": str(tmp_path / "checkpoints"), "steps": 3, "wait": True, "elements": 200_000}
-    results = crew.run("train", 2, args, file_limit=1 << 20)
+    results = groups.run("train", 2, args, file_limit=1 << 20)
     for result in results:
         assert [kind for kind, _, _ in result["events"]] == ["failed", "failed", "failed", "alarm"]
         assert "full: " in result["error"]
@@ -280,12 +282,12 @@ def test_file_too_large_is_told_and_raises_the_alarm(tmp_path: Path, crew: Crew)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes the user")
-def test_no_permission_is_told(crew: Crew) -> None:
+def test_no_permission_is_told(groups: RankGroups) -> None:
     with tempfile.TemporaryDirectory() as reachable:  # unlike tmp_path, for another user
         os.chmod(reachable, 0o755)
         directory = f"{reachable}/checkpoints"
-        assert crew.run("train", 2, {"directory": directory, "steps": 1})[0]["saved"] == 1
-        for result in crew.run("train", 2, {"directory": directory, "steps": 2}, user=65534):
+        assert groups.run("train", 2, {"directory": directory, "steps": 1})[0]["saved"] == 1
+        for result in groups.run("train", 2, {"directory": directory, "steps": 2}, user=65534):
             assert result["step"] == 1  # it is loaded all the same
             assert "permission: " in result["error"]
             assert (result["wrong"], result["saved"], result["raised"]) == ([], None, "")
@@ -334,14 +336,14 @@ class Throttle(BaseHTTPRequestHandler):
         pass
 
 
-def test_throttled_storage_is_tried_again(tmp_path: Path, crew: Crew, s3: str, s3_server: Any) -> None:
+def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3: str, s3_server: Any) -> None:
     """503 SlowDown for longer than the five times that s3fs tries by itself: the save comes back later, in the background."""
     Throttle.target, Throttle.left, Throttle.refused = s3_server.environ["AWS_ENDPOINT_URL"], 12, 0
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Throttle)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
         env = {**s3_server.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}", "AWS_MAX_ATTEMPTS": "1"}
-        results = crew.run("train", 2, {"directory": f"{s3}/checkpoints", "steps": 1, "pause_s": 0.1}, env=env)
+        results = groups.run("train", 2, {"directory": f"{s3}/checkpoints", "steps": 1, "pause_s": 0.1}, env=env)
     finally:
         proxy.shutdown()
         proxy.server_close()
@@ -349,15 +351,15 @@ def test_throttled_storage_is_tried_again(tmp_path: Path, crew: Crew, s3: str, s
     for result in results:
         assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
     assert complete(f"{s3}/checkpoints") == ["step_00000001.g0001"]
-    assert "again in" in crew.stderr.read_text()
+    assert "again in" in groups.stderr.read_text()
 
 
 # Damage.
 
 
-def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, crew: Crew) -> None:
+def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
-    crew.run("train", 2, {"directory": str(directory), "steps": 2, "wait": True, "options": {"keep_last": 2}})
+    groups.run("train", 2, {"directory": str(directory), "steps": 2, "wait": True, "options": {"keep_last": 2}})
     newest = directory / complete(str(directory))[0]
     files = [newest / MANIFEST, *(newest / file.name for file in decode((newest / MANIFEST).read_bytes()).files)]
     assert len(files) == 7  # of which 2 hold tensors, one is torch's, 2 are the ranks' own
@@ -367,19 +369,19 @@ def test_flipped_bit_in_each_file_is_found_before_use(tmp_path: Path, crew: Crew
         bad = bytearray(good)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         file.write_bytes(bad)
-        for result in crew.run("train", 2, {"directory": str(directory), "steps": 0}):
+        for result in groups.run("train", 2, {"directory": str(directory), "steps": 0}):
             assert (result["step"], result["wrong"]) == (1, []), file.name  # the one before it
         assert (
-            crew.run("train", 2, {"directory": str(directory), "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)})
+            groups.run("train", 2, {"directory": str(directory), "steps": 0}, env={"ELASTIC_EXT_RESUME_FROM": str(newest)})
             == [None] * 2
         )
         file.write_bytes(good)
-    assert crew.run("train", 2, {"directory": str(directory), "steps": 0})[0]["step"] == 2
+    assert groups.run("train", 2, {"directory": str(directory), "steps": 0})[0]["step"] == 2
 
 
-def test_each_bit_of_a_manifest_counts(tmp_path: Path, crew: Crew) -> None:
+def test_each_bit_of_a_manifest_counts(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
-    crew.run("train", 1, {"directory": str(directory), "steps": 1})
+    groups.run("train", 1, {"directory": str(directory), "steps": 1})
     good = (directory / complete(str(directory))[0] / MANIFEST).read_bytes()
     whole = decode(good)
     for place in range(len(good)):
@@ -393,22 +395,22 @@ def test_each_bit_of_a_manifest_counts(tmp_path: Path, crew: Crew) -> None:
             assert read == whole
 
 
-def test_agents_choice_is_what_is_loaded(tmp_path: Path, crew: Crew) -> None:
+def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> None:
     """An older one if it says so, none if it says none."""
     directory = tmp_path / "checkpoints"
-    crew.run("train", 2, {"directory": str(directory), "steps": 3})
+    groups.run("train", 2, {"directory": str(directory), "steps": 3})
     older = str(directory / complete(str(directory))[1])
     args = {"directory": str(directory), "steps": 0}
-    assert [result["path"] for result in crew.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": older})] == [older] * 2
-    assert [result["path"] for result in crew.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": ""})] == [None] * 2
+    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": older})] == [older] * 2
+    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": ""})] == [None] * 2
 
 
 # Retention.
 
 
-def test_newest_few_stay(tmp_path: Path, crew: Crew) -> None:
+def test_newest_few_stay(tmp_path: Path, groups: RankGroups) -> None:
     directory = tmp_path / "checkpoints"
     (directory / ".elastic_ext" / "pin").mkdir(parents=True)
     (directory / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
-    crew.run("train", 2, {"directory": str(directory), "steps": 8, "options": {"keep_last": 2, "keep_every": 4}})
+    groups.run("train", 2, {"directory": str(directory), "steps": 8, "options": {"keep_last": 2, "keep_every": 4}})
     assert [order_of(name) for name in complete(str(directory))] == [(1, 8), (1, 7), (1, 4), (1, 2)]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "tests" / "scripts" / "checkpoint_ranks.py"
 
 
-class Crew:
+class RankGroups:
     """Use as a context; `stderr` is the file with what the ranks log."""
 
     def __init__(self, stderr: Path) -> None:
@@ -30,7 +30,7 @@ class Crew:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             )
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankGroups:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ class Crew:
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the crew is gone; see {self.stderr}: {self.stderr.read_text()[-3000:]}"
+        assert line, f"the process that forks ranks has ended; see {self.stderr}: {self.stderr.read_text()[-3000:]}"
         found: dict[str, Any] = json.loads(line)
         return found
 

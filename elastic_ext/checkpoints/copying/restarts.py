@@ -1,0 +1,220 @@
+"""Keep the program that copies checkpoints running: start it again whenever it dies, until it is done or given up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol
+
+from elastic_ext.base.records import OtherSchema, RecordError
+from elastic_ext.checkpoints.copying.child import Child
+from elastic_ext.checkpoints.copying.progress import Progress
+from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Report, decode
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
+ALARM_AFTER = 3  # deaths, or failed turns, in a row
+END_S = 5.0  # that the process may take to end when it is killed
+MOST_DEATHS_AT_END = 10  # of a process that makes progress each time, and never finishes
+
+
+class CopyMetrics(Protocol):
+    """Where the figures go. Methods are called from a thread and must be quick."""
+
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool, /) -> None:
+        """size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`."""
+
+    def copy_failed(self) -> None:
+        """The process has died, or seems to be stuck."""
+
+
+class Stage(Enum):
+    """What the process is to do."""
+
+    COPYING = auto()
+    FINISHING = auto()  # copy what is left, then end
+    CLOSED = auto()  # end
+
+
+class RestartedChild:
+    """The process, from construction until `finish`. Only that method waits.
+
+    A process that says nothing for `stall_s` while it has work is logged. When it is to finish, one that makes no progress for
+    `stall_s` is replaced once, then given up. So nobody waits for a stuck one for ever.
+
+    Attributes:
+        done: it has finished, with nothing left to copy.
+    """
+
+    def __init__(self, start: Callable[[], Child], target: str, metrics: CopyMetrics, stall_s: float) -> None:
+        """target: the remote directory, for people."""
+        self._start, self._target, self._metrics, self._stall_s = start, target, metrics, stall_s
+        self._changed = threading.Condition()  # guards all that follows
+        self._stage = Stage.COPYING
+        self._ended = self.done = False  # _ended: the thread
+        self._child: Child | None = None
+        self._progress = Progress(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="elastic_ext-copier", daemon=True)
+        self._thread.start()
+
+    @property
+    def last(self) -> Report:
+        """The last report; an empty one before the first."""
+        return self._progress.last or Report()
+
+    def order(self, order: str) -> None:
+        """Send an order of `protocol`."""
+        with self._changed:
+            self._progress.ordered(time.monotonic())
+            if self._child is not None:  # else it looks when it starts
+                self._child.send(order)
+
+    def finish(self, deadline: float) -> None:
+        """Have it copy what is left, and end. Waits while it makes progress, but not after `deadline` (monotonic seconds)."""
+        with self._changed:
+            self._stage = Stage.FINISHING
+            self._progress.moved_at = time.monotonic()
+            self._changed.notify_all()
+        self.order(FINISH)
+        logger.info("waiting until all checkpoints are copied to %s", self._target)
+        try:
+            self._wait_for_end(deadline)
+        finally:  # a signal that ends the wait, too
+            with self._changed:
+                self._stage = Stage.CLOSED
+                self._changed.notify_all()
+                child = self._child
+            if child is not None:
+                child.kill()
+            self._thread.join(END_S)
+
+    def _wait_for_end(self, deadline: float) -> None:
+        replaced = False
+        with self._changed:
+            while not self._ended:
+                now = time.monotonic()
+                stuck_at = self._progress.moved_at + self._stall_s
+                if now >= deadline or (now >= stuck_at and replaced):
+                    return
+                if now >= stuck_at:
+                    replaced, self._progress.moved_at = True, now
+                    logger.warning(
+                        "copying to %s has made no progress for %.0f s: starting the process again", self._target, self._stall_s
+                    )
+                    if self._child is not None:
+                        self._child.kill()
+                    continue
+                self._changed.wait(min(stuck_at, deadline, now + threading.TIMEOUT_MAX) - now)
+
+    def _run(self) -> None:
+        try:
+            self._restart()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _restart(self) -> None:
+        """Run one process after the other, until all is copied or it is given up."""
+        pause, deaths, deaths_at_end = FIRST_PAUSE_S, 0, 0
+        while True:
+            began = time.monotonic()
+            code = self._run_once()
+            with self._changed:
+                finishing = self._stage is not Stage.COPYING
+                self.done = finishing and code == 0
+                if self._stage is Stage.CLOSED or (finishing and code in (0, UNFINISHED)):
+                    return
+            lived = time.monotonic() - began > LONGEST_PAUSE_S
+            pause = FIRST_PAUSE_S if lived else min(2 * pause, LONGEST_PAUSE_S)
+            deaths = 1 if lived else deaths + 1
+            deaths_at_end += finishing
+            self._metrics.copy_failed()
+            if deaths_at_end > MOST_DEATHS_AT_END:
+                logger.error("the process that copies checkpoints to %s dies repeatedly, last with %s", self._target, code)
+                return
+            if deaths <= ALARM_AFTER:
+                logger.warning("the process that copies checkpoints ended with %s; another one is started in %.1f s", code, pause)
+            elif deaths == ALARM_AFTER + 1:
+                logger.error("checkpoints are not copied to %s: the process for it dies repeatedly with %s", self._target, code)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stage is Stage.CLOSED, pause):
+                    return
+
+    def _run_once(self) -> int:
+        """Run one process to its end; return its exit code, -1 if it cannot be started."""
+        try:
+            child = self._start()
+        except OSError as error:
+            logger.error("checkpoints are not copied to %s: the process cannot be started: %s", self._target, error)
+            return -1
+        with self._changed:
+            self._child = child
+            self._progress.started(time.monotonic())
+            if self._stage is Stage.CLOSED:
+                child.kill()
+            elif self._stage is Stage.FINISHING:
+                child.send(FINISH)
+        self._listen(child)
+        code = child.wait()
+        with self._changed:
+            self._child = None
+            child.close()
+        return code
+
+    def _listen(self, child: Child) -> None:
+        """Take its messages until it ends. If it is silent for too long while it has work, log that once."""
+        silent = False
+        while True:
+            with self._changed:
+                due = self._progress.heard_at + self._stall_s if self._progress.working and not silent else None
+            left_s = None if due is None else due - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                silent = True
+                self._metrics.copy_failed()
+                logger.error("nothing is copied to %s: the process for it says nothing for %.0f s", self._target, self._stall_s)
+                continue
+            # An idle one is looked at now and then: it may have been given work meanwhile.
+            lines = child.lines(min(self._stall_s, self._stall_s if left_s is None else left_s) + 0.001)
+            if lines is None:
+                return
+            if silent and lines:
+                silent = False
+                logger.warning("checkpoints are copied to %s again", self._target)
+            for line in lines:
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            message = decode(line)
+        except OtherSchema as error:
+            logger.warning("cannot tell whether checkpoints are copied: %s", error)
+            return
+        except RecordError:
+            logger.info("the process that copies checkpoints says: %s", line.decode(errors="replace").rstrip())
+            return
+        with self._changed:
+            before = self._progress.last
+            sent = self._progress.heard(message, time.monotonic())
+        if isinstance(message, Report):
+            _log(message, before or Report(), self._target)
+            self._metrics.copied(sent, message.lag_steps, message.lag_s, bool(message.failures))
+        elif before is not None:
+            self._metrics.copied(sent, before.lag_steps, before.lag_s, False)
+
+
+def _log(report: Report, before: Report, target: str) -> None:
+    """Log what changed."""
+    failures, reason = report.failures, report.reason
+    if failures == ALARM_AFTER:
+        logger.error("checkpoints cannot be copied to %s, %s failures in a row: %s", target, failures, reason)
+    elif failures and (failures == 1 or reason != before.reason):
+        logger.warning("copying checkpoints to %s failed: %s; trying again", target, reason)
+    elif before.failures >= ALARM_AFTER and not failures:
+        logger.warning("checkpoints are copied to %s again", target)
+    if report.complete != before.complete:
+        logger.info("complete in %s: %s", target, report.complete)

@@ -1,0 +1,75 @@
+"""The bytes that a node sends: their rate, and the signs of life while a file takes long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_ext.checkpoints.copying.coordination import HEARTBEAT_S, Coordination
+
+PULSE_S = 5.0  # how often the agent is told that one file is still on its way
+
+
+@dataclass
+class TokenBucket:
+    """rate: bytes a second, 0: no limit."""
+
+    rate: float
+    paid_until: float = field(default=float("-inf"))
+
+    def take(self, size: int, now: float) -> float:
+        """Return how many seconds to wait before `size` bytes are sent.
+
+        Over any time the bytes that were let through are at most rate x time, and one block more.
+        """
+        if self.rate <= 0:
+            return 0.0
+        begin = max(now, self.paid_until)
+        self.paid_until = begin + size / self.rate
+        return begin - now
+
+
+class Throttle:
+    """Called with each block. Holds back what exceeds the rate; tells the agent and the other nodes that this node is at work.
+
+    Attributes:
+        sent: bytes of this turn.
+    """
+
+    def __init__(
+        self,
+        bucket: TokenBucket,
+        coordination: Coordination,
+        pulse: Callable[[int], None],
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """pulse: gets the bytes of this turn so far, every PULSE_S seconds of a file that takes long."""
+        self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
+        self.sent = self._sent_before = 0  # bytes of this turn; of all turns before it
+        self._pulse_at = self._beat_at = time.monotonic()
+
+    def begin_turn(self) -> None:
+        """Count from zero."""
+        self._sent_before, self.sent = self._sent_before + self.sent, 0
+        self._pulse_at = self._beat_at = time.monotonic()
+
+    def send(self, size: int) -> None:
+        """Wait until `size` more bytes may be sent. Raises OSError."""
+        pause = self._bucket.take(size, time.monotonic())
+        while pause > 0:  # waiting for the rate is not a standstill
+            self._wait(min(pause, PULSE_S))
+            pause -= PULSE_S
+            self.alive()
+        self.sent += size
+        self.alive()
+
+    def alive(self) -> None:
+        """Tell the agent and the other nodes, if it is time to. Raises OSError."""
+        now = time.monotonic()
+        if now - self._pulse_at >= PULSE_S:
+            self._pulse_at = now
+            self._pulse(self.sent)
+        if now - self._beat_at >= HEARTBEAT_S:
+            self._beat_at = now
+            self._coordination.beat(self._sent_before + self.sent, now)

@@ -1,0 +1,154 @@
+"""Write one save at a time in a thread of its own: where to, how often, and what follows from the result."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing import commit
+from elastic_ext.checkpoints.writing.commit import Outcome
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure, failure_of
+from elastic_ext.checkpoints.writing.fence import Fence
+from elastic_ext.checkpoints.writing.local_tier import Directories
+from elastic_ext.checkpoints.writing.ranks import Ranks
+from elastic_ext.checkpoints.writing.results import Event, Results
+from elastic_ext.checkpoints.writing.retention import Retention, remove
+from elastic_ext.checkpoints.writing.staging import Staged
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 4  # of one save, where the storage asks to come back later
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: one rank's part, and what the manifest will say. called: when it was asked for, monotonic seconds.
+
+    manifest: without files and generation.
+    """
+
+    staged: Staged
+    manifest: Manifest
+    called: float
+
+
+class Destination:
+    """Where saves go: to each node's own disk while there is a local tier that takes them, else to the remote directory."""
+
+    def __init__(self, directories: Directories, fence: Fence, ranks: Ranks) -> None:
+        self._directories, self._fence, self._ranks = directories, fence, ranks
+        self._tier_failure: FailureKind | None = None  # why the last save went past the local tier
+
+    @property
+    def storage(self) -> Storage:
+        """The directory that the last save went to."""
+        tier = self._directories.local
+        return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
+
+    def write(self, save: Save) -> tuple[str, Outcome]:
+        """Make one attempt; return the checkpoint's name, "" if it got none, and the outcome. Collective.
+
+        Raises StaleGroup on all ranks; torch's RuntimeError when the ranks cannot talk to each other.
+        """
+        try:
+            generation = self._fence.open()
+        except OSError as error:
+            return "", Outcome(failure_of(error, 0))
+        remote, tier, staged = self._directories.remote, self._directories.local, save.staged
+        manifest = replace(save.manifest, generation=generation)
+        name = directory_name(manifest.step, generation)
+        if tier is not None:
+            outcome = commit.save_on_nodes(tier, remote, name, staged, manifest, self._ranks)
+            self._note_tier(outcome.failure)
+            if outcome.failure is None or outcome.failure.kind is FailureKind.STALE or staged.failure is not None:
+                return name, outcome
+            if tier.first:
+                remove(tier.storage, name)  # a full disk needs the room
+        return name, commit.save(remote, name, staged, manifest, self._ranks)
+
+    def _note_tier(self, failure: SaveFailure | None) -> None:
+        """Log when saves start to go past the local tier, and when they no longer do."""
+        before, self._tier_failure = self._tier_failure, failure.kind if failure is not None else None
+        if failure is not None and failure.kind is not before:
+            remote = self._directories.remote.address
+            logger.warning("not saved to local_dir, rank %s: %s; saves go to %s", failure.rank, failure.reason, remote)
+        elif before is not None and failure is None:
+            logger.warning("saves go to local_dir again")
+
+
+class BackgroundSaver:
+    """Writes the saves. All ranks take the same turns: what rank 0 decides is broadcast."""
+
+    def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
+        self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()  # the next save waits for the thread: no more pauses
+
+    def start(self, save: Save) -> None:
+        """Write it in a thread. The save before it must have ended."""
+        self._hurry.clear()
+        name = f"checkpoint-{save.manifest.step}"
+        self._thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, hurry: bool = False) -> None:
+        """Wait until the save under way, if any, is committed or has failed. hurry: it shall not be tried again after a pause."""
+        if hurry:
+            self._hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, save: Save) -> None:
+        step = save.manifest.step
+        try:
+            name, outcome = self._write(save)
+        except (StaleGroup, OSError) as error:
+            name, outcome = "", Outcome(failure_of(error, 0))
+        except Exception as error:  # the top of a thread
+            logger.exception("the ranks can no longer agree on a save: there will be no further one")
+            name, outcome = "", Outcome(SaveFailure(FailureKind.GROUP, f"{type(error).__name__}: {error}", self._ranks.rank))
+        if outcome.failure is None:
+            self._committed(name, step, outcome.size, time.monotonic() - save.called)
+            return
+        self._results.failed(name, step, outcome.failure)
+        if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
+            self._retention.discard(name)  # a full disk needs the room
+
+    def _write(self, save: Save) -> tuple[str, Outcome]:
+        """Try again while the storage asks to come back later."""
+        attempt = 0
+        while True:
+            attempt += 1
+            name, outcome = self._destination.write(save)
+            failure = outcome.failure
+            if failure is None or failure.kind is not FailureKind.THROTTLED:
+                return name, outcome
+            if not self._ranks.broadcast(attempt < ATTEMPTS and self._paused(attempt, failure)):
+                return name, outcome
+
+    def _paused(self, attempt: int, failure: SaveFailure) -> bool:
+        """Wait, longer after each attempt; False as soon as the next save waits. Rank 0 only: the others wait for its answer."""
+        if self._ranks.rank != 0:
+            return False
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.5, 1.0)
+        logger.warning("save failed on rank %s (%s), trying again in %.1f s", failure.rank, failure.reason, pause)
+        return not self._hurry.wait(pause)
+
+    def _committed(self, name: str, step: int, size: int, seconds: float) -> None:
+        if self._ranks.rank == 0:
+            logger.info("saved %s: %.1f MB in %.2f s", self._destination.storage.path(name), size / 1e6, seconds)
+        self._results.committed(name, step, size, seconds)
+        if self._ranks.rank == 0:
+            try:
+                for removed in self._retention.prune(name):
+                    self._results.emit(Event("pruned", step, removed.name, reason=removed.reason))
+            except (OSError, StaleGroup) as error:  # no reason to stop training
+                logger.warning("pruning old checkpoints failed: %s; the next save tries again", error)

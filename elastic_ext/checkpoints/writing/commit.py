@@ -1,0 +1,139 @@
+"""One attempt to write one checkpoint: from staged tensors to the manifest, which commits it. Each rank writes its share.
+
+The order of writes is what makes a save atomic:
+
+1. each rank: its shards, then torch's `.metadata` (rank 0), its own file, the shared file (rank 0);
+2. all ranks report what they wrote, with sizes and checksums; one failure ends the attempt, and no manifest is written;
+3. rank 0 makes sure that its group was not replaced, and only then
+4. writes the manifest. With a local tier each node's first rank writes the shared small files and the manifest to its own disk,
+   rank 0's node last: it is the one that copies the manifest to the remote directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.checkpoints.directory.generations import refuse_stale
+from elastic_ext.checkpoints.directory.tiers import rank_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, encode
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing.dcp_files import Files, Writer
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure, failure_of
+from elastic_ext.checkpoints.writing.local_tier import LocalTier
+from elastic_ext.checkpoints.writing.ranks import Ranks
+from elastic_ext.checkpoints.writing.staging import Staged
+
+logger = logging.getLogger(__name__)
+
+SHARED_FILE = "shared.pt"  # what all ranks share, pickled
+
+
+def own_file(rank: int) -> str:
+    """Return the name of the file with what is a rank's own, pickled."""
+    return f"rank_{rank:05d}.pt"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, the same on all ranks. failure: None: it is committed. size: bytes of the checkpoint."""
+
+    failure: SaveFailure | None
+    size: int = 0
+
+
+def save(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+    """Write and commit one checkpoint. Collective. manifest: without files; rank 0's counts.
+
+    Raises torch's RuntimeError when the ranks cannot talk to each other.
+    """
+    complete = _written(storage, name, staged, manifest, ranks)
+    if isinstance(complete, SaveFailure):
+        return Outcome(complete)
+    return ranks.broadcast(commit(storage, name, complete) if ranks.rank == 0 else Outcome(None))
+
+
+def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
+    """As `save`, but each node writes to its own disk. Committed once rank 0's node has the manifest.
+
+    fence: the remote directory, where a newer group would show.
+    """
+    complete = _written(tier.storage, name, staged, replace(manifest, nodes=tier.nodes), ranks)
+    if isinstance(complete, SaveFailure):
+        return Outcome(complete)
+    try:
+        common = ranks.from_rank_0(lambda: _common(tier.storage, fence, name, complete))
+    except (ElasticExtError, OSError) as error:
+        return Outcome(failure_of(error, 0))
+    for leads in (False, True):  # rank 0's node is the one that copies the manifest to the remote directory
+        failure = None
+        if tier.first and (ranks.rank == 0) is leads:
+            failure = _put_common(tier.storage, name, {MANIFEST: common[MANIFEST]} if leads else common, ranks.rank)
+        failures = [failure for failure in ranks.all_gather(failure) if failure]
+        if failures:
+            return Outcome(failures[0])
+    return Outcome(None, complete.size)
+
+
+def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
+    """Write this rank's files; return the manifest with the files of all ranks, or the first failure. The same on all ranks."""
+    failures = [failure for failure in ranks.all_gather(staged.failure) if failure]
+    if failures:
+        return failures[0]
+    files = Files(storage, name)
+    failure = _write(files, name, staged, ranks)
+    reports = ranks.all_gather((list(files.written.values()), failure))
+    failures = [failure for _, failure in reports if failure]
+    if failures:
+        return failures[0]
+    stored: tuple[StoredFile, ...] = tuple(file for written, _ in reports for file in written)
+    return replace(manifest, files=stored, saved_at=time.time())
+
+
+def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure | None:
+    writer = Writer(files, name, ranks.rank)
+    try:
+        dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointException as error:  # in the planning, and then on all ranks
+        reason = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
+        return SaveFailure(FailureKind.OTHER, reason, ranks.rank)
+    try:
+        files.put(f"{name}/{own_file(ranks.rank)}", staged.own)
+        if ranks.rank == 0:
+            files.put(f"{name}/{SHARED_FILE}", staged.shared)
+    except Exception as error:  # noqa: BLE001  (reported with the files)
+        return writer.failure or failure_of(error, ranks.rank)
+    return writer.failure
+
+
+def commit(storage: Storage, name: str, manifest: Manifest) -> Outcome:
+    """Write the manifest, unless a newer group has taken over."""
+    try:
+        refuse_stale(storage, manifest.generation)
+        storage.put(f"{name}/{MANIFEST}", encode(manifest))
+    except Exception as error:
+        logger.debug("committing %s failed", name, exc_info=True)
+        return Outcome(failure_of(error, 0))
+    return Outcome(None, manifest.size)
+
+
+def _common(local: Storage, fence: Storage, name: str, manifest: Manifest) -> dict[str, bytes]:
+    """Return the small files that every node has, by name, the manifest last. Raises StaleGroup, OSError."""
+    refuse_stale(fence, manifest.generation)
+    names = [file.name for file in manifest.files if rank_of(file.name) is None]
+    return {**{each: local.read(f"{name}/{each}") for each in names}, MANIFEST: encode(manifest)}
+
+
+def _put_common(local: Storage, name: str, files: Mapping[str, bytes], rank: int) -> SaveFailure | None:
+    try:
+        for file, data in files.items():
+            local.put(f"{name}/{file}", data)
+    except Exception as error:  # noqa: BLE001  (all ranks are told)
+        return failure_of(error, rank)
+    return None

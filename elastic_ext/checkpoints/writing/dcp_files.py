@@ -1,0 +1,181 @@
+# mypy: allow-subclassing-any
+"""Our storage behind the file interfaces of torch.distributed.checkpoint.
+
+No exception passes through torch's collectives: `Writer` notes what a rank cannot write. (torch pickles exceptions for rank 0;
+one that cannot be pickled leaves the others waiting.) Checksums are computed from the bytes on their way to the storage; nothing
+is read back.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing.errors import SaveFailure, failure_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
+
+logger = logging.getLogger(__name__)
+
+
+class HashedFile(io.RawIOBase):
+    """A file to write to that counts and hashes the bytes.
+
+    error: the storage's first one. torch.save hides it: closing its unfinished archive raises a RuntimeError instead.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_64()
+        self.size = 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        left = view
+        try:
+            while left:  # a short write
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    @property
+    def checksum(self) -> str:
+        return str(self._hash.hexdigest())
+
+
+class Files(FileSystemBase):
+    """`Storage` as torch's file system. written: what was written so far, by its name in the checkpoint."""
+
+    def __init__(self, storage: Storage, checkpoint: str) -> None:
+        self._storage, self._checkpoint = storage, checkpoint
+        self._temporary: dict[str, io.BytesIO] = {}  # torch renames one small file; on an object store that would be a copy
+        self.written: dict[str, StoredFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: object, mode: str) -> Iterator[IO[bytes] | io.RawIOBase]:
+        name = str(path)
+        if mode == "rb":
+            with self._storage.open(name) as file:
+                yield file
+        elif name.endswith(".tmp"):
+            self._temporary[name] = io.BytesIO()
+            yield _KeptBuffer(self._temporary[name])
+        else:
+            with self._storage.write(name) as file:
+                hashed = HashedFile(file)
+                try:
+                    yield hashed
+                except Exception:
+                    if hashed.error is not None:
+                        raise hashed.error from None
+                    raise
+            self._note(name, hashed.size, hashed.checksum)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a whole file. Raises OSError."""
+        self._storage.put(name, data)
+        self._note(name, len(data), xxhash.xxh3_64_hexdigest(data))
+
+    def _note(self, name: str, size: int, checksum: str) -> None:
+        inner = name.removeprefix(f"{self._checkpoint}/")
+        self.written[inner] = StoredFile(inner, size, checksum)
+
+    def concat_path(self, path: object, suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+    def rename(self, path: object, new_path: object) -> None:
+        self.put(str(new_path), self._temporary.pop(str(path)).getvalue())
+
+    def init_path(self, path: object) -> str:
+        return str(path)
+
+    def mkdir(self, path: object) -> None:
+        """Do nothing: the storage makes directories as they are needed."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return True
+
+    def exists(self, path: object) -> bool:
+        """Return False: torch asks for leftovers of an earlier save, and a write replaces them."""
+        return False
+
+    def rm_file(self, path: object) -> None:
+        self._storage.remove(str(path))
+
+
+class _KeptBuffer(io.RawIOBase):
+    """A file over a buffer that stays when torch closes the file."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        self._buffer = buffer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        return self._buffer.write(data)
+
+
+class Writer(FileSystemWriter):
+    """torch's writer on our storage. failure: why something is missing; torch itself is told that all went well."""
+
+    def __init__(self, files: Files, checkpoint: str, rank: int) -> None:
+        # The storage syncs. Copying ahead would use CUDA from this thread; all tensors are on the CPU already.
+        super().__init__(checkpoint, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = files  # as torch's FsspecWriter does
+        self.path = checkpoint
+        self._own_rank = rank
+        self.failure: SaveFailure | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # noqa: BLE001  (reported with the files)
+            self._note_failure(error)
+            nothing: Future[list[WriteResult]] = Future()
+            nothing.set_result([])
+            return nothing
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            super().finish(metadata, results)
+        except Exception as error:  # noqa: BLE001  (reported with the files)
+            self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = self.failure or failure_of(error, self._own_rank)
+        logger.debug("writing %s failed", self.path, exc_info=True)
+
+
+class Reader(FileSystemReader):
+    """torch's reader on our storage."""
+
+    def __init__(self, files: Files, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.fs = files
+        self.path = checkpoint

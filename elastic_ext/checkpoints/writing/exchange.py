@@ -1,0 +1,215 @@
+"""Load a checkpoint of the local tier: nodes send each other the files and byte ranges that are not on their own disk.
+
+All ranks compute the same list of pieces (`pieces`) from what each of them wants, and walk through it in the same order. A piece
+goes as a tensor of bytes (uint8) over gloo: by send and receive to one node, by broadcast to several. A received piece is kept at
+its own offset below FETCHED in the local directory until the load ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import cast
+
+import torch
+
+from elastic_ext.checkpoints.directory.layout import MARKERS
+from elastic_ext.checkpoints.directory.tiers import rank_of, ranks_of
+from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.local_tier import LocalTier
+from elastic_ext.checkpoints.writing.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+FETCHED = f"{MARKERS}/fetched"
+LARGEST_PIECE = 64 << 20  # bytes; each rank needs memory for one piece
+NEAR = 1 << 20  # bytes; two ranges that are no further apart are sent as one
+
+Range = tuple[str, int, int]
+"""(file, first byte, first byte behind the range)."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which node has which files of a checkpoint of the local tier; the same on all ranks, but for `node`.
+
+    Attributes:
+        nodes: how many ranks each node of this round has.
+        node: this rank's node.
+        holders: the nodes that have a file, by its name.
+    """
+
+    nodes: tuple[int, ...]
+    node: int
+    holders: Mapping[str, tuple[int, ...]]
+
+    def has(self, node: int, file: str) -> bool:
+        """Return whether a file is on a node's disk."""
+        return node in self.holders.get(file, ())
+
+    def agent(self, node: int, file: str) -> int:
+        """Return the rank of a node that reads a file there, or keeps what is sent of it: its ranks share the work. Pure."""
+        ranks = ranks_of(self.nodes, node)
+        return ranks[(rank_of(file) or 0) % len(ranks)]
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """Bytes that are sent at once.
+
+    Attributes:
+        number: the position of the piece in its range.
+        begin, end: in the file, bytes.
+        keepers: the ranks that keep it, one of each node that wants it.
+    """
+
+    number: int
+    file: str
+    begin: int
+    end: int
+    sender: int
+    keepers: tuple[int, ...]
+
+
+def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
+    """Return the same bytes in fewer ranges, sorted, with the gaps up to `near` between them. Pure."""
+    found: list[Range] = []
+    for file, begin, end in sorted(ranges):
+        if found and found[-1][0] == file and begin - found[-1][2] <= near:
+            found[-1] = file, found[-1][1], max(end, found[-1][2])
+        else:
+            found.append((file, begin, end))
+    return found
+
+
+def pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Piece]:
+    """Return what is sent, in the order in which all ranks take part. Pure.
+
+    requests: (node, ranges) of each rank. The first pieces of all files come first. So where each node wants the files of its
+    neighbour, all pairs of nodes send at the same time.
+    """
+    wanting: dict[str, list[tuple[int, Range]]] = {}
+    for node, ranges in requests:
+        for found in ranges:
+            wanting.setdefault(found[0], []).append((node, found))
+    sent = []
+    for file, wanted in wanting.items():
+        for _, begin, end in joined(found for _, found in wanted):
+            for number, first in enumerate(range(begin, end, largest)):
+                last = min(end, first + largest)
+                nodes = sorted({node for node, found in wanted if found[1] < last and first < found[2]})
+                if not nodes:
+                    continue  # a gap between two ranges
+                holder = parts.holders[file][nodes[0] % len(parts.holders[file])]
+                keepers = tuple(parts.agent(node, file) for node in nodes)
+                sent.append(Piece(number, file, first, last, parts.agent(holder, file), keepers))
+    return sorted(sent)
+
+
+class Exchange:
+    """The transfers of one load of one checkpoint."""
+
+    def __init__(self, tier: LocalTier, parts: Parts, name: str, ranks: Ranks) -> None:
+        self._tier, self._parts, self._name, self._ranks = tier, parts, name, ranks
+
+    @contextmanager
+    def with_files(self, files: Iterable[StoredFile]) -> Iterator[Storage]:
+        """Yield the local directory, completed by those of these small files that this node lacks. Collective.
+
+        What other nodes send, here and by `fetch`, stays in the local directory until the context ends. Raises CheckpointError on
+        all ranks.
+        """
+        local, first = self._tier.storage, self._tier.first
+        self._ranks.together(lambda: _remove_fetched(local) if first else None)
+        try:
+            self.fetch((file.name, 0, file.size) for file in files)
+            yield _Overlay(local)
+        finally:
+            try:
+                if first:
+                    _remove_fetched(local)
+            except OSError as error:  # the next load removes it
+                logger.warning("cannot remove the files that other nodes sent, %s: %s", local.path(FETCHED), error)
+
+    def fetch(self, ranges: Iterable[Range]) -> None:
+        """Have other nodes send what this node lacks of these ranges. Collective; the ranks of a node share what they get.
+
+        Raises CheckpointError on all ranks if one could not read or keep a piece.
+        """
+        wanted = [found for found in ranges if not self._parts.has(self._tier.node, found[0])]
+        failed = ""
+        for piece in pieces(self._parts, self._ranks.all_gather((self._tier.node, wanted))):
+            try:
+                self._transfer(piece)
+            except OSError as error:
+                failed = failed or f"rank {self._ranks.rank}: {piece.file}: {error}"
+        failures = [each for each in self._ranks.all_gather(failed) if each]
+        if failures:
+            raise CheckpointError("; ".join(failures))
+
+    def _transfer(self, piece: Piece) -> None:
+        """Send one piece from the node that has it to those that want it. Raises OSError after its part in the transfer."""
+        rank, local = self._ranks.rank, self._tier.storage
+        if len(piece.keepers) == 1 and rank not in (piece.sender, *piece.keepers):
+            return
+        data = torch.zeros(piece.end - piece.begin, dtype=torch.uint8)
+        failure: OSError | None = None
+        if rank == piece.sender:
+            try:
+                _read(local, f"{self._name}/{piece.file}", piece.begin, data)
+            except OSError as error:  # the receivers wait all the same
+                failure = error
+        self._ranks.send_tensor(data, piece.sender, piece.keepers)
+        if failure is not None:
+            raise failure
+        if rank in piece.keepers:
+            _keep(local.path(f"{FETCHED}/{self._name}/{piece.file}"), piece.begin, data)
+
+
+class _Overlay(Storage):
+    """A node's local directory, and before it the files that other nodes have sent. For reading."""
+
+    def __init__(self, local: Storage) -> None:
+        super().__init__(local.address)
+        self._local = local
+
+    def path(self, name: str) -> str:
+        return self._local.path(name)
+
+    def stat(self, name: str) -> Entry | None:
+        return self._local.stat(f"{FETCHED}/{name}") or self._local.stat(name)
+
+    def open(self, name: str) -> AbstractContextManager[BufferedReader]:
+        fetched = f"{FETCHED}/{name}"
+        return self._local.open(fetched if self._local.stat(fetched) is not None else name)
+
+
+def _remove_fetched(local: Storage) -> None:
+    try:
+        local.remove_tree(FETCHED)
+    except FileNotFoundError:
+        pass
+
+
+def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
+    """Fill `piece` with the bytes of a file from `first` on. Raises OSError."""
+    with local.open(path) as stream:
+        stream.seek(first)
+        if cast(io.BufferedIOBase, stream).readinto(memoryview(piece.numpy())) != len(piece):
+            raise OSError(errno.EIO, f"it ends before byte {first + len(piece)}")
+
+
+def _keep(path: str, first: int, piece: torch.Tensor) -> None:
+    """Write `piece` into a file at `first`. Other ranks of this node write other pieces of it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.seek(first)
+        file.write(memoryview(piece.numpy()))

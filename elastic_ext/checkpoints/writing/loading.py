@@ -1,0 +1,167 @@
+"""Put a checkpoint in place, on all ranks or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
+from elastic_ext.checkpoints.formats.manifest import Manifest
+from elastic_ext.checkpoints.storage import Storage, open_parent
+from elastic_ext.checkpoints.writing import random_state, state
+from elastic_ext.checkpoints.writing.commit import SHARED_FILE, own_file
+from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.exchange import Exchange
+from elastic_ext.checkpoints.writing.local_tier import Directories
+from elastic_ext.checkpoints.writing.ranks import Ranks
+from elastic_ext.checkpoints.writing.reading import read_objects, read_tensors
+from elastic_ext.checkpoints.writing.selection import Checked, Selection
+
+logger = logging.getLogger(__name__)
+
+Reshard = Callable[[Sequence[Any], int, int], Any]
+"""(states of all saved ranks in order, this rank, world size) -> this rank's data loader state; None: from the beginning."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training is.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: the epoch that training is in, from 0.
+        accumulation: micro-steps of the next optimizer step that are done; their gradients are in place.
+        path: the checkpoint, None at the beginning.
+        world_size: of the group that saved it; 0 at the beginning.
+        note: what was given to `save`.
+        dataloader: the data loader's state is in place; False: it is where it was made.
+        generators: this rank's random generators have their saved state; False: they were seeded, the same way in each attempt.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    accumulation: int = 0
+    path: str | None = None
+    world_size: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict)
+    dataloader: bool = False
+    generators: bool = False
+
+
+class Loader:
+    """Loads checkpoints into the user's objects.
+
+    Attributes:
+        loaded: name of the last one that was loaded from this job's directories.
+    """
+
+    def __init__(
+        self, objects: state.Objects, directories: Directories, ranks: Ranks, verify: bool, reshard: Reshard | None
+    ) -> None:
+        self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
+        self._selection = Selection(directories, ranks, verify)
+        self.loaded: str | None = None
+
+    def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> Position | None:
+        """Load the newest complete checkpoint that is not damaged. Collective. None: there is none. Raises OSError.
+
+        refused: names not to load, by the address of their directory.
+        """
+        skipped = {address: set(names) for address, names in (refused or {}).items()}
+        while (found := self._selection.newest(skipped)) is not None:
+            storage, name = found
+            try:
+                checked = self._selection.checked(storage, name)
+            except CheckpointError as error:
+                logger.warning("skipping checkpoint %s: %s", storage.path(name), error)
+                skipped.setdefault(storage.address, set()).add(name)
+                continue
+            return self._put_in_place(checked)
+        return None
+
+    def load_chosen(self, path: str) -> Position:
+        """Load the checkpoint that the agent chose. Collective. Raises CheckpointError, OSError.
+
+        One of the local tier that is gone or damaged by now may have a copy in the remote directory, or older ones may.
+        """
+        storage, name = open_parent(path)
+        try:
+            return self._put_in_place(self._selection.checked(storage, name))
+        except CheckpointError as error:
+            if self._directories.tier_of(storage) is None:
+                raise
+            logger.warning("%s cannot be loaded: %s; looking into %s", path, error, self._directories.remote.address)
+            position = self.load_newest({storage.address: {name}})
+            if position is None:
+                raise  # starting from nothing would lose the work
+            return position
+
+    def _put_in_place(self, checked: Checked) -> Position:
+        tier, manifest, name, ranks = self._directories.tier_of(checked.storage), checked.manifest, checked.name, self._ranks
+        if tier is None or checked.parts is None:
+            return self._restore(checked.storage, name, manifest, None)
+        same = manifest.world_size == ranks.world
+        wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
+        small = {DCP_METADATA, SHARED_FILE, *(own_file(rank) for rank in wanted)}
+        exchange = Exchange(tier, checked.parts, name, ranks)
+        with exchange.with_files(file for file in manifest.files if file.name in small) as storage:
+            return self._restore(storage, name, manifest, exchange)
+
+    def _restore(self, storage: Storage, name: str, manifest: Manifest, exchange: Exchange | None) -> Position:
+        ranks, objects = self._ranks, self._objects
+        same = manifest.world_size == ranks.world
+
+        def read() -> tuple[state.Saved, state.StateDict]:
+            shared = read_objects(storage, name, SHARED_FILE)
+            wanted = (ranks.rank,) if same else range(manifest.world_size)
+            saved = state.Saved(shared, {rank: read_objects(storage, name, own_file(rank)) for rank in wanted})
+            return saved, state.template(objects, saved)
+
+        saved, tensors = ranks.together(read)
+        ranks.together(lambda: read_tensors(storage, name, tensors, ranks, exchange))
+        ranks.together(lambda: state.restore(objects, tensors, saved))
+        dataloader = ranks.together(lambda: self._put_dataloader(saved.owns, same))
+        if same:
+            generators = saved.owns[ranks.rank]["generators"]
+            random_state.restore(generators)  # last: all before may draw from them
+            if dataloader:
+                random_state.restore_after_iter(objects.dataloader, generators)
+        else:
+            ways = (name, manifest.world_size, ranks.world)
+            logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are seeded again", *ways)
+            random_state.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
+        self.loaded = name if storage in self._directories else None
+        logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
+        return Position(
+            step=manifest.step,
+            epoch=manifest.epoch,
+            accumulation=manifest.accumulation,
+            path=storage.path(name),
+            world_size=manifest.world_size,
+            note=manifest.extra,
+            dataloader=dataloader,
+            generators=same,
+        )
+
+    def _put_dataloader(self, owns: Mapping[int, state.StateDict], same: bool) -> bool:
+        """Return whether the data loader has its state now. same: the world size is that of the save."""
+        loader, ranks = self._objects.dataloader, self._ranks
+        if loader is None or any("dataloader" not in own for own in owns.values()):
+            return False
+        if same:
+            found = owns[ranks.rank]["dataloader"]
+        elif self._reshard is None:
+            logger.warning(
+                "the data loader starts from the beginning: its state is that of %s ranks, and no reshard_dataloader was given",
+                len(owns),
+            )
+            return False
+        else:
+            found = self._reshard([owns[rank]["dataloader"] for rank in sorted(owns)], ranks.rank, ranks.world)
+            if found is None:
+                return False
+        loader.load_state_dict(found)
+        return True

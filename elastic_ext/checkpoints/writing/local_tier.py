@@ -1,0 +1,81 @@
+"""The directories that this job's saves go to: the remote one, and a local one on each node where there is a local tier."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.writing.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalTier:
+    """The local tier as one rank sees it.
+
+    Attributes:
+        storage: this node's local directory.
+        nodes: how many ranks each node has, in rank order.
+        node: this node's index in `nodes`.
+        first: this rank is its node's first; it writes what the whole node shares.
+    """
+
+    storage: Storage
+    nodes: tuple[int, ...]
+    node: int
+    first: bool
+
+
+@dataclass(frozen=True)
+class Directories:
+    """remote: the directory that all nodes share. local: None without a local tier."""
+
+    remote: Storage
+    local: LocalTier | None
+
+    def tier_of(self, storage: Storage) -> LocalTier | None:
+        """Return the local tier if `storage` is its directory."""
+        return self.local if self.local is not None and storage.address == self.local.storage.address else None
+
+    def __contains__(self, storage: Storage) -> bool:
+        return storage.address == self.remote.address or self.tier_of(storage) is not None
+
+
+def open_directories(remote: Storage, local_dir: str | os.PathLike[str] | None, ranks: Ranks) -> Directories:
+    """Open both. Collective. local_dir: None: what the agent chose; "": no local tier. Raises UsageError."""
+    return Directories(remote, _agreed_tier(_local_address(local_dir, remote), ranks))
+
+
+def _local_address(local_dir: str | os.PathLike[str] | None, remote: Storage) -> str:
+    """Return the local directory; "" for no local tier."""
+    if local_dir is not None:
+        return os.fspath(local_dir)
+    agents = os.environ.get(tiers.REMOTE_ENV, "")
+    if not agents or open_storage(agents).address != remote.address:
+        return ""  # the agent would copy to another directory than the script's
+    return os.environ.get(tiers.LOCAL_ENV, "")
+
+
+def _agreed_tier(address: str, ranks: Ranks) -> LocalTier | None:
+    """Collective: all nodes have a local tier, or none has."""
+    group, local_rank = int(os.environ.get("GROUP_RANK") or 0), int(os.environ.get("LOCAL_RANK") or 0)
+    if address and ranks.world > 1 and "GROUP_RANK" not in os.environ:
+        logger.warning("local_dir is not used: GROUP_RANK, which torchrun sets, is needed to know which ranks share a node")
+        address = ""
+    found = ranks.all_gather((group, local_rank, bool(address)))
+    if not all(has for _, _, has in found):
+        if address:
+            lacking = [rank for rank, (_, _, has) in enumerate(found) if not has]
+            logger.warning("local_dir is not used: ranks %s have none", lacking)
+        return None
+    groups = [group for group, _, _ in found]
+    if groups != sorted(groups):
+        logger.warning("local_dir is not used: the ranks of a node are not consecutive")
+        return None
+    numbers = sorted(set(groups))
+    nodes = tuple(groups.count(number) for number in numbers)
+    return LocalTier(open_storage(address), nodes, numbers.index(group), local_rank == 0)

@@ -1,0 +1,123 @@
+"""The state of an optimizer by parameter name, taken apart and put together again.
+
+A load reads the names and shapes from the checkpoint. torch's own `set_state_dict` takes a step with zero gradients instead, to
+find out what the optimizer would hold. So here no step is counted that was not trained, and an optimizer before its first step
+comes back as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from elastic_ext.base.errors import UsageError
+
+Names = Mapping[nn.Parameter, str]
+Moments = dict[str, dict[str, Tensor]]  # tensors of the state, by parameter name and key
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One tensor of an optimizer's state. Checkpoints hold it pickled: its name and its fields must not change.
+
+    If it moves to another module, `reading._MOVED` needs the old one.
+
+    Attributes:
+        like_parameter: it has the parameter's shape and is sharded as the parameter is.
+    """
+
+    like_parameter: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Form(TypedDict):
+    """What checkpoints hold of an optimizer beside the tensors; the keys must not change.
+
+    Attributes:
+        groups: the parameter groups, with names in place of parameters.
+        state: by parameter name and key: a Moment in place of each tensor, other values as they are.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+
+
+def take(optimizer: Optimizer, names: Names) -> tuple[Moments, Form]:
+    """Return the tensors, not copied, and the form. Raises UsageError for state that cannot be saved."""
+    parameters = _in_order(optimizer)
+    packed = optimizer.state_dict()
+    try:
+        by_index = [names[parameter] for parameter in parameters]
+    except KeyError:
+        raise UsageError(
+            "the optimizer has a parameter that the model does not have: give the Checkpointer the model it steps"
+        ) from None
+    groups = [{**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]]
+    moments: Moments = {}
+    form: dict[str, dict[str, Any]] = {}
+    for index, state in packed["state"].items():
+        name, parameter = by_index[index], parameters[index]
+        moments[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        form[name] = {
+            key: _moment(name, key, value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for key, value in state.items()
+        }
+    return moments, {"groups": copy.deepcopy(groups), "state": form}
+
+
+def template(form: Form, parameters: Mapping[str, nn.Parameter]) -> Moments:
+    """Return tensors to load into. Raises UsageError for a parameter that the model does not have."""
+    moments: Moments = {}
+    for name, state in form["state"].items():
+        if name not in parameters:
+            raise UsageError(
+                f"the checkpoint has optimizer state of {name}, which the model does not have: build the model that was saved"
+            )
+        moments[name] = {key: _empty(each, parameters[name]) for key, each in state.items() if isinstance(each, Moment)}
+    return moments
+
+
+def put(optimizer: Optimizer, names: Names, form: Form, moments: Moments) -> None:
+    """Put a saved state in place. Raises UsageError where the optimizer's groups are not those that were saved."""
+    index_of = {names[parameter]: index for index, parameter in enumerate(_in_order(optimizer))}
+    saved = [group["params"] for group in form["groups"]]
+    present = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if saved != present:
+        raise UsageError(
+            f"the optimizer's groups have {[len(group) for group in present]} parameters, those in the checkpoint "
+            f"{[len(group) for group in saved]}, or others: build the optimizer as it was at the save"
+        )
+    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in form["groups"]]
+    state = {
+        index_of[name]: {key: moments[name][key] if isinstance(each, Moment) else each for key, each in kinds.items()}
+        for name, kinds in form["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _moment(name: str, key: str, value: Tensor, parameter: nn.Parameter) -> Moment:
+    like = value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    if isinstance(value, DTensor) and not like:
+        raise UsageError(
+            f"the optimizer's {key} of {name} is sharded but does not have its parameter's shape: such state cannot be saved"
+        )
+    return Moment(like, tuple(value.shape), value.dtype)
+
+
+def _empty(moment: Moment, parameter: nn.Parameter) -> Tensor:
+    if moment.like_parameter:
+        return torch.zeros_like(parameter.detach(), dtype=moment.dtype)
+    return torch.zeros(moment.shape, dtype=moment.dtype)
+
+
+def _in_order(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters by the index that `Optimizer.state_dict` gives them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,88 @@
+"""How the ranks of a job agree on a save or a load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.checkpoints.writing.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks, in a gloo group of their own: saves run in the background, and their messages must not meet the training's.
+
+    Every method is a collective, unless it says otherwise. Values are pickled; all ranks run the same version of this package.
+
+    Attributes:
+        group: None for a single process.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
+        together = dist.is_available() and dist.is_initialized()
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if together else None
+        self.rank: int = dist.get_rank() if together else 0
+        self.world: int = dist.get_world_size() if together else 1
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the value of each rank, by rank."""
+        if self.group is None:
+            return [value]
+        values: list[T | None] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return cast("list[T]", values)
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value; what the other ranks pass is ignored."""
+        if self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def from_rank_0(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on rank 0 and return its result on all ranks. Raises on all ranks what it raised there."""
+        found: tuple[T | None, Exception | None] = (None, None)
+        if self.rank == 0:
+            try:
+                found = decide(), None
+            except (ElasticExtError, OSError) as error:
+                found = None, error
+        value, raised = self.broadcast(found)
+        if raised is not None:
+            raise raised
+        return cast(T, value)
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Run `do` on every rank. Raises CheckpointError on all of them if it failed on one, so that none goes on alone."""
+        result: T | None = None
+        failed = ""
+        try:
+            result = do()
+        except (Exception, CheckpointException) as error:
+            failed = f"rank {self.rank}: {type(error).__name__}: {error}"
+            logger.debug("checkpoint load failed", exc_info=True)
+        failures = [each for each in self.all_gather(failed) if each]
+        if failures:
+            raise CheckpointError("; ".join(failures))
+        return cast(T, result)
+
+    def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
+        """Copy `data` from one rank to others. With one target only the two ranks concerned need to call this, else all ranks."""
+        if len(targets) > 1:
+            dist.broadcast(data, src=source, group=self.group)
+        elif self.rank == source:
+            dist.send(data, dst=targets[0], group=self.group)
+        elif self.rank in targets:
+            dist.recv(data, src=source, group=self.group)

@@ -1,0 +1,90 @@
+# mypy: allow-subclassing-any
+"""Read what a checkpoint holds: tensors through torch.distributed.checkpoint, the rest by unpickling."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from elastic_ext.checkpoints.formats.files import checksum
+from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing.dcp_files import Files, Reader
+from elastic_ext.checkpoints.writing.exchange import Exchange, joined
+from elastic_ext.checkpoints.writing.optimizer_state import Moment
+from elastic_ext.checkpoints.writing.ranks import Ranks
+from elastic_ext.checkpoints.writing.state import StateDict
+
+# Classes of ours that checkpoints hold pickled, by the modules that earlier versions had them in.
+_MOVED = {
+    ("elastic_ext.checkpoints.state", "Moment"): Moment,
+    ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _MOVED.get((module, name)) or super().find_class(module, name)
+
+
+class _PickleModule:
+    """What torch.load uses of a pickle module."""
+
+    Unpickler = _Unpickler
+
+
+def read_objects(storage: Storage, name: str, file: str) -> Any:
+    """Return the content of a file of values that are not resharded.
+
+    It is unpickled: a checkpoint is trusted as the training script is.
+    """
+    data = io.BytesIO(storage.read(f"{name}/{file}"))
+    return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
+
+
+def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: Exchange | None = None) -> None:
+    """Fill in `tensors`, each rank what it holds of them. Collective. Raises torch's CheckpointException, KeyError and others.
+
+    exchange: for a checkpoint of the local tier: other nodes send the byte ranges that this node lacks. `storage` then is that of
+    `Exchange.with_files`, with `.metadata`.
+    """
+    files = Files(storage, name)
+    reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
+    dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+
+
+class _ExchangingReader(Reader):
+    def __init__(self, files: Files, checkpoint: str, exchange: Exchange) -> None:
+        super().__init__(files, checkpoint)
+        self._exchange = exchange
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Collective. Raises CheckpointError on all ranks if one could not read or keep what was sent."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        # Replicated tensors were written by one rank only, so that their ranges may be wanted by all nodes.
+        self._exchange.fetch(joined((place.relative_path, place.offset, place.offset + place.length) for place in places))
+        return super().read_data(plan, planner)
+
+
+def damage(storage: Storage, name: str, file: StoredFile, checksums: bool) -> str:
+    """Return how a file differs from its entry in the manifest; "" if it does not. checksums: read it, else compare the size."""
+    path = f"{name}/{file.name}"
+    try:
+        found = storage.stat(path)
+        if found is None:
+            return f"{file.name} is missing"
+        if found.size != file.size:
+            return f"{file.name} has {found.size} bytes, expected {file.size}"
+        if not checksums:
+            return ""
+        with storage.open(path) as stream:
+            found_sum = checksum(stream)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error}"
+    return "" if found_sum == file.checksum else f"{file.name} has checksum {found_sum}, expected {file.checksum}"

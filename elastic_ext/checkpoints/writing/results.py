@@ -1,0 +1,99 @@
+"""How this group's saves went, for the user, the agent and the next save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
+from elastic_ext.training import saves
+
+logger = logging.getLogger(__name__)
+
+ALARM_AFTER = 3  # failed saves in a row
+
+
+@dataclass(frozen=True)
+class Event:
+    """What `on_event` gets, from the thread that writes.
+
+    Attributes:
+        kind: saved, failed, alarm (several saves failed in a row) or pruned.
+        step: of the save; for "pruned" that of the save that made it superfluous.
+        name: of the checkpoint in its directory, "" if it got none.
+        seconds: from the call of `save` to the commit.
+        size: bytes.
+        reason: why it failed or was removed.
+    """
+
+    kind: str
+    step: int
+    name: str
+    seconds: float = 0.0
+    size: int = 0
+    reason: str = ""
+
+
+class Results:
+    """The results so far.
+
+    Attributes:
+        last_error: why the last save failed, None after one that did not.
+        failures: failed saves in a row.
+        last_saved: step of this group's last committed save, None before the first.
+        stale: another group has taken over: no further save is possible.
+        ended: why no further save is possible for another reason, "" while it is.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+        self._on_event = on_event
+        self.last_error: str | None = None
+        self.failures = 0
+        self.last_saved: int | None = None
+        self.stale: StaleGroup | None = None
+        self.ended = ""
+
+    def committed(self, name: str, step: int, size: int, seconds: float) -> None:
+        """A save is committed."""
+        self.last_error, self.failures, self.last_saved = None, 0, step
+        saves.report_saved(step, seconds)
+        self.emit(Event("saved", step, name, seconds, size))
+
+    def failed(self, name: str, step: int, failure: SaveFailure) -> None:
+        """A save has failed for good."""
+        self.failures += 1
+        self.last_error = f"step {step} was not saved, rank {failure.rank}: {failure.kind.value}: {failure.reason}"
+        logger.warning("%s; training goes on", self.last_error)
+        saves.report_save_failed()
+        self.emit(Event("failed", step, name, reason=self.last_error))
+        if failure.kind is FailureKind.STALE:
+            self.stale = StaleGroup(failure.reason)
+        elif failure.kind is FailureKind.GROUP:
+            self.ended = self.last_error
+        elif self.failures >= ALARM_AFTER:
+            logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
+            self.emit(Event("alarm", step, name, reason=self.last_error))
+
+    def skipped(self, step: int) -> bool:
+        """Return whether there is no need or no way to save this step, and tell the agent so. Raises StaleGroup."""
+        if self.stale is not None:
+            raise self.stale
+        if self.ended:
+            logger.info("step %s is not saved: %s", step, self.ended)
+            saves.report_save_failed()
+        elif step == self.last_saved:
+            logger.info("step %s is not saved: it is saved already", step)
+            saves.report_saved(step, 0.0)
+        else:
+            return False
+        return True
+
+    def emit(self, event: Event) -> None:
+        """Call `on_event`; what it raises is logged."""
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                logger.exception("on_event failed")

@@ -1,0 +1,149 @@
+"""Which checkpoint a load takes, and whether it is undamaged. All ranks come to the same answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from elastic_ext.checkpoints.directory import marks, tiers
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
+from elastic_ext.checkpoints.storage import Storage
+from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.exchange import Parts
+from elastic_ext.checkpoints.writing.local_tier import Directories, LocalTier
+from elastic_ext.checkpoints.writing.ranks import Ranks
+from elastic_ext.checkpoints.writing.reading import damage
+
+logger = logging.getLogger(__name__)
+
+Refused = Mapping[str, Collection[str]]
+"""Names of checkpoints that must not be taken, by the address of their directory: both tiers may have the same name."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint whose files were all looked at. parts: of one in the local tier: which node has which of its files."""
+
+    storage: Storage
+    name: str
+    manifest: Manifest
+    parts: Parts | None = None
+
+    @property
+    def path(self) -> str:
+        return self.storage.path(self.name)
+
+
+class Selection:
+    """Finds and checks checkpoints. verify: compare checksums, which reads each file; sizes are always compared."""
+
+    def __init__(self, directories: Directories, ranks: Ranks, verify: bool) -> None:
+        self._directories, self._ranks, self._verify = directories, ranks, verify
+
+    def newest(self, refused: Refused) -> tuple[Storage, str] | None:
+        """Return the newest complete checkpoint of both tiers; of the same one the local copy. Collective. Raises OSError."""
+        remote, tier = self._directories.remote, self._directories.local
+        name = self._ranks.from_rank_0(lambda: _newest_complete(remote, refused.get(remote.address, ())))
+        in_remote = (remote, name) if name is not None else None
+        if tier is None:
+            return in_remote
+        local, first = tier.storage, tier.first
+        offers = self._ranks.all_gather(self._ranks.together(lambda: tiers.offers(local) if first else None))
+        names = self._ranks.from_rank_0(lambda: marks.quarantined_names(remote)).union(refused.get(local.address, ()))
+        offer = tiers.newest_of_all([each for each in offers if each is not None], names)
+        if offer is None or (name is not None and _order(name) > _order(offer.name)):
+            return in_remote
+        return local, offer.name
+
+    def checked(self, storage: Storage, name: str) -> Checked:
+        """Look at all files, each rank at a share. Collective. Raises CheckpointError on all ranks if it must not be used."""
+        tier, rank = self._directories.tier_of(storage), self._ranks.rank
+        share: tuple[StoredFile, ...]
+        if tier is None:
+            manifest = self._ranks.from_rank_0(lambda: _manifest(storage, name))
+            found, share = Checked(storage, name, manifest), manifest.files[rank :: self._ranks.world]
+        else:
+            manifest, parts = self._parts(tier, name)
+            mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
+            found = Checked(storage, name, manifest, parts)
+            share = tuple(file for file in mine if parts.agent(tier.node, file.name) == rank)
+
+        def check() -> None:
+            wrong = [text for file in share if (text := damage(storage, name, file, self._verify))]
+            if wrong:
+                raise CheckpointError(f"{found.path}: {'; '.join(wrong)}")
+
+        self._ranks.together(check)
+        return found
+
+    def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
+        """Which node has which files. Collective. Raises CheckpointError on all ranks if some file is nowhere."""
+        path, ranks = tier.storage.path(name), self._ranks
+        mine = _part_here(tier.storage, name) if tier.first else None
+        found = ranks.all_gather((mine.digest, mine.files) if mine else None)
+        first = next((rank for rank, each in enumerate(found) if each is not None), None)
+        if first is None:
+            raise CheckpointError(f"{path} has no {MANIFEST} on any node: not a complete checkpoint of elastic_ext")
+        manifest = ranks.all_gather(mine.manifest if mine and ranks.rank == first else None)[first]
+        assert manifest is not None, "that rank has one"
+        _refuse_other(manifest, name, path)
+        digest = next(each[0] for each in found if each is not None)
+        same = [(rank, each[1]) for rank, each in enumerate(found) if each is not None and each[0] == digest]
+        here = {tiers.node_of(tier.nodes, rank): files for rank, files in same}
+        holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
+        lost = [file for file, nodes in holders.items() if not nodes]
+        if lost:
+            raise CheckpointError(f"{path}: {len(lost)} files are on no node, among them {lost[0]}")
+        return manifest, Parts(tier.nodes, tier.node, holders)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one node has of a checkpoint. digest: of the manifest: the same name may be another checkpoint on another node."""
+
+    digest: str
+    manifest: Manifest
+    files: frozenset[str]
+
+
+def _part_here(local: Storage, name: str) -> _Part | None:
+    try:
+        read = tiers.manifest_of(local, name)
+        return _Part(tiers.digest(read[1]), read[0], tiers.files_here(local, name, read[0])) if read is not None else None
+    except (ManifestError, OSError) as error:  # another node may have it
+        logger.warning("%s: %s", local.path(name), error)
+        return None
+
+
+def _manifest(storage: Storage, name: str) -> Manifest:
+    """Raises CheckpointError."""
+    path = storage.path(name)
+    try:
+        manifest = decode(storage.read(f"{name}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
+    except (ManifestError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    _refuse_other(manifest, name, path)
+    return manifest
+
+
+def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
+    if order_of(name) not in (None, manifest.order):
+        raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
+
+
+def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:
+    """Return the newest checkpoint of ours that has a manifest and is not quarantined. Raises OSError."""
+    quarantined = marks.quarantined_names(storage)
+    for name in tiers.own_checkpoints(storage):
+        if name not in refused and name not in quarantined:
+            if storage.stat(f"{name}/{MANIFEST}") is not None:
+                return name
+            logger.info("skipping checkpoint %s: no %s, the save did not finish", storage.path(name), MANIFEST)
+    return None
+
+
+def _order(name: str) -> tuple[int, int]:
+    return order_of(name) or (0, 0)

@@ -1,0 +1,103 @@
+"""Copy the training state to memory of its own, so that training goes on while it is written."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.writing.errors import FailureKind, SaveFailure
+from elastic_ext.checkpoints.writing.state import Objects, StateDict, capture
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One rank's part of a save, in memory of its own.
+
+    Attributes:
+        tensors: what torch.distributed.checkpoint shards.
+        shared: pickled; alike on all ranks, so rank 0 has it and the others have b"".
+        own: pickled; this rank's.
+        failure: why it could not be staged; the rest is empty then.
+    """
+
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    shared: bytes = b""
+    own: bytes = b""
+    failure: SaveFailure | None = None
+
+
+class Stager:
+    """Stages one save after the other. The next one uses the same memory: page faults cost more than the copy."""
+
+    def __init__(self, objects: Objects, rank: int) -> None:
+        self._objects, self._rank = objects, rank
+        self._copies = HostCopies()
+
+    def stage(self, step: int, accumulation: int) -> tuple[Staged, UsageError | None]:
+        """Copy the state of `step`. What was staged before must not be in use any more.
+
+        Never raises, because the other ranks wait for this one's part: an error becomes `Staged.failure`; the UsageError is
+        also returned, for the caller to raise once all ranks know of it.
+        """
+        try:
+            taken = capture(self._objects, self._rank, accumulation)
+            shared = pickled(taken.shared) if self._rank == 0 else b""
+            return Staged(self._copies.take(taken.tensors), shared, pickled(taken.own)), None
+        except UsageError as error:
+            return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
+        except Exception as error:  # training goes on
+            logger.exception("the state of step %s could not be copied", step)
+            return Staged(failure=SaveFailure(FailureKind.OTHER, f"{type(error).__name__}: {error}", self._rank)), None
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which the next copies use again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], Tensor] = {}
+
+    def take(self, tensors: StateDict) -> StateDict:
+        """Return a copy that training does not change. The copy before it must not be in use any more."""
+        kept: dict[tuple[str, ...], Tensor] = {}
+        copied: StateDict = self._copy(tensors, (), kept)
+        self._kept = kept
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # the copies from the device were only queued
+        return copied
+
+    def _copy(self, value: Any, path: tuple[str, ...], kept: dict[tuple[str, ...], Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            kept[path] = _copied(value.detach(), self._kept.get(path))
+            return kept[path]
+        if isinstance(value, Mapping):
+            return {key: self._copy(each, (*path, str(key)), kept) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._copy(each, (*path, str(number)), kept) for number, each in enumerate(value)]
+        return copy.deepcopy(value)
+
+
+def _copied(value: Tensor, room: Tensor | None) -> Tensor:
+    """Copy into `room` where it fits, else into new memory."""
+    fits = room is not None and type(room) is type(value) and room.shape == value.shape and room.dtype == value.dtype
+    if not fits or (isinstance(room, DTensor) and room.placements != value.placements):
+        room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+    assert room is not None
+    return room.copy_(value, non_blocking=value.is_cuda)
+
+
+def pickled(value: object) -> bytes:
+    """Return the value as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

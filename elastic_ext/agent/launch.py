@@ -28,7 +28,7 @@ from elastic_ext.workers.standby.pool import StandbySpec
 
 logger = logging.getLogger(__name__)
 
-BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap.py")
+BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
 IN_MEMORY = "/dev/shm"
 FILES, FILES_PER_WORKER = 16, 8  # that the agent makes in its private directory, at most

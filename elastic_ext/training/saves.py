@@ -15,7 +15,6 @@ boundary waits for the device. Without a request a boundary costs the look at on
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
@@ -25,13 +24,13 @@ from typing import Any
 
 from elastic_ext.base import log_records, round_store
 from elastic_ext.base.errors import UsageError
-from elastic_ext.workers import bootstrap, wake_pipe
+from elastic_ext.workers import progress_layout, worker_env
 
 logger = logging.getLogger(__name__)
 log_records.install()  # here, too: scripts import a module of elastic_ext.training without asking the package for anything
 
 CLOCK_S = 0.001  # what may be lost in adding and subtracting times
-_PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")
+_PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 
 def resume_from() -> str | None:
@@ -72,8 +71,8 @@ def report_progress() -> None:
     """Something has been done that no step of a torch.optim.Optimizer tells of, a batch of an evaluation, say."""
     words = _words()
     if words is not None:
-        words[bootstrap.PROGRESS] += 1
-        bootstrap.note_sign(words, time.monotonic_ns())
+        words[progress_layout.PROGRESS] += 1
+        progress_layout.note_sign(words, time.monotonic_ns())
 
 
 def phase(name: str) -> Phase:
@@ -88,8 +87,8 @@ def phase(name: str) -> Phase:
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
     words = _words()
-    before = words[bootstrap.PHASE] if words is not None else 0
-    _enter(bootstrap.PHASES.index(name))
+    before = words[progress_layout.PHASE] if words is not None else 0
+    _enter(progress_layout.PHASES.index(name))
     return Phase(before)
 
 
@@ -110,9 +109,9 @@ def _enter(phase_: int) -> None:
     words = _words()
     if words is not None:
         now_ns = time.monotonic_ns()
-        bootstrap.note_sign(words, now_ns)  # of the phase that ends
-        words[bootstrap.PHASE_SINCE_NS] = now_ns
-        words[bootstrap.PHASE] = phase_
+        progress_layout.note_sign(words, now_ns)  # of the phase that ends
+        words[progress_layout.PHASE_SINCE_NS] = now_ns
+        words[progress_layout.PHASE] = phase_
 
 
 def _words() -> memoryview | None:
@@ -123,11 +122,11 @@ def _words() -> memoryview | None:
 class _Boundaries:
     """The step boundaries of this process."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, told: worker_env.WorkerMessage) -> None:
         """told: what the agent said to this worker. Raises KeyError, OSError or ValueError where that is not all there."""
-        first = told["slot"] * bootstrap.SLOT_BYTES
+        first = told["slot"] * progress_layout.ROW_BYTES
         with open(told["progress"], "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), first + bootstrap.SLOT_BYTES)
+            self._map = mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES)
         self.words = memoryview(self._map)[first:].cast("Q")
         self._news: str = told["news"]
         self._host, self._port = told["store"]
@@ -139,9 +138,9 @@ class _Boundaries:
         self._taken_at = 0.0  # monotonic
 
     def passed(self) -> bool:
-        self.words[bootstrap.ASKS_FOR_SAVES] = 1
+        self.words[progress_layout.ASKS_FOR_SAVES] = 1
         self._number += 1
-        wanted = self.words[bootstrap.SAVE_WANTED]
+        wanted = self.words[progress_layout.SAVE_WANTED]
         if wanted <= self._taken:
             return False
         taken = wanted if self._alone else self._agreed(wanted)
@@ -183,18 +182,18 @@ class _Boundaries:
 
     def saved(self, step: int, seconds: float) -> None:
         words = self.words
-        words[bootstrap.SAVED_STEP] = step + 1
-        words[bootstrap.SAVE_NS] = max(1, int(seconds * 1e9))
-        words[bootstrap.SAVES] += 1
-        words[bootstrap.FAILED_SAVES] = 0
+        words[progress_layout.SAVED_STEP] = step + 1
+        words[progress_layout.SAVE_NS] = max(1, int(seconds * 1e9))
+        words[progress_layout.SAVES] += 1
+        words[progress_layout.FAILED_SAVES] = 0
         if time.monotonic() - seconds >= self._taken_at - CLOCK_S:  # not one that was under way when this one was agreed
-            words[bootstrap.SAVE_KEPT] = self._taken
-        wake_pipe.tell(self._news)
+            words[progress_layout.SAVE_KEPT] = self._taken
+        worker_env.wake(self._news)
 
     def failed(self) -> None:
-        self.words[bootstrap.SAVE_FAILED] = self._taken
-        self.words[bootstrap.FAILED_SAVES] += 1
-        wake_pipe.tell(self._news)
+        self.words[progress_layout.SAVE_FAILED] = self._taken
+        self.words[progress_layout.FAILED_SAVES] += 1
+        worker_env.wake(self._news)
 
 
 _found: dict[int, _Boundaries | None] = {}  # by pid: a child that the script forks is no worker of the agent's
@@ -208,11 +207,11 @@ def _boundaries() -> _Boundaries | None:
 
 
 def _connect() -> _Boundaries | None:
-    text = os.environ.get(bootstrap.WORKER_ENV)
+    text = os.environ.get(worker_env.WORKER_ENV)
     if not text:
         return None
     try:
-        return _Boundaries(json.loads(text))
+        return _Boundaries(worker_env.loads(text))
     except (KeyError, TypeError, ValueError, OSError) as error:
         logger.warning("no saves on demand in this worker: %s %s", type(error).__name__, error)
         return None

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from elastic_ext.workers import bootstrap as _bootstrap
+    from elastic_ext.workers.bootstrap import runner as _bootstrap
     from elastic_ext.workers.standby import import_checks as _import_checks
 
 MARK = "_ELASTIC_EXT_AGENT"
@@ -371,7 +371,7 @@ def _load(name: str, *folder: str) -> "ModuleType":
 
 
 if __name__ == "__main__":
-    _bootstrap = _load("bootstrap", os.pardir)
+    _bootstrap = _load("runner", os.pardir, "bootstrap")
     _import_checks = _load("import_checks")
     sys.path[:] = _WORKERS_PATH
     atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
@@ -380,4 +380,4 @@ if __name__ == "__main__":
     _told = Server(_control).serve()
     if _told is None:
         os._exit(0)  # none of the exit handlers of what was imported belongs to this process
-    _bootstrap.run_as_main(_told["argv"], _bootstrap.worker_settings())
+    _bootstrap.run_as_main(_told["argv"], _bootstrap.worker_message())

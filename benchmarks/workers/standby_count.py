@@ -12,7 +12,7 @@ def standbys(agent: int) -> int:
     found = 0
     for task in os.listdir(f"/proc/{agent}/task"):
         for pid in _text(f"/proc/{agent}/task/{task}/children").split():
-            found += "standby_server.py" in _text(f"/proc/{pid}/cmdline")
+            found += "standby/server.py" in _text(f"/proc/{pid}/cmdline")
     return found - 1
 
 

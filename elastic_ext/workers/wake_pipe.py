@@ -42,7 +42,7 @@ def named_pipe(path: str) -> tuple[str, int, int | None]:
 
 
 class WakePipe:
-    """Readable after a worker has called `worker_env.wake`. The progress table says why, so losing a byte in a full pipe is fine."""
+    """Readable after a worker has called `worker_env.wake`. The progress table says why, so a lost byte does no harm."""
 
     def __init__(self, path: str) -> None:
         """path: of the pipe to create; the attribute `path` is the one that workers open. Raises OSError."""

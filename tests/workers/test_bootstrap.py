@@ -19,7 +19,7 @@ import pytest
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress_layout import ROW_BYTES
-from elastic_ext.workers.standby.client import StandbyServer, WarmPopen
+from elastic_ext.workers.standby.client import ServerProcess, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.worker_env import STACKS_SIGNAL
 from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
@@ -110,17 +110,17 @@ def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict
     """A standby, forked by a server of its own, that runs this now."""
     shared = {name: value for name, value in env.items() if name not in PER_WORKER}
     with tempfile.TemporaryDirectory() as folder:
-        server = StandbyServer([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
+        server = ServerProcess([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
         try:
             nothing = Path(folder, "modules")
             told = {"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
             nothing.write_text(json.dumps(told))
             server.preload(str(nothing))
-            assert server.hear() is not None, server.last_words()
-            (parked,) = server.park(1)
+            assert server.hear() is not None, server.how_it_ended()
+            (standby,) = server.park(1)
         finally:
             server.end()
-    return WarmPopen(parked, [sys.executable, "-u", BOOTSTRAP, *argv], argv, env, **streams)
+    return WarmPopen(standby, [sys.executable, "-u", BOOTSTRAP, *argv], argv, env, **streams)
 
 
 def run(argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)) -> "tuple[int, str, str]":

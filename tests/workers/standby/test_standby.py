@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.workers.standby import memory, rules
-from elastic_ext.workers.standby.client import StandbyServer
+from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
 from tests.failures.test_sources import memory_group
@@ -563,7 +563,7 @@ def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
     nothing.write_text(
         json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}})
     )
-    server = StandbyServer([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(nothing))
     assert server.hear() is not None
     one, other = server.park(2)
@@ -579,9 +579,11 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
     broken.chmod(0o755)
-    server = StandbyServer([str(broken), "-u"], {}, str(tmp_path / "output"))
+    server = ServerProcess([str(broken), "-u"], {}, str(tmp_path / "output"))
     assert server.hear() is None
-    assert server.last_words() == "exit code 7: no luck"
+    ended = server.how_it_ended()
+    assert (ended.exitcode, ended.output, str(ended)) == (7, "no luck", "exit code 7: no luck")
+    assert not ended.killed
     server.end()
 
 

@@ -221,7 +221,7 @@ def test_importing_it_does_nothing() -> None:
 
 
 HARMLESS = ["", '{"slot": null}', '{"quiet_traceback": 7}']
-USELESS = ["{", "[]", "x", "{} x", '{"stacks": "missing/file"}', '{"stacks": 1.5}'] + [
+USELESS = ["{", "[]", "x", "{} x", '{"version": 2, "slot": 0}', '{"stacks": "missing/file"}', '{"stacks": 1.5}'] + [
     json.dumps({"slot": slot, "progress": progress})
     for slot, progress in [("a", "progress"), (0, "missing"), (9, "progress"), (-1, "progress"), (10**24, "progress"), (0, 1)]
 ]
@@ -234,6 +234,18 @@ def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, se
     assert (code, out) == (3, "runs\n")
     assert re.fullmatch(r"(elastic_ext: [^\n]*\n)?", err)
     assert bool(err) == (settings in USELESS)
+
+
+def test_a_progress_table_of_another_version_is_not_touched(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, progress_version=progress_layout.VERSION + 1)
+    code, out, err = run_text(tmp_path, "print('runs')", worker.environ)
+    assert (code, out) == (0, "runs\n")
+    assert "expected version 1 of the progress table, got version 2" in err
+    assert worker.row() == [2**64 - 1] * progress_layout.AGENT_FIELDS
+
+
+def test_a_row_has_room_for_all_fields() -> None:
+    assert (progress_layout.SAVE_WANTED + 1) * 8 <= progress_layout.ROW_BYTES
 
 
 # ---- the error file

@@ -1,19 +1,19 @@
 """The program that the agent starts in place of the user's script: `python -u bootstrap.py [-m] SCRIPT ARGS...`.
 
-It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does, and beside it:
+It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. The work is done by
 
-    main_script.py      finds, reads and compiles the script as the interpreter does
-    error_file.py       writes the exception that ends the script into the error file, at the moment it leaves the script
-    runner.py           runs the script, counts optimizer steps, reports to the agent, dumps stacks on a signal
-    ../worker_env.py    the message that the agent gives to the worker
-    ../progress_layout.py
+    runner.py                runs the script, counts its optimizer steps, reports to the agent, dumps stacks on a signal
+    main_script.py           finds, reads and compiles the script as the interpreter does
+    error_file.py            writes the exception that ends the script into the error file
+    ../worker_env.py         the agent's message to the worker
+    ../progress_layout.py    the memory that the worker shares with the agent
 
 The interpreter that starts this file may have no elastic_ext. So these files are loaded by path, use the standard library only,
-and import, before the script runs, only modules that every interpreter loads at start or that are written in C: a script's own
-`json.py` or `signal.py` is found as always. None of them gets a name in sys.modules.
+and import, before the script runs, only modules that every interpreter loads at start or that are written in C: the script's own
+`json.py` or `signal.py` is found as always. They get no names in sys.modules.
 
-The interpreter compiles the file that it is started with each time. This file is therefore short, and the others come from their
-cached bytecode, which costs 2 ms per start where one file of 600 lines costs 6.
+The interpreter compiles the file that it is started with at every start. So this file is short, and the others are loaded from
+their cached bytecode: all of it costs 2 ms per start, as one file it cost 6 ms.
 
 A script can still notice two stack frames below its own: recursion reaches two calls less deep, and `sys._getframe` or a
 warning's stacklevel can walk into them.

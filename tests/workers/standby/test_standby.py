@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers.standby import memory, rules
+from elastic_ext.workers.standby import memory, protocol, rules
 from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
@@ -584,6 +584,16 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     ended = server.how_it_ended()
     assert (ended.exitcode, ended.output, str(ended)) == (7, "no luck", "exit code 7: no luck")
     assert not ended.killed
+    server.end()
+
+
+def test_a_server_refuses_another_version_of_the_protocol(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)  # of this process only
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server.preload(str(tmp_path / "modules"))
+    assert server.hear() is None
+    ended = server.how_it_ended()
+    assert (ended.exitcode, ended.output) == (1, "expected version 1 of the protocol, got version 2")
     server.end()
 
 

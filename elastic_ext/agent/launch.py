@@ -24,11 +24,11 @@ from elastic_ext.base.settings import SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from elastic_ext.failures.policy import NO_LIMIT
-from elastic_ext.workers.standby.pool import StandbySpec
+from elastic_ext.workers.standby.spec import StandbySpec
 
 logger = logging.getLogger(__name__)
 
-BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap.py")
+BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
 IN_MEMORY = "/dev/shm"
 FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory

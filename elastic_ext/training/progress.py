@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.training.worker import this_worker
-from elastic_ext.workers import bootstrap
+from elastic_ext.workers import progress_layout
 
-_PHASES = tuple(name for name in bootstrap.PHASES if name != "exit")
+_PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 
 def report_progress() -> None:
@@ -32,7 +32,7 @@ def phase(name: str) -> Phase:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
     worker = this_worker()
     before = worker.row.phase if worker is not None else 0
-    _enter(bootstrap.PHASES.index(name))
+    _enter(progress_layout.PHASES.index(name))
     return Phase(before)
 
 

@@ -1,19 +1,18 @@
 """This process as a worker of the agent: its row of the progress table, and the address of the round's store.
 
-The agent describes the worker in the environment variable `bootstrap.WORKER_ENV`; `workers.bootstrap` defines that description
-and the layout of the table in shared memory.
+`workers.worker_env` defines the message by which the agent describes the worker, `workers.progress_layout` the table in shared
+memory.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
 import time
 from dataclasses import dataclass
 
-from elastic_ext.workers import bootstrap, wake_pipe
+from elastic_ext.workers import progress_layout, worker_env
 
 logger = logging.getLogger(__name__)
 
@@ -32,50 +31,50 @@ class ProgressRow:
         Raises:
             OSError, ValueError: there is no such row.
         """
-        first = slot * bootstrap.SLOT_BYTES
+        first = slot * progress_layout.ROW_BYTES
         with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), first + bootstrap.SLOT_BYTES)
+            self._map = mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES)
         self._words = memoryview(self._map)[first:].cast("Q")
         self._wake_path = wake_path
 
     def report_progress(self) -> None:
         """Count a sign of progress besides the optimizer steps."""
-        self._words[bootstrap.PROGRESS] += 1
-        bootstrap.note_sign(self._words, time.monotonic_ns())
+        self._words[progress_layout.PROGRESS] += 1
+        progress_layout.note_sign(self._words, time.monotonic_ns())
 
     @property
     def phase(self) -> int:
-        """The current phase, an index into `bootstrap.PHASES`."""
-        return self._words[bootstrap.PHASE]
+        """The current phase, an index into `progress_layout.PHASES`."""
+        return self._words[progress_layout.PHASE]
 
     def enter_phase(self, phase: int) -> None:
         """End the current phase, which is a sign of progress, and begin another."""
         now_ns = time.monotonic_ns()
-        bootstrap.note_sign(self._words, now_ns)  # belongs to the phase that ends
-        self._words[bootstrap.PHASE_SINCE_NS] = now_ns
-        self._words[bootstrap.PHASE] = phase
+        progress_layout.note_sign(self._words, now_ns)  # belongs to the phase that ends
+        self._words[progress_layout.PHASE_SINCE_NS] = now_ns
+        self._words[progress_layout.PHASE] = phase
 
     def requested_save(self) -> int:
         """Say that this script asks for saves on demand; return the number of the newest request, 0 for none."""
-        self._words[bootstrap.ASKS_FOR_SAVES] = 1
-        return self._words[bootstrap.SAVE_WANTED]
+        self._words[progress_layout.ASKS_FOR_SAVES] = 1
+        return self._words[progress_layout.SAVE_WANTED]
 
     def report_saved(self, step: int, seconds: float, answered: int | None) -> None:
         """Report a complete checkpoint of `step`, `seconds` after it was begun. answered: the request that it answers, if any."""
         words = self._words
-        words[bootstrap.SAVED_STEP] = step + 1
-        words[bootstrap.SAVE_NS] = max(1, int(seconds * 1e9))
-        words[bootstrap.SAVES] += 1
-        words[bootstrap.FAILED_SAVES] = 0
+        words[progress_layout.SAVED_STEP] = step + 1
+        words[progress_layout.SAVE_NS] = max(1, int(seconds * 1e9))
+        words[progress_layout.SAVES] += 1
+        words[progress_layout.FAILED_SAVES] = 0
         if answered is not None:
-            words[bootstrap.SAVE_KEPT] = answered
-        wake_pipe.tell(self._wake_path)
+            words[progress_layout.SAVE_KEPT] = answered
+        worker_env.wake(self._wake_path)
 
     def report_save_failed(self, request: int) -> None:
         """Report that a save has failed. request: the last one that this worker has acted on."""
-        self._words[bootstrap.SAVE_FAILED] = request
-        self._words[bootstrap.FAILED_SAVES] += 1
-        wake_pipe.tell(self._wake_path)
+        self._words[progress_layout.SAVE_FAILED] = request
+        self._words[progress_layout.FAILED_SAVES] += 1
+        worker_env.wake(self._wake_path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +99,16 @@ def this_worker() -> Worker | None:
 
 
 def _from_environment() -> Worker | None:
-    text = os.environ.get(bootstrap.WORKER_ENV)
+    text = os.environ.get(worker_env.WORKER_ENV)
     if not text:
         return None
     try:
-        description = json.loads(text)
-        row = ProgressRow(description["progress"], description["slot"], description["news"])
-        host, port = description["store"]
+        message = worker_env.loads(text)
+        version = message.get("progress_version", progress_layout.VERSION)
+        if version != progress_layout.VERSION:
+            raise ValueError(f"expected version {progress_layout.VERSION} of the progress table, got version {version!r}")
+        row = ProgressRow(message["progress"], message["slot"], message["news"])
+        host, port = message["store"]
         return Worker(row, (host, port), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except (KeyError, TypeError, ValueError, OSError) as error:
         logger.warning("no saves on demand in this worker: %s %s", type(error).__name__, error)

@@ -1,7 +1,7 @@
-"""How many files this agent may have open: as many as it is allowed to. Its workers keep the limit that the user has set.
+"""The limit of open files: the agent raises its own as far as it may, and its workers keep the one that the user has set.
 
 Rank 0's agent holds a connection for each client of the round's store. A worker with a very high limit could hurt itself:
-select(2) takes no descriptor above 1,023, and some programs go over all that they could have open.
+select(2) takes no descriptor above 1,023, and some programs loop over all descriptors that they could have.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-MOST = 1 << 20  # what the kernel grants by default at most (fs.nr_open); a hard limit may be 2 ** 63
+MOST = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit may be 2 ** 63
 
 _lock = threading.Lock()
-_agents = 0  # of this process that have raised it
-_users: tuple[int, int] | None = None  # the limit before the first of them has; None: it stays what it was
+_agents = 0  # agents of this process that have raised the limit
+_users: tuple[int, int] | None = None  # the limit before the first of them did; None: it could not be raised
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Inside, the soft limit is the hard one, or MOST where that is less."""
+    """Inside, the soft limit is the hard one, or MOST if that is less."""
     global _agents, _users
     with _lock:
         if not _agents:
@@ -39,12 +39,12 @@ def raised() -> Iterator[None]:
                 try:
                     resource.setrlimit(resource.RLIMIT_NOFILE, _users)
                 except (OSError, ValueError) as error:  # somebody has lowered the hard one
-                    logger.info("the limit of open files is not set back: %s", error)
+                    logger.info("the limit of open files cannot be set back: %s", error)
                 _users = None
 
 
 def _raise() -> tuple[int, int] | None:
-    """Return the limit as it was; None where it stays that."""
+    """Return the limit as it was; None if it could not be raised."""
     before = limit()
     if before is None:
         return None
@@ -61,24 +61,24 @@ def _raise() -> tuple[int, int] | None:
 
 
 def limit() -> tuple[int, int] | None:
-    """Soft and hard; None where the kernel refuses to tell (a seccomp profile)."""
+    """The soft and the hard limit; None if the kernel refuses to tell (a seccomp profile)."""
     try:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
     except OSError as error:
-        logger.info("the limit of open files is not known: %s", error)
+        logger.info("the limit of open files cannot be read: %s", error)
         return None
 
 
 def as_users(pid: int) -> None:
-    """Give a process that this one has started the user's own limit."""
+    """Set the user's own limit for a process that this one has started."""
     with _lock:
         users = _users
     if users is None:
         return
     try:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, users)
-    except OSError as error:  # it has ended, or is another user's by now
-        logger.debug("the limit of open files of process %s stays: %s", pid, error)
+    except OSError as error:  # it has ended, or runs as another user by now
+        logger.debug("the limit of open files of process %s cannot be set: %s", pid, error)
 
 
 def left() -> int:

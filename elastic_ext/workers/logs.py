@@ -1,4 +1,4 @@
-"""What each worker is told, and where its files go: a LogsSpecs around the user's own.
+"""What each worker gets from the agent, and where its files go: a LogsSpecs around the user's own.
 
 `reify` is the public place where torch lets a plug-in see the environment of every worker before it starts, in every version;
 torch's own LogsSpecs writes TORCHELASTIC_ERROR_FILE there.
@@ -12,24 +12,26 @@ import logging
 import os
 import shutil
 import tempfile
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerLogs(LogsSpecs):
+class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is untyped
     """Adds our variables to the workers' environment and keeps their error files from torch's reader.
 
-    Set before each round:
-        variables: for all workers of this node. TORCHELASTIC_RESTART_COUNT among them names the log directory.
-        tell: for each worker by local rank, as JSON in ELASTIC_EXT_WORKER; see `workers/bootstrap.py` for the keys.
-        stderr: keeps the last of what the workers write there; set once.
-    Read after its start:
-        error_files, stacks_files: by local rank, where the worker leaves them.
+    Attributes:
+        variables: set before each round: environment variables for all workers of this node. TORCHELASTIC_RESTART_COUNT among
+            them names the log directory.
+        tell: set before each round: for each worker by local rank, keys of its message; see `worker_env`. `reify` adds the rest.
+        modules_file: set before each round: where a worker of this round writes what it has imported.
+        run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
+        stderr: set once: keeps the end of what the workers write to stderr.
+        error_files, stacks_files: read after the start: where each worker leaves them, by local rank.
     """
 
     def __init__(self, inner: LogsSpecs) -> None:
@@ -38,19 +40,21 @@ class WorkerLogs(LogsSpecs):
         self._inner = inner
         self._round_dir = ""
         self._on_disk: str | None = None  # another directory of this round, because run_dir is full
-        self.modules_file = ""  # where a worker of this round writes what it has imported
-        self.run_dir = ""  # the agent's private directory, for the files of a job that wants no logs
+        self.modules_file = ""
+        self.run_dir = ""
         self.variables: dict[str, str] = {}
-        self.tell: dict[int, dict[str, Any]] = {}
+        self.tell: dict[int, dict[str, object]] = {}
         self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
 
     @property
     def root_log_dir(self) -> str:
-        return self._inner.root_log_dir
+        """The user's log directory."""
+        return str(self._inner.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete the workers' environments, by local rank, and return where their logs go. Torch calls this each round."""
         for env in envs.values():
             env.update(self.variables)
         dest = self._inner.reify(envs)
@@ -63,14 +67,22 @@ class WorkerLogs(LogsSpecs):
             error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
             self.stacks_files[local_rank] = os.path.join(os.path.dirname(error_file), "stacks.txt")
-            # Where stderr goes to a file, the traceback belongs into that file; on the console the agent shows it once.
-            quiet = dest.stderrs[local_rank] in ("", os.devnull)
-            told = {**self.tell[local_rank], "stacks": self.stacks_files[local_rank], "quiet_traceback": quiet}
-            if (pipe := self.stderr.connect(local_rank, dest.stderrs[local_rank], self._private_dir(local_rank))) is not None:
-                told["stderr"] = pipe
-            env["ELASTIC_EXT_WORKER"] = json.dumps(told)
+            env[worker_env.WORKER_ENV] = json.dumps(self._message(local_rank, dest.stderrs[local_rank]))
         # Torch reads the files named here without any check as soon as a worker has failed. The supervisor reads them with care.
         return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))
+
+    def _message(self, local_rank: int, destination: str) -> dict[str, object]:
+        """The message to this worker. destination: where torch sends its stderr; a file, os.devnull, or "" for the console."""
+        message = {
+            "version": worker_env.VERSION,
+            "progress_version": progress_layout.VERSION,
+            **self.tell[local_rank],
+            "stacks": self.stacks_files[local_rank],
+            # If stderr goes to a file, the traceback belongs into that file; on the console the agent shows it once.
+            "quiet_traceback": destination in ("", os.devnull),
+        }
+        pipe = self.stderr.connect(local_rank, destination, self._private_dir(local_rank))
+        return message if pipe is None else {**message, "stderr": pipe}
 
     def _private_dir(self, local_rank: int) -> str:
         path = os.path.join(self._round_dir, str(local_rank))

@@ -1,7 +1,7 @@
-"""Descriptors that become readable when a child of this process ends: pidfds, or, where there are none, a pipe and a thread.
+"""Descriptors that become readable when a child of this process ends: pidfds, or a pipe and a thread if there are no pidfds.
 
-There are none on Linux before 5.4, under a seccomp profile that does not know them, and with an interpreter that was built
-against old headers. All that is here is for children that this process has not reaped: nobody else can have their numbers.
+Linux before 5.4 has none, some seccomp profiles refuse them, and an interpreter may have been built against old headers. All
+functions here are for children that this process has not reaped: no other process can have their pids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 @functools.cache
 def why_none() -> str | None:
-    """Why there are no pidfds here; None: there are. Raises OSError where it cannot be found out now."""
+    """The reason why there are no pidfds here; None if there are. Raises OSError if a passing lack prevents the answer."""
     try:
         pidfd = os.pidfd_open(os.getpid())
     except AttributeError:
@@ -31,7 +31,7 @@ def why_none() -> str | None:
         signal.pidfd_send_signal(pidfd, 0)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return None  # a process is no child of its own: the kernel has understood the question
+        return None  # a process is not its own child: the kernel has understood the question
     except AttributeError as error:
         return f"this Python was built without it: {error}"
     except OSError as error:
@@ -42,21 +42,21 @@ def why_none() -> str | None:
 
 
 def _refusal(call: str, error: OSError) -> str:
-    """Raises the error where it is a passing one, a lack of descriptors, say."""
+    """Raises the error if it is a passing one, such as a lack of descriptors."""
     if error.errno not in _REFUSED:
         raise error
     reason = f"{call} is refused ({error.strerror})"
-    logger.info("the ends of processes are waited for by threads: %s", reason)
+    logger.info("threads wait for the ends of processes: %s", reason)
     return reason
 
 
 def watch(pid: int) -> int:
-    """Return a descriptor, to be closed, that is readable once this child has ended.
+    """Return a descriptor that becomes readable when this child has ended. The caller closes it.
 
     Raises:
-        ProcessLookupError: it has ended and was reaped.
-        OSError of ENOTSUP: there are no pidfds, and it is no child of this process (start method forkserver).
-        OSError: no descriptor, or no thread, is to be had.
+        ProcessLookupError: the child has ended and was reaped.
+        OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
+            errno if no descriptor or no thread is to be had.
     """
     if why_none() is None:
         return os.pidfd_open(pid)
@@ -65,7 +65,7 @@ def watch(pid: int) -> int:
     except ChildProcessError as error:
         if state(pid) in ("", "Z", "X"):
             raise ProcessLookupError(errno.ESRCH, f"no child {pid}") from error
-        raise OSError(errno.ENOTSUP, f"the end of process {pid}, no child of this one, is not seen: {why_none()}") from error
+        raise OSError(errno.ENOTSUP, f"cannot watch process {pid}, which is not a child of this one: {why_none()}") from error
     ours, theirs = os.pipe()
     try:
         threading.Thread(target=_await_end, args=(pid, theirs), name="elastic_ext_end", daemon=True).start()
@@ -76,16 +76,16 @@ def watch(pid: int) -> int:
     return ours
 
 
-def _await_end(pid: int, told: int) -> None:
+def _await_end(pid: int, writer: int) -> None:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         pass  # somebody has reaped it
     try:
-        os.write(told, b".")  # not its end alone: a forked process may hold another copy of it
+        os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
     except OSError:
         pass  # nobody waits any more
-    os.close(told)
+    os.close(writer)
 
 
 def send(descriptor: int, pid: int, sig: int) -> None:
@@ -97,13 +97,13 @@ def send(descriptor: int, pid: int, sig: int) -> None:
 
 
 def status(descriptor: int, pid: int) -> os.waitid_result | None:
-    """How this child has ended, without reaping it; None: it has not. Raises ChildProcessError where it was reaped."""
+    """How this child has ended, without reaping it; None: it has not ended. Raises ChildProcessError if it was reaped."""
     which = (os.P_PIDFD, descriptor) if why_none() is None else (os.P_PID, pid)
     return os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def state(pid: int) -> str:
-    """The letter of proc_pid_stat(5); "" where there is no such process."""
+    """The state of a process, a letter of proc_pid_stat(5); "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(") ")[2][:1]
@@ -112,10 +112,10 @@ def state(pid: int) -> str:
 
 
 def go_on(pid: int, what: str) -> bool:
-    """Let a helper process that somebody has stopped (SIGSTOP) run again; True where it was stopped."""
+    """Continue a helper process that somebody has stopped (SIGSTOP); True if it was. what: its name for the log."""
     if state(pid) != "T":
         return False
-    logger.warning("the %s (pid %s) was stopped from outside; it is told to go on", what, pid)
+    logger.warning("the %s (pid %s) was stopped from outside; continuing it", what, pid)
     try:
         os.kill(pid, signal.SIGCONT)
     except OSError:

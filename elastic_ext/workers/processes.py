@@ -1,7 +1,7 @@
-"""The worker processes of one round: seen to end at once, stopped within a deadline.
+"""The worker processes of one round: their exits are seen at once, and all of them are stopped within a deadline.
 
-A pidfd becomes readable when its process ends, so nothing polls. Exits are looked at without reaping (WNOWAIT): torch's process
-contexts reap, and as long as a zombie holds its number, a signal to its process group cannot hit a stranger.
+A pidfd becomes readable when its process ends, so nothing polls. Exits are read without reaping (WNOWAIT): torch's process
+contexts reap, and as long as a zombie holds its pid, a signal to its process group cannot hit a stranger.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TRACER_LOOK_S = 0.02
 
 
 class HasFileno(Protocol):
+    """Anything that poll(2) takes."""
+
     def fileno(self) -> int: ...
 
 
@@ -32,11 +34,11 @@ class Exit:
     """How one worker ended.
 
     Attributes:
-        exitcode: as subprocess has it, minus the number of the signal that killed it; None where it cannot be known (the
-            worker is no child of this process: start method forkserver).
-        asked_ns: time.monotonic_ns() when the agent first told it to end; None if it never did, or if it ended of a signal
-            that the agent had not sent.
-        seen_ns: time.monotonic_ns() when the agent saw it.
+        exitcode: as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child
+            of this process: start method forkserver).
+        asked_ns: time.monotonic_ns() when the agent first told the worker to end; None if it never did, or if the worker was
+            ended by a signal that the agent had not sent.
+        seen_ns: time.monotonic_ns() when the agent saw the exit.
     """
 
     local_rank: int
@@ -47,18 +49,20 @@ class Exit:
 
     @property
     def failed(self) -> bool:
+        """It did not end with exit code 0."""
         return self.exitcode != 0
 
     def was_asked(self, raised_ns: int | None) -> bool:
-        """Whether it ended because the agent told it to. raised_ns: when it raised what ended it, if it did.
+        """Whether the worker ended because the agent told it to.
 
-        What a worker raises while it answers our signal is how it ended, not why.
+        raised_ns: time.monotonic_ns() when it raised the exception that ended it; None if there was none. An exception that a
+        worker raises in answer to our signal is how it ended, not why.
         """
         return self.asked_ns is not None and (raised_ns is None or raised_ns >= self.asked_ns)
 
 
 class HasLeaving(Protocol):
-    """Workers that end by themselves, with an error; see `progress.Leaving`."""
+    """Knows which workers end by themselves with an error; see `progress.Leaving`."""
 
     def fileno(self) -> int: ...
     def clear(self) -> None: ...
@@ -73,43 +77,49 @@ class WorkerProcesses:
     """
 
     def __init__(self, pids: Mapping[int, int], own_groups: bool) -> None:
-        """pids: pid by local rank. own_groups: each worker leads a process group of its own (torch starts commands so)."""
+        """Start to watch processes. Raises OSError if no descriptor is left.
+
+        Args:
+            pids: by local rank.
+            own_groups: each worker leads a process group of its own, as commands started by torch do.
+        """
         self.pids = dict(pids)
         self._own_groups = own_groups
         self._pidfds: dict[int, int] = {}
         self._asked_ns: dict[int, int] = {}
         self._sent: dict[int, set[int]] = {}
-        self._ends_with: dict[int, int] = {}  # of those whose end was made shorter
-        self._asked_only_to_hurry: set[int] = set()
-        self.stopped = False  # after stop() torch may reap, so nothing is sent to any of these pids again
+        self._cut_short: dict[int, int] = {}  # the exit codes of workers that were killed after their exit handlers
+        self._only_cut_short: set[int] = set()  # those of them that had not been told to end before
+        self.stopped = False  # after stop() torch may reap, so no signal is sent to any of these pids again
         self.exits: dict[int, Exit] = {}
         try:
             for local_rank, pid in self.pids.items():
                 try:
                     self._pidfds[local_rank] = pidfds.watch(pid)
-                except ProcessLookupError:  # ended, and reaped by multiprocessing, which does so whenever it starts a process
+                except ProcessLookupError:  # it has ended, and multiprocessing reaps whenever it starts a process
                     self.exits[local_rank] = Exit(local_rank, pid, None, None, time.monotonic_ns())
         except OSError:
             self.close()
             raise
 
     def close(self) -> None:
+        """Stop watching. Sends no signal."""
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
 
     @property
     def running(self) -> list[int]:
-        """Local ranks that have not been seen to end."""
+        """Local ranks of the workers whose exits have not been seen."""
         return [local_rank for local_rank in self._pidfds if local_rank not in self.exits]
 
     @property
     def failed(self) -> bool:
-        """One at least has ended with something else than 0."""
+        """At least one worker has failed."""
         return any(exit_.failed for exit_ in self.exits.values())
 
     def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
-        """Block until a running worker ends, one of `others` is readable or the time is over; then look at who ended."""
+        """Block until a running worker ends, one of `others` is readable or the time is over; then note the exits."""
         poll = select.poll()
         for local_rank in self.running:
             poll.register(self._pidfds[local_rank], select.POLLIN)
@@ -119,7 +129,7 @@ class WorkerProcesses:
         self.look()
 
     def look(self) -> None:
-        """Note who has ended by now."""
+        """Note the exits so far, without blocking."""
         by_pidfd = {self._pidfds[local_rank]: local_rank for local_rank in self.running}
         poll = select.poll()
         for pidfd in by_pidfd:
@@ -131,9 +141,9 @@ class WorkerProcesses:
                 select.select([], [], [], TRACER_LOOK_S)  # so that wait() does not spin
                 continue
             asked_ns = self._asked_ns.get(local_rank)
-            if exitcode == -signal.SIGKILL and local_rank in self._ends_with:
-                exitcode = self._ends_with[local_rank]
-                asked_ns = None if local_rank in self._asked_only_to_hurry else asked_ns
+            if exitcode == -signal.SIGKILL and local_rank in self._cut_short:
+                exitcode = self._cut_short[local_rank]
+                asked_ns = None if local_rank in self._only_cut_short else asked_ns
             elif exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
                 asked_ns = None
             self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, asked_ns, time.monotonic_ns())
@@ -145,19 +155,21 @@ class WorkerProcesses:
         sig: signal.Signals = signal.SIGTERM,
         leaving: HasLeaving | None = None,
     ) -> None:
-        """End all workers: `sig` now, SIGKILL to whatever is left of them after `grace_s` seconds.
+        """End all workers: send `sig` now, and SIGKILL after `grace_s` seconds to whatever is left of them.
 
-        leaving: who is not sent `sig`, but SIGKILL as soon as there is nothing more that it could do.
-        on_stragglers gets the local ranks that outlived the grace, before they are killed. Returns when all have ended, or,
-        for a process that not even SIGKILL ends (it sleeps in the kernel), after another grace.
+        Returns when all have ended. A process that sleeps in the kernel outlives even SIGKILL; then after another `grace_s`.
+
+        Args:
+            on_stragglers: called with the local ranks that outlived the grace, before they are killed.
+            leaving: workers that end by themselves. They are not sent `sig`, but SIGKILL once their exit handlers are done.
         """
         alone = leaving.codes() if leaving is not None else {}
         self._signal([local_rank for local_rank in self.running if local_rank not in alone], sig)
         self._await_all(grace_s, leaving)
         if stragglers := self.running:
             on_stragglers(stragglers)
-        # To the groups of the dead ones too: what a worker started must not outlive it. Their leaders are zombies until torch
-        # reaps them. What a worker that ended well, and by itself, left behind, it left on purpose.
+        # To the groups of the dead too: what a worker started must not outlive it. Their leaders are zombies until torch reaps
+        # them. A worker that ended well, and by itself, left on purpose what it left behind.
         ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.asked_ns is None}
         self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
         self._await_all(max(grace_s, 1.0))
@@ -175,10 +187,10 @@ class WorkerProcesses:
             if leaving is None:
                 self.wait(left)
                 continue
-            leaving.clear()  # before the look
+            leaving.clear()  # before `through`
             through = {rank: code for rank, code in leaving.through().items() if rank in self.running}
-            self._ends_with.update(through)
-            self._asked_only_to_hurry |= through.keys() - self._asked_ns.keys()
+            self._cut_short.update(through)
+            self._only_cut_short |= through.keys() - self._asked_ns.keys()
             self._signal([rank for rank in through if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
             self.wait(left, leaving)
 
@@ -193,15 +205,15 @@ class WorkerProcesses:
                 else:
                     pidfds.send(self._pidfds[local_rank], self.pids[local_rank], sig)
             except ProcessLookupError:
-                pass  # it ended in this moment
+                pass  # it has just ended
             except PermissionError as error:
-                logger.warning("worker %s (pid %s) cannot be sent %s: %s", local_rank, self.pids[local_rank], sig.name, error)
+                logger.warning("cannot send %s to worker %s (pid %s): %s", sig.name, local_rank, self.pids[local_rank], error)
 
 
 def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:
-    """Whether it has ended, and its exit code where that can be known.
+    """Whether a process has ended, and its exit code if that can be known.
 
-    A pidfd is readable when the process ends; under a tracer (strace, gdb) its parent learns of it somewhat later.
+    A pidfd is readable when the process ends; under a tracer (strace, gdb) its parent learns of the end somewhat later.
     """
     try:
         status = pidfds.status(pidfd, pid)

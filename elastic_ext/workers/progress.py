@@ -1,6 +1,6 @@
-"""The agent's side of the progress words: one slot of shared memory per worker, written by the bootstrap, read here.
+"""The agent's side of the progress table: one row of shared memory per worker; see `progress_layout` for the layout.
 
-Reading costs the training nothing: no message, no lock. The layout is the bootstrap's.
+Reading costs the training nothing: no message, no lock.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_ext.workers import bootstrap
+from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.wake_pipe import WakePipe
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one worker's slot says.
+    """One worker's row, decoded.
 
     Attributes:
-        pid: of the worker whose bootstrap is in place; 0: none is, nothing is known of this worker.
-        steps: optimizer steps done since it started.
-        first_step_ns, last_step_ns: time.monotonic_ns() of them; 0 before the first.
-        stacks_armed: the signal that dumps its stacks has a handler. Without one that signal would kill it.
-        asks_for_saves: it asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
-        saves: checkpoints that it has seen committed; saved_step, save_s: of the last one, and how long it took.
-        failed_saves: one after the other, up to now.
+        pid: of the worker whose bootstrap is in place; 0: there is none, and nothing is known of this worker.
+        steps: optimizer steps done since the worker started.
+        first_step_ns, last_step_ns: time.monotonic_ns() of these steps; 0 before the first.
+        stacks_armed: the signal that dumps the worker's stacks has a handler. Without one that signal would kill it.
+        asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
+        saves: checkpoints that the worker has seen committed.
+        saved_step, save_s: step and duration in seconds of the last of them.
+        save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
+        failed_saves: consecutive failed saves up to now.
         ends_with: exit code of a worker whose script is over and that ends with an error, or 0.
-        exit_handlers_done: all that the script can notice of its end is over.
-        save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that was not.
-        phase: what the script says it does, one of bootstrap.PHASES; "": it does not say.
-        reports: of progress, besides the steps.
+        exit_handlers_done: everything that the script can notice of its end is over.
+        phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
+        reports: progress reports, besides the steps.
         sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
-        gaps: between signs of life in this phase: how many of less than 2 ** index ms.
+        gaps: gaps between signs of life in this phase: entry i counts those of less than 2 ** i ms and at least half of that.
     """
 
     pid: int
@@ -61,13 +62,12 @@ class Progress:
 
 
 class ProgressTable:
-    """The slots of one round's workers."""
+    """The progress table of one round."""
 
     def __init__(self, path: str, workers: int) -> None:
-        """path: a file to create, best on tmpfs. workers: how many slots. Raises OSError where there is no room for it."""
-        self._workers = workers
+        """path: a file to create, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
         self.path = path
-        size = workers * bootstrap.SLOT_BYTES
+        size = workers * layout.ROW_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Not ftruncate: a hole that a full tmpfs cannot fill is SIGBUS at the first touch, here or in the worker.
@@ -78,41 +78,42 @@ class ProgressTable:
             raise
         finally:
             os.close(descriptor)
-        self._words = memoryview(self._map).cast("Q")
+        fields = memoryview(self._map).cast("Q")
+        self._rows = [fields[at : at + layout.ROW_BYTES // 8] for at in range(0, len(fields), layout.ROW_BYTES // 8)]
 
     def read(self, slot: int) -> Progress:
-        words = self._words
-        at = slot * bootstrap.SLOT_BYTES // 8
-        phase = min(words[at + bootstrap.PHASE], len(bootstrap.PHASES) - 1)  # the script can write here what it likes
-        gaps = at + bootstrap.GAPS + phase * bootstrap.GAP_BUCKETS
+        """Decode the row of the worker with this local rank."""
+        row = self._rows[slot]
+        phase = min(row[layout.PHASE], len(layout.PHASES) - 1)  # the script can write here what it likes
+        gaps = layout.GAPS + phase * layout.GAP_BUCKETS
         return Progress(
-            pid=words[at + bootstrap.PID],
-            steps=words[at + bootstrap.STEPS],
-            first_step_ns=words[at + bootstrap.FIRST_STEP_NS],
-            last_step_ns=words[at + bootstrap.LAST_STEP_NS],
-            stacks_armed=bool(words[at + bootstrap.STACKS_ARMED]),
-            asks_for_saves=bool(words[at + bootstrap.ASKS_FOR_SAVES]),
-            saves=words[at + bootstrap.SAVES],
-            saved_step=words[at + bootstrap.SAVED_STEP] - 1 if words[at + bootstrap.SAVED_STEP] else None,
-            save_s=words[at + bootstrap.SAVE_NS] / 1e9 if words[at + bootstrap.SAVE_NS] else None,
-            save_kept=words[at + bootstrap.SAVE_KEPT],
-            save_failed=words[at + bootstrap.SAVE_FAILED],
-            failed_saves=words[at + bootstrap.FAILED_SAVES],
-            ends_with=words[at + bootstrap.ENDS_WITH],
-            exit_handlers_done=bool(words[at + bootstrap.EXIT_HANDLERS_DONE]),
-            phase=bootstrap.PHASES[phase],
-            reports=words[at + bootstrap.PROGRESS],
-            sign_ns=words[at + bootstrap.SIGN_NS],
-            gaps=tuple(words[gaps : gaps + bootstrap.GAP_BUCKETS]),
+            pid=row[layout.PID],
+            steps=row[layout.STEPS],
+            first_step_ns=row[layout.FIRST_STEP_NS],
+            last_step_ns=row[layout.LAST_STEP_NS],
+            stacks_armed=bool(row[layout.STACKS_ARMED]),
+            asks_for_saves=bool(row[layout.ASKS_FOR_SAVES]),
+            saves=row[layout.SAVES],
+            saved_step=row[layout.SAVED_STEP] - 1 if row[layout.SAVED_STEP] else None,
+            save_s=row[layout.SAVE_NS] / 1e9 if row[layout.SAVE_NS] else None,
+            save_kept=row[layout.SAVE_KEPT],
+            save_failed=row[layout.SAVE_FAILED],
+            failed_saves=row[layout.FAILED_SAVES],
+            ends_with=row[layout.ENDS_WITH],
+            exit_handlers_done=bool(row[layout.EXIT_HANDLERS_DONE]),
+            phase=layout.PHASES[phase],
+            reports=row[layout.PROGRESS],
+            sign_ns=row[layout.SIGN_NS],
+            gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
         )
 
     def read_all(self) -> list[Progress]:
-        """Of all workers of this node, by slot."""
-        return [self.read(slot) for slot in range(self._workers)]
+        """Decode the rows of all workers of this node, by slot."""
+        return [self.read(slot) for slot in range(len(self._rows))]
 
     def want_save(self, slot: int, number: int) -> None:
-        """Have this worker look for the agreed step boundary of this save on demand."""
-        self._words[slot * bootstrap.SLOT_BYTES // 8 + bootstrap.SAVE_WANTED] = number
+        """Ask this worker to look for the agreed step boundary of the save on demand with this number."""
+        self._rows[slot][layout.SAVE_WANTED] = number
 
     def remove(self) -> None:
         """Unlink the file. The memory stays until the last reader has let go of this object."""
@@ -123,33 +124,33 @@ class ProgressTable:
 
 
 class Leaving:
-    """Which workers of a round are about to end with an error. They say so themselves, and are not told to end.
+    """Which workers of a round are about to end with an error. They report it themselves and are not told to end.
 
-    After an error a worker runs its exit handlers, which may take what they need, within the grace. What comes then, in which
-    the interpreter takes itself apart (0.4 s with torch, more with a device), is not waited for.
+    After an error a worker runs its exit handlers, which may take as long as they need within the grace. The agent does not wait
+    for what follows, the interpreter's teardown (0.4 s with torch, more with a device).
     """
 
-    def __init__(self, board: ProgressTable | None, slots: Iterable[int], news: WakePipe) -> None:
-        """news: readable when one of them has something to say."""
-        self._board = board
+    def __init__(self, table: ProgressTable | None, slots: Iterable[int], wake_pipe: WakePipe) -> None:
+        """table: None if there is none; then nothing is known. slots: of this round's workers."""
+        self._table = table
         self._slots = list(slots)
-        self._news = news
+        self._wake_pipe = wake_pipe
 
     def fileno(self) -> int:
-        return self._news.fileno()
+        """Readable when one of the workers has reported something."""
+        return self._wake_pipe.fileno()
 
     def clear(self) -> None:
-        self._news.clear()
+        """Forget the reports so far. Call `codes` or `through` after this, not before."""
+        self._wake_pipe.clear()
 
     def codes(self) -> dict[int, int]:
-        """Exit code by local rank; those that have ended since are among them."""
-        if self._board is None:
-            return {}
-        return {slot: code for slot in self._slots if (code := self._board.read(slot).ends_with)}
+        """Exit codes of the workers that end with an error, by local rank; including those that have ended since."""
+        return {slot: row.ends_with for slot, row in self._read() if row.ends_with}
 
     def through(self) -> dict[int, int]:
-        """Those of them whose exit handlers are done."""
-        board = self._board
-        if board is None:
-            return {}
-        return {slot: code for slot, code in self.codes().items() if board.read(slot).exit_handlers_done}
+        """The same for the workers whose exit handlers are done."""
+        return {slot: row.ends_with for slot, row in self._read() if row.ends_with and row.exit_handlers_done}
+
+    def _read(self) -> list[tuple[int, Progress]]:
+        return [(slot, self._table.read(slot)) for slot in self._slots] if self._table is not None else []

@@ -1,4 +1,7 @@
-"""A worker's way to wake its agent: a named pipe, one byte for "look at my progress words"; and how named pipes are made."""
+"""The agent's end of the pipe by which workers wake it, and how named pipes are made.
+
+A worker writes one byte (`worker_env.wake`) when it has changed something in the progress table that the agent waits for.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,28 @@ import os
 logger = logging.getLogger(__name__)
 
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_said: set[str] = set()  # why names are not made
+_logged: set[str] = set()  # reasons why named pipes cannot be made
 
 
 def named_pipe(path: str) -> tuple[str, int, int | None]:
-    """Make a pipe that other processes of this user open by its name; return the name and a descriptor to read it by.
+    """Make a pipe that other processes of this user open by name.
 
-    The name is `path`, or, where named pipes are refused (a seccomp profile, a file system), that of the descriptor in /proc.
-    Such a pipe has ended when it has no writer, be it that nobody has come yet: the third is one that keeps it from that, or
-    None. Raises OSError.
+    Returns:
+        The name, a non-blocking descriptor to read from, and the descriptor of a writer or None. The name is `path`; where named
+        pipes are refused (a seccomp profile, a file system), it is that of the descriptor in /proc. Such a pipe is at its end
+        while it has no writer, even before the first one has come, and the writer returned here prevents that.
+
+    Raises:
+        OSError: no pipe can be made.
     """
     try:
         os.mkfifo(path, 0o600)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        if str(error.strerror) not in _said:
-            _said.add(str(error.strerror))
-            logger.info("named pipes cannot be made here (%s): pipes without a name take their place", error)
+        if str(error.strerror) not in _logged:
+            _logged.add(str(error.strerror))
+            logger.info("named pipes cannot be made here (%s); pipes without a name are used instead", error)
     else:
         return path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), None
     reader, writer = os.pipe()
@@ -35,10 +42,10 @@ def named_pipe(path: str) -> tuple[str, int, int | None]:
 
 
 class WakePipe:
-    """The agent's end. The words say what the news is, so a byte lost with a full pipe costs nothing."""
+    """Readable after a worker has called `worker_env.wake`. The progress table says why, so a lost byte does no harm."""
 
     def __init__(self, path: str) -> None:
-        """path: of the pipe to create; `path` says where workers find it. Raises OSError."""
+        """path: of the pipe to create; the attribute `path` is the one that workers open. Raises OSError."""
         self.path, self._descriptor, writer = named_pipe(path)
         # A pipe that nobody else holds open would be readable at all times.
         self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC) if writer is None else writer
@@ -47,7 +54,7 @@ class WakePipe:
         return self._descriptor
 
     def clear(self) -> None:
-        """Forget the news so far. Look at the words after this call, not before."""
+        """Forget the wake-ups so far. Read the progress table after this call, not before."""
         try:
             while os.read(self._descriptor, 4096):
                 pass
@@ -55,18 +62,6 @@ class WakePipe:
             pass
 
     def close(self) -> None:
-        """The pipe's name goes with the directory that it is in."""
+        """Close both ends. The pipe's name goes with the directory that it is in."""
         os.close(self._descriptor)
         os.close(self._writer)
-
-
-def tell(path: str) -> None:
-    """In the worker. Never raises, never waits: where there is no agent any more nobody misses it."""
-    try:
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.write(pipe, b"\0")
-        finally:
-            os.close(pipe)
-    except OSError:
-        pass

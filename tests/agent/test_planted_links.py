@@ -28,8 +28,8 @@ from elastic_ext.rendezvous.judging import LedgerFile
 LedgerFile(sys.argv[1], "job").write(Ledger())
 """,
     "error_file": """
-from elastic_ext.workers.bootstrap import _replace
-_replace(sys.argv[1], "{}")
+from elastic_ext.workers.bootstrap.error_file import replace
+replace(sys.argv[1], "{}")
 """,
 }
 # The names that were used once, of this process: whoever watches can plant links to them while the job runs.

@@ -345,5 +345,5 @@ def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, whi
         done = job.finish()
         assert wait_gone([helper]) == []
     assert done.returncode == 1, done.all
-    assert f"(pid {helper}) was stopped from outside; it is told to go on" in done.err
+    assert f"(pid {helper}) was stopped from outside; continuing it" in done.err
     assert took_s < 20  # it was 40 s and more

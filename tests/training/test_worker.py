@@ -10,7 +10,7 @@ import pytest
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing, UsageError
 from elastic_ext.training import saves, worker
-from elastic_ext.workers import bootstrap
+from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
 
@@ -47,7 +47,7 @@ def description(tmp_path, table):
 
 @pytest.fixture
 def as_worker(monkeypatch, description):
-    monkeypatch.setenv(bootstrap.WORKER_ENV, json.dumps(description))
+    monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(worker, "_workers", {})
@@ -90,7 +90,7 @@ def test_a_child_that_the_script_forks_is_no_worker(table, as_worker):
 
 
 def test_without_the_agent_nothing_happens(monkeypatch):
-    monkeypatch.delenv(bootstrap.WORKER_ENV, raising=False)
+    monkeypatch.delenv(worker_env.WORKER_ENV, raising=False)
     monkeypatch.setattr(worker, "_workers", {})
     elastic_ext.report_progress()
     with elastic_ext.phase("eval"):
@@ -103,7 +103,7 @@ def test_without_the_agent_nothing_happens(monkeypatch):
 @pytest.mark.parametrize("missing", ["slot", "progress", "news", "store"])
 def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, as_worker, description, missing):
     del description[missing]
-    monkeypatch.setenv(bootstrap.WORKER_ENV, json.dumps(description))
+    monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
     assert worker.this_worker() is None
     assert missing in caplog.text
 

@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers import bootstrap
-from elastic_ext.workers.bootstrap import SLOT_BYTES, STACKS_SIGNAL
-from elastic_ext.workers.standby.client import StandbyServer, WarmPopen
+from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.workers import progress_layout
+from elastic_ext.workers.progress_layout import ROW_BYTES
+from elastic_ext.workers.standby.client import ServerProcess, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
+from elastic_ext.workers.worker_env import STACKS_SIGNAL
 from tests.scripts.bootstrap_samples import ENDS, SCRIPTS, SHOW, WAYS
 
-BOOTSTRAP = str(Path(bootstrap.__file__).resolve())
+ROOT = str(Path(__file__).resolve().parents[2])
 DEADLINE_S = 120.0  # of a child process: reached only by a broken one
 
 
@@ -45,7 +47,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-WORDS = SLOT_BYTES // 8
+FIELDS = ROW_BYTES // 8
 
 
 class Worker:
@@ -53,13 +55,15 @@ class Worker:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.progress, self.stacks, self.error_file = folder / "progress", folder / "stacks", folder / "error.json"
-        self.progress.write_bytes(b"\xff" * SLOT_BYTES * 3)
+        self.progress.write_bytes(b"\xff" * ROW_BYTES * 3)
         wanted = {"slot": 1, "progress": str(self.progress), "stacks": str(self.stacks), "agent": "token", **settings}
         self.environ = {"ELASTIC_EXT_WORKER": json.dumps(wanted), "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
 
-    def words(self, slot: int = 1) -> "list[int]":
-        """Of a worker: those that it writes."""
-        return list(memoryview(self.progress.read_bytes()).cast("Q")[slot * WORDS : slot * WORDS + bootstrap.AGENT_WORDS])
+    def row(self, slot: int = 1) -> "list[int]":
+        """A worker's row: the fields that the worker writes."""
+        return list(
+            memoryview(self.progress.read_bytes()).cast("Q")[slot * FIELDS : slot * FIELDS + progress_layout.AGENT_FIELDS]
+        )
 
     @property
     def error(self) -> "dict":
@@ -106,17 +110,17 @@ def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict
     """A standby, forked by a server of its own, that runs this now."""
     shared = {name: value for name, value in env.items() if name not in PER_WORKER}
     with tempfile.TemporaryDirectory() as folder:
-        server = StandbyServer([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
+        server = ServerProcess([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
         try:
             nothing = Path(folder, "modules")
             told = {"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
             nothing.write_text(json.dumps(told))
             server.preload(str(nothing))
-            assert server.hear() is not None, server.last_words()
-            (parked,) = server.park(1)
+            assert server.hear() is not None, server.how_it_ended()
+            (standby,) = server.park(1)
         finally:
             server.end()
-    return WarmPopen(parked, [sys.executable, "-u", BOOTSTRAP, *argv], argv, env, **streams)
+    return WarmPopen(standby, [sys.executable, "-u", BOOTSTRAP, *argv], argv, env, **streams)
 
 
 def run(argv: "list[str]", cwd: Path, env: "dict[str, str]", flags: "tuple[str, ...]" = (BOOTSTRAP,)) -> "tuple[int, str, str]":
@@ -144,7 +148,7 @@ def test_a_script_sees_what_it_sees_without_the_bootstrap(here: Path, worker: Wo
     native = run(argv, here, env, flags=())
     assert run(argv, here, env) == native
     assert native[0] == 0 or (safe and argv[0] == "-m" and sys.version_info >= (3, 11))  # then nothing of this folder is found
-    assert worker.words()[bootstrap.PID] != 0
+    assert worker.row()[progress_layout.PID] != 0
 
 
 @pytest.mark.parametrize("way", ENDS)
@@ -191,8 +195,8 @@ def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str
 def test_a_forked_child_can_run_a_script_as_main(here: Path, tmp_path: Path) -> None:
     (tmp_path / "standby.py").write_text(f"""
 import os, sys
-sys.path.insert(0, {str(Path(BOOTSTRAP).parents[2])!r})
-from elastic_ext.workers.bootstrap import run_as_main
+sys.path.insert(0, {ROOT!r})
+from elastic_ext.workers.bootstrap.runner import run_as_main
 def wait_for_work():
     child = os.fork()
     if child == 0:
@@ -209,16 +213,15 @@ def test_importing_it_does_nothing() -> None:
     code = """if True:
         import sys
         before = list(sys.argv), list(sys.path), list(sys.meta_path), sys.excepthook, sys.modules["__main__"]
-        import elastic_ext.workers.bootstrap
+        import elastic_ext.workers.bootstrap.bootstrap, elastic_ext.workers.bootstrap.runner
         assert before == (sys.argv, sys.path, sys.meta_path, sys.excepthook, sys.modules["__main__"])
         assert not {"torch", "json", "signal", "traceback"} & set(sys.modules)
     """
-    root = str(Path(BOOTSTRAP).parents[2])
-    subprocess.run([sys.executable, "-S", "-c", code], cwd=root, env=environ(), check=True, timeout=DEADLINE_S)
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, env=environ(), check=True, timeout=DEADLINE_S)
 
 
 HARMLESS = ["", '{"slot": null}', '{"quiet_traceback": 7}']
-USELESS = ["{", "[]", "x", "{} x", '{"stacks": "missing/file"}', '{"stacks": 1.5}'] + [
+USELESS = ["{", "[]", "x", "{} x", '{"version": 2, "slot": 0}', '{"stacks": "missing/file"}', '{"stacks": 1.5}'] + [
     json.dumps({"slot": slot, "progress": progress})
     for slot, progress in [("a", "progress"), (0, "missing"), (9, "progress"), (-1, "progress"), (10**24, "progress"), (0, 1)]
 ]
@@ -231,6 +234,18 @@ def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, se
     assert (code, out) == (3, "runs\n")
     assert re.fullmatch(r"(elastic_ext: [^\n]*\n)?", err)
     assert bool(err) == (settings in USELESS)
+
+
+def test_a_progress_table_of_another_version_is_not_touched(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, progress_version=progress_layout.VERSION + 1)
+    code, out, err = run_text(tmp_path, "print('runs')", worker.environ)
+    assert (code, out) == (0, "runs\n")
+    assert "expected version 1 of the progress table, got version 2" in err
+    assert worker.row() == [2**64 - 1] * progress_layout.AGENT_FIELDS
+
+
+def test_a_row_has_room_for_all_fields() -> None:
+    assert (progress_layout.SAVE_WANTED + 1) * 8 <= progress_layout.ROW_BYTES
 
 
 # ---- the error file
@@ -419,11 +434,11 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
     with start(["script.py", *["train"] * train], tmp_path, worker.environ) as process:
         err = process.communicate(timeout=DEADLINE_S)[1]
     assert err.splitlines()[-1] == "torch.OutOfMemoryError: x"
-    pid, steps, last_ns, first_ns, *rest = worker.words()
+    pid, steps, last_ns, first_ns, *rest = worker.row()
     assert (pid, steps, rest[:2]) == (process.pid, 6 if train else 0, [1, 1])
     assert rest[2:10] == [*[0] * 6, 1, 1]  # nothing has been saved; exit code 1, all exit handlers done
     assert (before < first_ns < last_ns < time.monotonic_ns()) if train else (first_ns, last_ns) == (0, 0)
-    assert worker.words(0) == worker.words(2) == [2**64 - 1] * bootstrap.AGENT_WORDS
+    assert worker.row(0) == worker.row(2) == [2**64 - 1] * progress_layout.AGENT_FIELDS
     assert worker.error["elastic_ext"]["type"] == "torch.OutOfMemoryError"
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
@@ -448,7 +463,7 @@ def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     with start(["script.py"], tmp_path, worker.environ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
-        assert worker.words() == [process.pid, 0, 0, 0, 0, 1, *[0] * (bootstrap.AGENT_WORDS - 6)]
+        assert worker.row() == [process.pid, 0, 0, 0, 0, 1, *[0] * (progress_layout.AGENT_FIELDS - 6)]
         process.send_signal(STACKS_SIGNAL)
         dump = b""
         while b"in run_as_main" not in dump:  # the outermost frames come last

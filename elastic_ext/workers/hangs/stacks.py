@@ -8,7 +8,7 @@ import time
 
 from elastic_ext.base.wakeup import readable
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.bootstrap import STACKS_SIGNAL
+from elastic_ext.workers.worker_env import STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 

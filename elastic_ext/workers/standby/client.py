@@ -1,6 +1,6 @@
-"""The agent's side of warm standbys: the process that forks them, one that waits, and a Popen that starts no new process.
+"""The agent's side of `protocol`: the server's process, a standby that waits, and a Popen that starts no new process.
 
-See `standby_server.py` for what is said between them. Everything here is used by one thread at a time.
+Every object here is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ext.base.wakeup import readable
 from elastic_ext.workers import descriptors as limits
 from elastic_ext.workers import pidfds
+from elastic_ext.workers.standby import protocol
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.protocol import Ready, Release
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +36,16 @@ PARK_S = 5.0  # a fork takes 10 ms
 RELEASE_S = 2.0  # the standby only waits for this; one that does not read is stopped or swapped out
 END_S = 5.0
 NICE = 10  # a tenth of what a worker gets of a processor that both want
+OUTPUT_BYTES = 1000  # of what a server has printed, for the log
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True)
-class ServerState:
-    """What a server says when it is ready; see `Server._state` in standby_server.py."""
-
-    seconds: float
-    unsafe: dict[str, str]
-    absent: dict[str, str]
-    threads: int
-    names: frozenset[str]
-    read: dict[str, list[str]] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
-
-    @staticmethod
-    def from_json(told: Mapping[str, Any]) -> ServerState:
-        return ServerState(**{**told, "names": frozenset(told["names"]), "changed": tuple(told["changed"])})
-
-
 class Standby:
-    """A standby. Invariant: its pidfd is open until it is released or ended, so no stranger is ever signalled."""
+    """A process that waits to become a worker, and a child of this one.
+
+    Invariant: its pidfd is open until it is released or ended, so no stranger is ever signalled.
+    """
 
     def __init__(self, pid: int, waiting: socket.socket) -> None:
         self.pid = pid
@@ -63,24 +54,25 @@ class Standby:
 
     @property
     def alive(self) -> bool:
+        """False once its process has ended."""
         return not readable(self.pidfd)
 
-    def release(self, told: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Let it run. Raises OSError where it does not say that it does; it is dead then."""
-        text = json.dumps(told).encode()
+    def release(self, message: Release, descriptors: Sequence[int]) -> None:
+        """Let it run. Raises OSError if it does not confirm that; it has been killed then."""
+        text = json.dumps(message).encode()
         limits.as_users(self.pid)
         try:
             if pidfds.state(self.pid) in ("T", "t"):
                 raise ConnectionError(f"standby {self.pid} was stopped from outside")
             self._waiting.settimeout(RELEASE_S)
-            socket.send_fds(self._waiting, [len(text).to_bytes(4, "big")], list(descriptors))
+            socket.send_fds(self._waiting, [len(text).to_bytes(protocol.HEADER_BYTES, "big")], list(descriptors))
             self._waiting.sendall(text)
             if not self._waiting.recv(1):
                 raise ConnectionError(f"standby {self.pid} has ended")
         except OSError:
             self.end()
             raise
-        self._forget()
+        self._close()
 
     def end(self) -> None:
         """Kill and reap it."""
@@ -90,18 +82,49 @@ class Standby:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
             pass  # somebody waits for all children of this process
-        self._forget()
+        self._close()
 
-    def _forget(self) -> None:
+    def _close(self) -> None:
         self._waiting.close()
         os.close(self.pidfd)
 
 
-class StandbyServer:
-    """The process that imports and forks."""
+@dataclass(frozen=True)
+class ServerEnd:
+    """How a server's process ended. exitcode: as subprocess has it; None if unknown. output: the end of what it has printed."""
+
+    exitcode: int | None
+    output: str
+
+    @property
+    def killed(self) -> bool:
+        """A signal ended it: another server need not end the same way."""
+        return self.exitcode is not None and self.exitcode < 0
+
+    def __str__(self) -> str:
+        code = "unknown" if self.exitcode is None else self.exitcode
+        return f"exit code {code}{': ' if self.output else ''}{self.output}"
+
+
+class ServerProcess:
+    """The process that imports and forks, from its start to its end. Its program is `server.py`.
+
+    Attributes:
+        pidfd: readable when it has ended.
+        importing: it was asked to import and has not answered yet.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: str, cwd: str | None = None) -> None:
-        """command: the interpreter with its options. env: of the workers. output: file for what imports print."""
+        """Start it. Raises OSError.
+
+        Args:
+            command: the interpreter with its options.
+            env: of the workers.
+            output: file for what imports print.
+            cwd: of the workers; None: the agent's.
+        """
+        self.importing = False
+        self._lowered = False
         self._output = output
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -133,14 +156,19 @@ class StandbyServer:
         return self._process.pid
 
     def fileno(self) -> int:
+        """Readable when `hear` would not block."""
         return self._control.fileno()
 
     def preload(self, path: str) -> None:
-        """path: of a file with what standby_server.py says. `hear` tells when it is done."""
-        self._send({"preload": path})
+        """Ask it to import. path: of a file that holds a `protocol.PreloadRequest`. `hear` returns when that is done."""
+        self.importing = True
+        try:
+            self._send({"preload": path})
+        except OSError:
+            pass  # it has ended, and `hear` says so
 
-    def hear(self) -> ServerState | None:
-        """What it says; None where it has ended. Blocks until then."""
+    def hear(self) -> Ready | None:
+        """Wait for its answer to `preload`; None: it has ended. Raises OSError if no descriptor is left."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
         except ConnectionError:
@@ -148,13 +176,18 @@ class StandbyServer:
         if not data:
             return None
         if not descriptors:
-            raise OSError(errno.EMFILE, "no descriptor left for what the server of the standbys says")
+            raise OSError(errno.EMFILE, "no descriptor left for the answer of the standbys' server")
         with open(descriptors[0], "rb") as file:
             file.seek(0)
-            return ServerState.from_json(json.load(file)["ready"])
+            ready: Ready = json.load(file)
+        self.importing = False
+        if self._lowered:
+            self._renice(0)
+            self._lowered = False
+        return ready
 
     def park(self, count: int) -> list[Standby]:
-        """Fork standbys; fewer where one did not come up in time."""
+        """Fork standbys; returns fewer if some did not come up in time."""
         waiting = []
         with _adopting_orphans():
             for _ in range(count):
@@ -171,42 +204,49 @@ class StandbyServer:
                         break
                 waiting.append(ours)
             deadline = time.monotonic() + PARK_S
-            return [parked for each in waiting if (parked := _greeted(each, deadline)) is not None]
+            return [standby for each in waiting if (standby := _greeted(each, deadline)) is not None]
 
-    def lower_priority(self, lower: bool) -> None:
-        """While it imports, where that can be undone. Not to SCHED_IDLE, which on a busy host gets nothing at all."""
+    def yield_to_workers(self) -> None:
+        """Lower its priority until it has imported, if that can be undone: workers are forked from this process."""
+        if self.importing and not self._lowered:
+            self._lowered = True
+            self._renice(NICE)
+
+    def _renice(self, more: int) -> None:
+        """more: than this process's. Not SCHED_IDLE, which gets nothing at all on a busy host."""
         if _priority_can_be_raised():
             try:
-                os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + (NICE if lower else 0))
+                os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + more)
             except ProcessLookupError:
-                pass  # hear() says so
+                pass  # `hear` says so
 
     def end(self) -> None:
-        """Kill and reap it. Standbys that wait go on without it."""
+        """Kill and reap it. Its standbys go on waiting without it."""
         self._control.close()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
         os.close(self.pidfd)
 
-    def last_words(self) -> str:
-        """How it ended and the last of what it has printed."""
+    def how_it_ended(self) -> ServerEnd:
+        """After `hear` has returned None."""
         try:
-            code: object = self._process.wait(END_S)
+            code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            code = "unknown"
+            code = None
         try:
-            printed = Path(self._output).read_bytes()[-1000:].decode(errors="replace").strip()
+            printed = Path(self._output).read_bytes()[-OUTPUT_BYTES:].decode(errors="replace").strip()
         except OSError:
             printed = ""
-        return f"exit code {code}{': ' if printed else ''}{printed}"
+        return ServerEnd(code, printed)
 
-    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+    def _send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+        text = json.dumps({"version": protocol.VERSION, **message})
+        socket.send_fds(self._control, [text.encode()], list(descriptors))
 
 
 def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
-    """The standby at the other end, which says its pid."""
+    """The standby at the other end, once it has sent its pid; None if it has not by the deadline (monotonic)."""
     waiting.settimeout(max(0.01, deadline - time.monotonic()))
     ours = 0
     try:
@@ -226,9 +266,9 @@ def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """While standbys are forked, this process is the parent of what its descendants leave behind.
+    """While standbys are forked, this process becomes the parent of orphaned descendants.
 
-    An orphan of somebody else that comes in these milliseconds stays a child of the agent, and when it has ended, a zombie.
+    An orphan of somebody else that arrives in these milliseconds stays a child of the agent, and a zombie when it has ended.
     """
     before = ctypes.c_int()
     _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -242,10 +282,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 @functools.cache
 def _priority_can_be_raised() -> bool:
-    """Whether a process may come back from a lower priority, which takes a right (getpriority(2)): found out on one.
-
-    Workers are forked from the process that imports, so its priority must not stay low.
-    """
+    """Whether a process may return from a lower priority, which takes a right (getpriority(2)): tried on a process of its own."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:  # until its input ends
         own = os.getpriority(os.PRIO_PROCESS, other.pid)
         try:
@@ -256,8 +293,8 @@ def _priority_can_be_raised() -> bool:
     return True
 
 
-class WarmPopen(subprocess.Popen):
-    """A Popen whose process is a standby, already there. All that a Popen can do works: the standby is a child of this process.
+class WarmPopen(subprocess.Popen[bytes]):
+    """A Popen whose process is a standby, already there. Everything a Popen can do works: the standby is a child of this process.
 
     Python's private name here is `_execute_child` (3.10 to 3.14: the pipe ends are arguments 10 to 15 of it, in this order);
     `_close_pipe_fds` is what it ends with.
@@ -265,33 +302,36 @@ class WarmPopen(subprocess.Popen):
 
     def __init__(
         self,
-        parked: Standby,
+        standby: Standby,
         command: Sequence[str],
         program: Sequence[str],
         env: Mapping[str, str],
         processors: frozenset[int] | None = None,
         **streams: Any,
     ) -> None:
-        """command: of the cold start. program: the end of it, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
+        """Release the standby. Raises OSError if it has died meanwhile.
 
-        processors: that it is to run on, where they are others than this process's.
-
-        Raises OSError where the standby has died meanwhile.
+        Args:
+            command: of the cold start.
+            program: the end of it, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
+            env: of the worker.
+            processors: to run on; None: those of this process.
+            streams: stdin, stdout, stderr and text options, as for subprocess.Popen.
         """
-        self._parked = parked
+        self._standby = standby
         self._program = list(program)
         self._shown = list(command)
         self._processors = processors
         # The script is not to see the bootstrap.
         super().__init__([*command[: len(command) - len(program) - 1], *program], env=env, start_new_session=True, **streams)
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
+    def _execute_child(self, args: Sequence[str], executable: object, preexec_fn: object, *rest: Any) -> None:
         env = rest[3]
         ends = rest[7:13]
         stdin, _, _, stdout, _, stderr = ends
         wanted = {number: fd if fd != -1 else number for number, fd in enumerate((stdin, stdout, stderr))}
         wanted = {number: fd for number, fd in wanted.items() if _is_open(fd)}
-        told = {
+        message: Release = {
             "argv": self._program,
             "orig_argv": list(args),
             "shown": self._shown,
@@ -302,10 +342,10 @@ class WarmPopen(subprocess.Popen):
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }
         try:
-            self._parked.release(told, list(wanted.values()))
+            self._standby.release(message, list(wanted.values()))
         finally:
             self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
-        self.pid = self._parked.pid
+        self.pid = self._standby.pid
         self._child_created = True
 
 

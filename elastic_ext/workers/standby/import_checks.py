@@ -1,9 +1,9 @@
-"""What importing a module in one process leaves to all that are forked from it afterwards, and must not.
+"""Finds imports that must not happen before a fork, because forked processes would differ from ones that import by themselves.
 
-Fork copies one thread and all locks; what is open stays shared; a value that is worked out at import is the same in every fork. A
-cold start does all of that once in each process. So after each import somebody looks whether one could tell the difference.
+Fork copies one thread and all locks, open files stay shared, and a value computed at import is the same in every fork. After a
+cold start each process has its own. So the server checks after each import whether a forked process could tell the difference.
 
-Standard library only: `standby_server.py` loads this by its path, with an interpreter that perhaps has no elastic_ext.
+Standard library only: `server.py` loads this by path, with an interpreter that may have no elastic_ext.
 """
 
 import os
@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from typing import Any
 
 PER_WORKER = frozenset(
@@ -26,29 +26,29 @@ PER_WORKER = frozenset(
         *("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),  # of flight_recorder
     }
 )
-"""Variables that the agent gives to each worker. Nothing that is preloaded may have read them."""
+"""Variables that the agent sets for each worker. No preloaded module may have read them."""
 
 ONLY_THEIR_OWN = frozenset({"tqdm", "fsspec", "networkx"})
-"""Packages that go over all variables at import and keep those with a prefix of their own: read in their sources."""
+"""Packages that iterate over all variables at import but keep only those with their own prefix, as their sources show."""
 
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/hl", "/dev/xdna")
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
-_MAPPING = ("os", "_collections_abc", "collections.abc")  # modules whose frames stand between os.environ and who asks it
+_MAPPING = ("os", "_collections_abc", "collections.abc")  # modules whose frames lie between os.environ and its user
 
 
-class _WatchedVariables(dict):
-    """What os.environ keeps its values in, while modules are imported: notes which variables are read, and by whom all of them.
+class _WatchedVariables(dict[bytes, bytes]):
+    """Replaces the dict behind os.environ while modules are imported, and records which variables are read, and who reads all.
 
-    Who goes over all of them, as for a copy, reads none by name: then the values are asked for in the order of the keys.
+    Code that iterates over all variables, as for a copy, reads none by name: it asks for the values in the order of the keys.
     """
 
-    def __init__(self, values: "dict[Any, Any]") -> None:
+    def __init__(self, values: "dict[bytes, bytes]") -> None:
         super().__init__(values)
         self.read: set[str] = set()
-        self.copied_by: str | None = None  # a module that went over all
-        self._going_over: list[Any] = []
+        self.copied_by: str | None = None  # a module that has iterated over all
+        self._iterating: list[bytes] = []  # keys whose values an iteration has yet to ask for, the next one last
 
-    def __iter__(self) -> "Iterator[Any]":
+    def __iter__(self) -> "Iterator[bytes]":
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__") in _MAPPING:
             frame = frame.f_back
@@ -56,23 +56,23 @@ class _WatchedVariables(dict):
         if name.partition(".")[0] not in ONLY_THEIR_OWN:
             self.copied_by = name
         keys = list(super().__iter__())
-        self._going_over = keys[::-1]
+        self._iterating = keys[::-1]
         return iter(keys)
 
-    def __getitem__(self, key: "Any") -> "Any":
-        if self._going_over and self._going_over[-1] == key:
-            self._going_over.pop()
+    def __getitem__(self, key: bytes) -> bytes:
+        if self._iterating and self._iterating[-1] == key:
+            self._iterating.pop()
         else:
-            self._going_over.clear()
+            self._iterating.clear()
             self.read.add(os.fsdecode(key))
         return super().__getitem__(key)
 
 
 class ImportChecks:
-    """Of this process. Between `begin` and `end`, `before` and `why_unsafe` stand around each import.
+    """Checks the imports of this process. Call `begin`, then `before` and `why_unsafe` around each import, then `end`.
 
     Attributes:
-        read: variables that imports have read by their names, by module that was asked for.
+        read: variables that imports have read by name, by the module that was asked for.
     """
 
     def __init__(self) -> None:
@@ -82,16 +82,19 @@ class ImportChecks:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
+        """Watch os.environ from now on."""
         self._plain = os.environ._data  # type: ignore[attr-defined]
         self._watched = _WatchedVariables(self._plain)
         os.environ._data = os.environb._data = self._watched  # type: ignore[attr-defined]
 
     def end(self) -> None:
+        """Stop watching os.environ; what imports have set stays."""
         self._plain.clear()
         self._plain.update(self._watched.items())
         os.environ._data = os.environb._data = self._plain  # type: ignore[attr-defined]
 
     def before(self) -> None:
+        """Call it before each import."""
         self._watched.read.clear()
         self._watched.copied_by = None
         if "tempfile" in sys.modules:
@@ -100,7 +103,7 @@ class ImportChecks:
         self._before = {"generators": _generators(), "shared": _shared_memory(), "path": list(sys.path)}
 
     def why_unsafe(self, name: str) -> "str | None":
-        """What makes it unsafe to fork from this process now, as the import of `name` has left it."""
+        """Why it is unsafe to fork from this process after the import of `name`; None: it is safe."""
         self.read[name] = set(self._watched.read)
         return self._variables() or self._shared() or self._values()
 
@@ -119,7 +122,7 @@ class ImportChecks:
         if mapped := _shared_memory() - self._before["shared"]:
             return f"it maps {min(mapped)} when it is imported, a lock or memory that workers would share"
         if threads() > 1:
-            # OpenBLAS stops its threads at a fork and starts them again at need, in both processes. Others do not.
+            # OpenBLAS stops its threads at a fork and starts them again when needed, in both processes. Other libraries do not.
             child = os.fork()
             if child == 0:
                 os._exit(0)
@@ -138,14 +141,17 @@ class ImportChecks:
         before, now = self._before["generators"], _generators()
         if seeded := [kind for kind in before if now.get(kind) != before[kind]]:
             return f"it seeds {seeded[0]} when it is imported, and each worker gets a seed of its own"
-        # CPython's private name for who makes up names of temporary files: None until the first one.
+        # CPython's private generator of names for temporary files: None until the first one.
         if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
             return "it makes a temporary file or directory when it is imported, which workers would share"
         return None
 
 
-def elsewhere(origins: "Mapping[str, str]", origin_of: "Any") -> "dict[str, str]":
-    """Modules that came from another file than in the workers, with the reason. origins: the workers', by module."""
+def elsewhere(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":
+    """Modules that were loaded from another file than in the workers, with the reason.
+
+    origins: the workers' files by module. origin_of: returns the file of a module object, if any.
+    """
     found = {}
     for name, theirs in origins.items():
         ours = origin_of(sys.modules.get(name))
@@ -155,7 +161,7 @@ def elsewhere(origins: "Mapping[str, str]", origin_of: "Any") -> "dict[str, str]
 
 
 def site_reads_variables(names: "Collection[str]") -> "str | None":
-    """Why what the interpreter runs before anything else may do something else in each worker, or None. names: of sys.modules."""
+    """Why the interpreter's own start-up code may act differently in each worker; None: it does not. names: of sys.modules."""
     for name in ("sitecustomize", "usercustomize"):
         path = getattr(sys.modules.get(name), "__file__", None) if name in names else None
         if path is None:
@@ -171,7 +177,7 @@ def site_reads_variables(names: "Collection[str]") -> "str | None":
 
 
 def hidden_from(names: "Collection[str]") -> "str | None":
-    """Why a worker would import another module than this process has, by sys.path as it is now, or None."""
+    """Why a worker would import another module than this process has, by sys.path as it is now; None: it would not."""
     for name in sorted(names):
         ours = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
         if "." in name or ours is None or not os.path.isabs(ours):  # built in or frozen: found before any path is looked at
@@ -183,11 +189,12 @@ def hidden_from(names: "Collection[str]") -> "str | None":
 
 
 def threads() -> int:
+    """The number of threads of this process, those of C libraries too."""
     return len(os.listdir("/proc/self/task"))
 
 
 def _draw_on() -> None:
-    """Draw until the next few draws leave most of the state as it is: a Mersenne Twister makes 624 words anew at a time."""
+    """Draw until the next few draws leave most of the state unchanged: a Mersenne Twister renews 624 words at a time."""
     while random.getstate()[1][-1] > 600:
         random.random()
     numpy = sys.modules.get("numpy.random")
@@ -196,7 +203,7 @@ def _draw_on() -> None:
 
 
 def _generators() -> "dict[str, object]":
-    """What changes when a generator of random numbers is seeded, and not when somebody draws from it a few times."""
+    """State of the random generators that seeding changes and a few draws do not."""
     found: dict[str, object] = {"random": hash(random.getstate()[1][:-1])}
     numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if hasattr(numpy, "get_state"):
@@ -207,7 +214,7 @@ def _generators() -> "dict[str, object]":
 
 
 def _shared_memory() -> "set[str]":
-    """Where memory is mapped that a fork would share, by the path it has."""
+    """Paths (or addresses) of mapped memory that a fork would share."""
     found = set()
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -226,7 +233,7 @@ def _children() -> str:
 
 
 def _open_files() -> "set[tuple[int, str]]":
-    """Descriptor and path of all that is open, but for what harms nobody."""
+    """Descriptor and path of all open files but harmless ones."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -1,15 +1,15 @@
-"""How much memory this process may still have, and what processes use: from /proc and the memory cgroups."""
+"""How much memory this process may still use, and how much processes use: from /proc and the memory cgroups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # cgroup v1 says so by a number near 2**63
+_UNLIMITED = 1 << 60  # "no limit" in cgroup v1 is a number near 2**63
 
 
 def available() -> int:
-    """Bytes that can be had without swapping, by the host and by each limit of a cgroup that this process is in."""
+    """Bytes that can be allocated without swapping, given the host and the limits of all cgroups that this process is in."""
     return min([_host(), *_groups()])
 
 
@@ -19,7 +19,7 @@ def _host() -> int:
 
 
 def _groups() -> list[int]:
-    """What each cgroup with a limit has left. What a container does not see of the tree does not count."""
+    """Bytes left in each cgroup that has a limit, as far as a container sees the tree."""
     left = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,16 +46,16 @@ def _left(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> in
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return max(0, int(limit) - int(used) + int(statistics.get(reclaimable, 0)))
     except (OSError, ValueError):
-        return None  # no limit at this level, or not for us to see
+        return None  # no limit at this level, or it is not readable
 
 
 def proportional(pids: Iterable[int]) -> int:
-    """Bytes of these processes, a page that several share counted once over all of them (PSS)."""
+    """Bytes that these processes use; a page that several of them share counts once (PSS)."""
     total = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
                 total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
         except OSError:
-            pass  # it has ended, or another user's
+            pass  # it has ended, or runs as another user
     return total

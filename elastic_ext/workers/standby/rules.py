@@ -1,7 +1,7 @@
-"""What may be imported before a worker starts, and when a worker must be started the usual way: pure, with the reason.
+"""Decides what may be imported before a worker starts, and when a worker must start cold. Pure functions that return reasons.
 
-A standby must not be told from a cold start by what a script does. Two things that scripts do need care: a file beside the script
-may hide a module that is imported already, and a variable that the script sets before it imports something may have been read.
+No script may behave differently in a standby than after a cold start. Two cases need care: a file beside the script may hide a
+module that is imported already, and an import may have read a variable that the script sets before it imports the module itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import all_suffixes
 
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 
-# All but the first for what DDP, FSDP2, torch.compile and checkpoints import at their first use, some 3 s in all.
+# All but the first: what DDP, FSDP2, torch.compile and checkpoints import at their first use, some 3 s in all.
 DEFAULT_MODULES = (
     "torch",
     "torch.distributed",
@@ -26,8 +26,8 @@ DEFAULT_MODULES = (
     "torch.distributed.checkpoint",
 )
 
-# Prefixes of variables that C code reads as it is loaded, where no read of os.environ tells of it: the getenv calls of torch 2.13
-# (CPU) at import, by LD_PRELOAD, and for CUDA what its sources read in static initialisers.
+# Prefixes of variables that C code reads when it is loaded, past os.environ: the getenv calls of torch 2.13 (CPU) at import,
+# found by LD_PRELOAD, and for CUDA what its sources read in static initialisers.
 READ_BY_LIBRARIES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "DNNL_", "ONEDNN_", "MKLDNN_", "KINETO_"),
     *("TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_CPP_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LINALG_", "TORCH_ROCM_", "TORCH_SHOW_"),
@@ -35,24 +35,24 @@ READ_BY_LIBRARIES = (
     *("MALLOC_", "LD_", "PYTHON", "OPENSSL_", "LC_", "LANG"),
 )
 
-SERVER_BYTES = 700 << 20  # with what DEFAULT_MODULES import, and as much again of the user's
-STANDBY_BYTES = 64 << 20  # of its own, besides what it shares with the server; measured 4 to 12 MB, before it runs
-RESERVE_BYTES = 512 << 20  # that must be left for the training
+SERVER_BYTES = 700 << 20  # DEFAULT_MODULES, and as much again for the user's
+STANDBY_BYTES = 64 << 20  # not shared with the server; measured 4 to 12 MB, before it runs
+RESERVE_BYTES = 512 << 20  # must be left for the training
 
 _BIND = "--physcpubind="  # torch/numa/binding.py, of 2.9 and newer
 
 
 class ColdReason(str, Enum):
-    """Why a worker was started the usual way, as the metrics count it: few words, and nobody else's."""
+    """Why a worker was started cold, as the metrics count it: a fixed set of labels, never a text from outside."""
 
-    OFF = "off"  # by the settings, or there can be none
+    OFF = "off"  # by the settings, or the program is no Python program
     NOT_READY = "not_ready"
-    CHANGED = "changed"  # something is not what it was when the standbys were started
+    CHANGED = "changed"  # the surroundings are not those in which the standbys were started
     WRAPPED = "wrapped"  # the command is put behind another one
-    PROCESSORS = "processors"  # it cannot be bound to them any more
+    PROCESSORS = "processors"  # a standby cannot be bound to them any more
     MEMORY = "memory"
-    LACKING = "lacking"  # descriptors, processes or memory, for now
-    HIDDEN_MODULE = "hidden_module"  # by a file beside the script
+    LACKING = "lacking"  # descriptors, processes or memory are lacking for now
+    HIDDEN_MODULE = "hidden_module"  # a file beside the script hides an imported module
     UNSAFE_IMPORT = "unsafe_import"
     AFTER_A_FAILURE = "after_a_failure"
     SERVER_FAILED = "server_failed"
@@ -60,7 +60,7 @@ class ColdReason(str, Enum):
 
 @dataclass(frozen=True)
 class Cold:
-    """text: for the log only, it may hold what modules have printed or raised."""
+    """Why a worker starts cold. text: for the log only; it may hold what modules have printed or raised."""
 
     reason: ColdReason
     text: str
@@ -68,26 +68,31 @@ class Cold:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a worker has imported until its first step, with the files, and the variables that it has changed by then."""
+    """What a worker had done by its first step.
+
+    Attributes:
+        modules: that it had imported, in order, each with its file if it has one.
+        changed: names of the environment variables that it had changed.
+    """
 
     modules: tuple[tuple[str, str | None], ...] = ()
     changed: frozenset[str] = frozenset()
 
 
 def covered(name: str, packages: Collection[str]) -> bool:
-    """Whether the module is one of these or lies in one of these."""
+    """Whether a module is one of these packages or lies in one of them."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in packages for length in range(1, len(parts) + 1))
 
 
 def blamed(name: str) -> str:
-    """What to leave out where an import was not safe: the package, which any part of it brings in; of torch the part."""
+    """What to leave out if importing `name` was not safe: its package, since any part brings it in; of torch only the part."""
     package = name.partition(".")[0]
     return name if package == "torch" else package
 
 
 def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collection[str]) -> list[str]:
-    """Those of the modules that lie in none of the user's folders, in the order in which a worker imported them."""
+    """The modules that lie in none of the user's folders, in the order in which a worker imported them."""
     folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in users)
     kept = []
     for name, origin in learned.modules:
@@ -103,10 +108,12 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
 
 
 def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
-    """A module that a worker has imported and that fails where torch is imported before it: a warm start would fail, too.
+    """A module that a worker has imported but that fails after torch is imported: a warm start would fail too.
 
-    absent: why, by module, as "TypeName: message". One that is not found is on a path that the script sets up.
-    unsafe: left out for another reason, which may be why it fails.
+    Args:
+        absent: errors by module, as "TypeName: message". A module that is not found is on a path that the script sets up.
+        learned: modules that a worker has imported.
+        unsafe: modules left out for another reason, which may be why others fail.
     """
     for name, why in absent.items():
         if name in learned and blamed(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
@@ -115,9 +122,9 @@ def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Colle
 
 
 def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:
-    """What in the script's folder would be imported in place of a module that is imported already.
+    """The name of a file in the script's folder that a worker would import in place of a module that is imported already.
 
-    beside: names in the folder, with whether each is a package.
+    beside: names in the folder, each with whether it is a package.
     """
     suffixes = all_suffixes()
     for name, is_package in beside:
@@ -128,41 +135,42 @@ def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str
 
 
 def variables_set(source: str) -> frozenset[str]:
-    """Names of the variables that a script's text sets or removes: by os.environ, os.putenv or os.unsetenv.
+    """Names of the environment variables that a script sets or removes: by os.environ, os.putenv or os.unsetenv.
 
-    Where it does not say there which ones (in a loop, from a constant), all names in capitals that are in the text.
+    If one of these places does not name them (a loop, a constant), all strings in capitals of the whole source count.
     """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return frozenset()  # it will not run either
     found: set[str] = set()
-    for told in filter(None, map(_what_is_set, ast.walk(tree))):
-        names = {name for each in told for name in _names(each)}
+    for targets in filter(None, map(_targets, ast.walk(tree))):
+        names = {name for each in targets for name in _names(each)}
         if not names:
             return frozenset(name for name in _names(tree) if name.isupper() and name.isidentifier())
         found |= names
     return frozenset(found)
 
 
-def _what_is_set(node: ast.AST) -> Sequence[ast.AST]:
-    """Where a statement or call that sets variables says which; nothing for any other."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and _ends(node.value) == "environ":
+def _targets(node: ast.AST) -> Sequence[ast.AST]:
+    """The parts of a statement or call that name the environment variables it sets; empty if it sets none."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and _last_name(node.value) == "environ":
         return [node.slice]
-    if isinstance(node, ast.AugAssign) and _ends(node.target) == "environ":
+    if isinstance(node, ast.AugAssign) and _last_name(node.target) == "environ":
         return [node.value]
     if isinstance(node, ast.Call):
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
-        on_environ = of is not None and _ends(of) == "environ" and _ends(node.func) in _SETS
-        if on_environ or _ends(node.func) in ("putenv", "unsetenv"):
+        on_environ = of is not None and _last_name(of) == "environ" and _last_name(node.func) in _SETTERS
+        if on_environ or _last_name(node.func) in ("putenv", "unsetenv"):
             return [*node.args, *node.keywords]
     return []
 
 
-_SETS = ("setdefault", "update", "pop", "__setitem__")
+_SETTERS = ("setdefault", "update", "pop", "__setitem__")
 
 
-def _ends(node: ast.expr) -> str:
+def _last_name(node: ast.expr) -> str:
+    """`environ` of `os.environ`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -174,10 +182,15 @@ def _names(node: ast.AST) -> set[str]:
 def read_too_early(
     changed: Iterable[str], read: Mapping[str, Collection[str]], set_by_imports: Collection[str]
 ) -> dict[str, str]:
-    """Modules that have read, when they were imported, a variable that the script sets; with that variable.
+    """Modules that read a variable at import that the script sets later, each with the variable.
 
-    read: by module that was asked for. set_by_imports: variables that imports themselves set. The key "" stands for libraries
-    that are loaded with any module.
+    Args:
+        changed: variables that the script sets.
+        read: variables that were read at import, by the module that was asked for.
+        set_by_imports: variables that imports themselves set.
+
+    Returns:
+        The variable by module; the key "" stands for libraries that are loaded with any module.
     """
     found: dict[str, str] = {}
     for name in sorted(set(changed) - set(set_by_imports) - PER_WORKER):
@@ -190,7 +203,10 @@ def read_too_early(
 
 
 def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | None]:
-    """The command that torchrun's NUMA options have put behind `numactl --physcpubind=0-3,8`, and these processors; else None."""
+    """Split `numactl --physcpubind=0-3,8 COMMAND`, as torchrun's NUMA options make it, into command and processors.
+
+    Any other command is returned as it is, with None.
+    """
     if len(command) < 3 or command[0] != "numactl" or not command[1].startswith(_BIND):
         return command, None
     processors: set[int] = set()
@@ -204,23 +220,23 @@ def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | Non
 
 
 def unbindable(processors: frozenset[int] | None, allowed: Collection[int], environ: Mapping[str, str]) -> str | None:
-    """Why a standby that is bound to these processors only now could be told from a process that numactl has started, or None."""
+    """Why a standby that is bound to these processors now would differ from a process started by numactl; None: it would not."""
     if processors is None:
         return None
     if not processors <= set(allowed):
-        return "numactl is to bind it to processors that may not be used"  # it refuses, and says so
+        return "numactl is to bind it to processors that may not be used"  # numactl refuses that, with a message
     if not environ.get("OMP_NUM_THREADS"):
         return "it is bound to processors and OMP_NUM_THREADS is not set: libraries have counted the processors already"
     return None
 
 
 def differs(now: Mapping[str, object], at_start: Mapping[str, object]) -> str | None:
-    """The first thing that is not what it was, by its name."""
+    """The name of the first entry that differs; None: none does."""
     return next((name for name in sorted(now.keys() | at_start.keys()) if now.get(name) != at_start.get(name)), None)
 
 
 def room(available: int, count: int, server_runs: bool) -> str | None:
-    """Why there is no memory for so many more standbys, or None. In bytes; see `memory.available`."""
+    """Why there is no memory for `count` more standbys; None: there is. available: in bytes, see `memory.available`."""
     needed = RESERVE_BYTES + count * STANDBY_BYTES + (0 if server_runs else SERVER_BYTES)
     if available >= needed:
         return None

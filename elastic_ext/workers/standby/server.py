@@ -1,27 +1,16 @@
-"""A process that has imported what workers import, and forks workers that wait before their first line: warm standbys.
+"""The program that imports what workers import, and forks processes that wait before their first line: warm standbys.
 
-The agent starts it (`python -u standby_server.py CONTROL`, with the interpreter, options, environment and folder of the workers)
-and talks to it over the socket CONTROL, one JSON object a message:
-
-    {"preload": PATH}         import what the file names; see `Server._preload` for its keys
-    {"park": AGENT} + socket  fork a standby that waits at that socket; AGENT is the pid of the agent
-    end of file               the agent is gone or wants no more: end
-
-It answers {"ready": {...}}, see `Server._state`, after each preload. Parked standbys speak for themselves: their pid comes out of
-their socket when they wait. What arrives there then, with the descriptors 0, 1 and 2, is how the worker starts, and is answered:
-
-    {"argv": [...], "orig_argv": [...], "shown": [...], "env": {...}, "open": [0, 1, 2], "processors": [...],
-     "ignored": mask, "blocked": [...]}
+The agent starts it and talks to it as `protocol.py` describes.
 
 A standby is a child of the agent and not of this process: it is forked by a process that ends at once, while the agent adopts
 orphans (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads a session and a process group of its own.
 
 Fork copies one thread and all locks, and what a module works out when it is imported would be the same in all workers: each
-import is checked (`import_checks.py`). A module that must not come before the fork is reported: the agent starts a server
-without it.
+import is checked (`import_checks.py`). A module that must not be imported before the fork is reported, and the agent starts a
+server without it. A server never has a CUDA context: opening a device counts as unsafe.
 
-What a worker can notice of not having been started by exec: modules are imported already; all standbys of one server share the
-seed of hash(), as with PYTHONHASHSEED.
+What a worker can notice of not having been started by exec: modules are imported already, and all standbys of one server share
+the seed of hash(), as with PYTHONHASHSEED.
 """
 
 import sys
@@ -54,49 +43,48 @@ import time
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from types import ModuleType
-    from typing import Any
 
-    from elastic_ext.workers import bootstrap as _bootstrap
+    from elastic_ext.workers.bootstrap import runner as _runner
     from elastic_ext.workers.standby import import_checks as _import_checks
-
-MARK = "_ELASTIC_EXT_AGENT"
-"""Variable that the server and its standbys have and workers do not: by the token in it the reaper finds them."""
+    from elastic_ext.workers.standby import protocol as _protocol
+    from elastic_ext.workers.standby.protocol import PreloadRequest, Ready, Release
 
 MEMORY_KILL_FIRST = 1000  # oom_score_adj: a standby costs nothing but time
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
-_HEADER = 4  # bytes of length before a release
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_shown: "list[mmap.mmap]" = []  # what /proc shows must stay in memory
+_shown: "list[mmap.mmap]" = []  # keeps in memory what /proc shows
 
 
-class Server:
-    """One message after the other; `serve` returns in a standby that has been released, with what it is to run."""
+class StandbyServer:
+    """Handles one message after the other."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._environ = dict(os.environ)
         self._checks = _import_checks.ImportChecks()
-        self._ignored = _mask("SigIgn")
         why = _import_checks.site_reads_variables(_AT_START) or _import_checks.hidden_from(sys.modules.keys() - _AT_START)
         self._unsafe: dict[str, str] = {"": why} if why else {}
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
-    def serve(self) -> "dict[str, Any] | None":
+    def serve(self) -> "Release | None":
+        """Return None when the agent needs no more; in a standby that has been released, return what it is to run."""
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 1)
             if not data:
                 return None
             message = json.loads(data)
+            if message.get("version") != _protocol.VERSION:
+                sys.exit(f"expected version {_protocol.VERSION} of the protocol, got version {message.get('version')!r}")
             if "preload" in message:
                 with open(message["preload"], encoding="utf-8") as file:
-                    wanted = json.load(file)
-                self._preload(**wanted)
+                    request: PreloadRequest = json.load(file)
+                self._preload(request)
             else:
-                if not descriptors:  # a lack of them: the agent hears that no standby came up, and asks again
+                if not descriptors:  # none could be received: the agent notices that no standby came up, and asks again
                     continue
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
@@ -104,39 +92,28 @@ class Server:
 
     # Preloading.
 
-    def _preload(
-        self,
-        modules: "list[str]",
-        wanted: "list[str]",
-        excluded: "list[str]",
-        script_dir: str,
-        program: "list[str]",
-        origins: "dict[str, str]",
-    ) -> None:
-        """Import modules.
-
-        wanted: named by the user, who may mean modules beside the script. excluded: what must not come in with others. program:
-        what the workers run, for modules that look at sys.argv. origins: the files of what the workers have imported, by module.
-        """
+    def _preload(self, request: "PreloadRequest") -> None:
         began = time.monotonic()
         checks = self._checks
         checks.begin()
-        with _as_if_it_ran(program):
-            for name in [*modules, *wanted] if "" not in self._unsafe else ():
+        excluded = request["excluded"]
+        script_dir = request["script_dir"]
+        with _as_if_it_ran(request["program"]):
+            for name in [*request["modules"], *request["wanted"]] if "" not in self._unsafe else ():
                 if name in sys.modules or name in self._unsafe:
                     continue
                 checks.before()
-                self._import(name, script_dir if name in wanted else None)
+                self._import(name, script_dir if name in request["wanted"] else None)
                 banned = [each for each in excluded if each in sys.modules]
                 excluded = [each for each in excluded if each not in banned]  # for all that follow they are there already
                 why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which is not to be imported")
                 if why:
                     self._unsafe[name] = why
         checks.end()
-        self._unsafe.update(_import_checks.elsewhere(origins, _bootstrap.origin_of))
+        self._unsafe.update(_import_checks.elsewhere(request["origins"], _runner.origin_of))
         gc.collect()
         gc.freeze()  # the collector must not write into pages that are shared
-        self._say({"ready": self._state(time.monotonic() - began, script_dir)})
+        self._answer(self._ready(time.monotonic() - began, script_dir))
 
     def _import(self, name: str, folder: "str | None") -> None:
         if folder is not None:
@@ -149,12 +126,7 @@ class Server:
             if folder is not None:
                 sys.path.remove(folder)
 
-    def _state(self, seconds: float, script_dir: str) -> "dict[str, Any]":
-        """
-        seconds: it took. unsafe, absent: reasons by module. threads: of this process. names: top-level modules that are imported
-        here, not by every interpreter, and not from the script's folder. read: variables that were read at import, by module that
-        was asked for. changed: those that imports have set.
-        """
+    def _ready(self, seconds: float, script_dir: str) -> "Ready":
         changed = [name for name in os.environ.keys() | self._environ.keys() if os.environ.get(name) != self._environ.get(name)]
         beside = os.path.join(script_dir, "")
         names = {name for name in sys.modules.keys() - _AT_START if "." not in name}
@@ -169,12 +141,21 @@ class Server:
             "changed": sorted(changed),
         }
 
+    def _answer(self, ready: "Ready") -> None:
+        descriptor = os.memfd_create("elastic_ext_standby", os.MFD_CLOEXEC)  # it may be longer than a packet
+        os.write(descriptor, json.dumps(ready).encode())
+        try:
+            socket.send_fds(self._control, [b"."], [descriptor])
+        except OSError:
+            pass  # the agent is gone; the next message says so
+        os.close(descriptor)
+
     # Standbys.
 
     def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
-        """Fork a standby; its socket is returned in the standby, None here.
+        """Fork a standby. Return its socket in the standby, None here.
 
-        Where there is no process or descriptor to be had now, the agent hears that none came up, and asks again.
+        If no process or descriptor is to be had now, no standby comes up, and the agent asks again.
         """
         try:
             adopted, parent_ended = os.pipe()
@@ -209,48 +190,45 @@ class Server:
         os.close(parent_ended)
         return None
 
-    def _wait(self, waiting: socket.socket) -> "dict[str, Any] | None":
-        """In a standby: until it is released; None where the agent is gone or has no use for it."""
+    def _wait(self, waiting: socket.socket) -> "Release | None":
+        """In a standby: wait for its release; None if the agent is gone or has no use for it."""
         os.setsid()
         try:
             waiting.send(b"%d" % os.getpid())
-            data, descriptors, _, _ = socket.recv_fds(waiting, _HEADER, 3)
-            while data and len(data) < _HEADER:
-                data += waiting.recv(_HEADER - len(data))
+            header, descriptors, _, _ = socket.recv_fds(waiting, _protocol.HEADER_BYTES, 3)
+            while 0 < len(header) < _protocol.HEADER_BYTES and (more := waiting.recv(_protocol.HEADER_BYTES - len(header))):
+                header += more
+            if len(header) < _protocol.HEADER_BYTES:
+                return None
             text = bytearray()
-            while data and len(text) < int.from_bytes(data, "big"):
+            while len(text) < int.from_bytes(header, "big"):
                 more = waiting.recv(1 << 20)
                 if not more:
                     return None
                 text += more
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        told: dict[str, Any] = json.loads(text)
-        try:
-            waiting.send(b".")  # from here on it runs: who hears nothing takes another one
+            release: Release = json.loads(text)
+            waiting.send(b".")
         except ConnectionError:
             return None
         waiting.close()
-        self._become(told, descriptors)
-        return told
+        self._become(release, descriptors)
+        return release
 
-    def _become(self, told: "dict[str, Any]", descriptors: "list[int]") -> None:
-        """All that differs between a process that waits and one that has just been started."""
+    def _become(self, release: "Release", descriptors: "list[int]") -> None:
+        """Turn this process, which has been waiting, into one that has just been started."""
         _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
         if self._oom_score:
             _exchange_oom_score(self._oom_score)
-        _connect(told["open"], descriptors)
-        os.environ.pop(MARK, None)
+        _connect(release["open"], descriptors)
+        os.environ.pop(_protocol.TOKEN_ENV, None)
         set_here = {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
-        removed_here = self._environ.keys() - os.environ.keys() - {MARK}
+        removed_here = self._environ.keys() - os.environ.keys() - {_protocol.TOKEN_ENV}
         os.environ.clear()
-        os.environ.update({name: value for name, value in {**told["env"], **set_here}.items() if name not in removed_here})
-        if told["processors"]:
-            os.sched_setaffinity(0, told["processors"])
-        _set_signals(told["ignored"])
-        signal.pthread_sigmask(signal.SIG_SETMASK, told["blocked"])
+        os.environ.update({name: value for name, value in {**release["env"], **set_here}.items() if name not in removed_here})
+        if release["processors"]:
+            os.sched_setaffinity(0, release["processors"])
+        _set_signals(release["ignored"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, release["blocked"])
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         if "torch" in sys.modules:
@@ -259,22 +237,12 @@ class Server:
             sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
         if "threading" in sys.modules:
             sys.modules["threading"].main_thread()._set_native_id()  # Python before 3.13 leaves the parent's
-        sys.orig_argv[:] = told["orig_argv"]
-        _show_as(told["shown"], os.environ)
-
-    def _say(self, message: "dict[str, Any]") -> None:
-        # As a file: a message may be longer than a packet.
-        descriptor = os.memfd_create("elastic_ext_standby", os.MFD_CLOEXEC)
-        os.write(descriptor, json.dumps(message).encode())
-        try:
-            socket.send_fds(self._control, [b"."], [descriptor])
-        except OSError:
-            pass  # the agent is gone; the next message says so
-        os.close(descriptor)
+        sys.orig_argv[:] = release["orig_argv"]
+        _show_as(release["shown"], os.environ)
 
 
 def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
-    """Let 0, 1 and 2 be these descriptors, and the objects of sys what the interpreter would have made of them."""
+    """Make 0, 1 and 2 these descriptors, and the objects of sys what the interpreter would have made of them."""
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     for number, descriptor in zip(wanted, descriptors, strict=True):
@@ -293,10 +261,10 @@ def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
             stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
 
 
-def _show_as(command: "list[str]", environ: "Any") -> None:
-    """Let /proc/PID/cmdline and environ be these: people look for workers with ps and pkill -f, and the reaper by a variable.
+def _show_as(command: "list[str]", environ: "Mapping[str, str]") -> None:
+    """Set /proc/PID/cmdline and environ: people look for workers with ps and pkill -f, and the reaper looks for a variable.
 
-    It takes a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have; without it the server's stay.
+    This needs a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have; without it those of the server stay.
     """
     texts = [b"".join(os.fsencode(each) + b"\0" for each in part) for part in (command, map("=".join, environ.items()))]
     memory = mmap.mmap(-1, len(texts[0]) + len(texts[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # /proc reads no other
@@ -310,12 +278,12 @@ def _show_as(command: "list[str]", environ: "Any") -> None:
     between = [_libc.sbrk(0), int(field[28])]
     borders = [here, here + len(texts[0]), here + len(texts[0]), here + len(memory)]
     # struct prctl_mm_map of linux/prctl.h; the auxiliary vector and the executable stay.
-    told = struct.pack("=12QIi", *code_and_data, *between, *borders, 0, 0, -1)
-    _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, told, ctypes.c_ulong(len(told)), ctypes.c_ulong(0))
+    memory_map = struct.pack("=12QIi", *code_and_data, *between, *borders, 0, 0, -1)
+    _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), ctypes.c_ulong(0))
 
 
 def _set_signals(ignored: int) -> None:
-    """As after exec: what the agent ignores is ignored, all else has its default. Handlers that imports have set stay."""
+    """As after exec: signals that the agent ignores are ignored, all others have their default. Handlers set by imports stay."""
     now_ignored, caught = _mask("SigIgn"), _mask("SigCgt")
     for number in signal.valid_signals():
         bit = 1 << (number - 1)
@@ -333,7 +301,7 @@ def _mask(name: str) -> int:
 
 
 def _exchange_oom_score(score: str) -> str:
-    """Set oom_score_adj; what it was before is returned, nothing where it cannot be set."""
+    """Set oom_score_adj; return what it was before, "" if it cannot be set."""
     try:
         with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
             before = file.read().strip()
@@ -360,7 +328,7 @@ def _as_if_it_ran(program: "list[str]") -> "Iterator[None]":
 
 
 def _load(name: str, *folder: str) -> "ModuleType":
-    """A file of this package, by its folder as seen from here; it gets no name in sys.modules."""
+    """Load a file of this package, by its folder as seen from here; it gets no name in sys.modules."""
     path = os.path.join(os.path.dirname(os.path.realpath(__file__)), *folder, f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"elastic_ext_{name}", path)
     assert spec is not None
@@ -371,13 +339,14 @@ def _load(name: str, *folder: str) -> "ModuleType":
 
 
 if __name__ == "__main__":
-    _bootstrap = _load("bootstrap", os.pardir)
+    _runner = _load("runner", os.pardir, "bootstrap")
     _import_checks = _load("import_checks")
+    _protocol = _load("protocol")
     sys.path[:] = _WORKERS_PATH
-    atexit.register(_bootstrap.exit_handlers_are_done)  # the first to be registered is the last to run
+    atexit.register(_runner.exit_handlers_are_done)  # the first to be registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _told = Server(_control).serve()
-    if _told is None:
+    _release = StandbyServer(_control).serve()
+    if _release is None:
         os._exit(0)  # none of the exit handlers of what was imported belongs to this process
-    _bootstrap.run_as_main(_told["argv"], _bootstrap.worker_settings())
+    _runner.run_as_main(_release["argv"], _runner.worker_message())

@@ -23,7 +23,7 @@ from elastic_ext.agent import launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.workers import bootstrap
+from elastic_ext.workers import progress_layout
 from elastic_ext.workers.hangs import detector, step_times
 from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
 from elastic_ext.workers.hangs.step_times import StepMark
@@ -260,7 +260,7 @@ class Clock:
 
     def __init__(self, ranks: int) -> None:
         self.now = 0.0
-        self.words = [[0] * (bootstrap.SAVE_WANTED + 1) for _ in range(ranks)]
+        self.words = [[0] * (progress_layout.SAVE_WANTED + 1) for _ in range(ranks)]
         self.alarms: list[str] = []
         self.looks = 0
         self.next_look = 0.0
@@ -268,25 +268,25 @@ class Clock:
 
     def sign(self, rank: int, step: bool = True) -> None:
         words = self.words[rank]
-        bootstrap.note_sign(words, int(self.now * 1e9))  # type: ignore[arg-type]
-        words[bootstrap.STEPS] += step
+        progress_layout.note_sign(words, int(self.now * 1e9))  # type: ignore[arg-type]
+        words[progress_layout.STEPS] += step
 
     def phase(self, name: str) -> None:
         for rank, words in enumerate(self.words):
             self.sign(rank, step=False)
-            words[bootstrap.PHASE] = bootstrap.PHASES.index(name)
+            words[progress_layout.PHASE] = progress_layout.PHASES.index(name)
 
     def workers(self) -> list[WorkerStatus]:
         found = []
         for rank, words in enumerate(self.words):
-            gaps = bootstrap.GAPS + words[bootstrap.PHASE] * bootstrap.GAP_BUCKETS
+            gaps = progress_layout.GAPS + words[progress_layout.PHASE] * progress_layout.GAP_BUCKETS
             found.append(
                 WorkerStatus(
                     rank,
-                    words[bootstrap.STEPS],
-                    self.now - words[bootstrap.SIGN_NS] / 1e9,
-                    phase=bootstrap.PHASES[words[bootstrap.PHASE]],
-                    gaps=tuple(words[gaps : gaps + bootstrap.GAP_BUCKETS]),
+                    words[progress_layout.STEPS],
+                    self.now - words[progress_layout.SIGN_NS] / 1e9,
+                    phase=progress_layout.PHASES[words[progress_layout.PHASE]],
+                    gaps=tuple(words[gaps : gaps + progress_layout.GAP_BUCKETS]),
                     working=self.working[rank],
                     state="S",
                 )

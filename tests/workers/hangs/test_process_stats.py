@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers import bootstrap
+from elastic_ext.workers import progress_layout
 from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
 from elastic_ext.workers.hangs.process_stats import Process, ProcessStats, Rates
 from elastic_ext.workers.hangs.watch import HangWatch
@@ -278,8 +278,12 @@ def watched(
     board = ProgressTable(str(tmp_path / "progress"), len(pids))
     with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         for slot, pid in list(enumerate(pids))[:up]:
-            for word, value in {bootstrap.PID: pid, bootstrap.STEPS: 3, bootstrap.SIGN_NS: time.monotonic_ns()}.items():
-                words[slot * bootstrap.SLOT_BYTES // 8 + word] = value
+            for word, value in {
+                progress_layout.PID: pid,
+                progress_layout.STEPS: 3,
+                progress_layout.SIGN_NS: time.monotonic_ns(),
+            }.items():
+                words[slot * progress_layout.ROW_BYTES // 8 + word] = value
     watch, pause = HangWatch(board, {slot: slot for slot in range(len(pids))}, fixed_s), threading.Event()
     deadline = time.monotonic() + for_s
     verdict = None

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.workers.standby import memory, rules
-from elastic_ext.workers.standby.client import StandbyServer
+from elastic_ext.workers.standby import memory, protocol, rules
+from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
 from tests.failures.test_sources import memory_group
@@ -525,8 +525,8 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
     counts = []
     with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
         job.wait_for("(?s)standbys are ready.*standbys are ready.*2 warm standbys wait")  # from then on once a restart
-        links = [os.readlink(link) for link in Path(f"/proc/{job.process.pid}/fd").iterdir()]
-        (run_dir,) = [Path(link).parent for link in links if link.endswith("/news")]
+        # A set: the agent holds both ends of the pipe.
+        (run_dir,) = {Path(link).parent for link in open_files(job.process.pid) if link.endswith("/news")}
         waited = len(re.findall("2 warm standbys wait", job.err))
         for attempt in range(RESTARTS):
             job.wait_for(up(attempt), 2)
@@ -540,9 +540,20 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
     assert not run_dir.exists()
 
 
+def open_files(pid: int) -> "list[str]":
+    """What a process has open, but for what it closes while we look."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except FileNotFoundError:
+            pass
+    return links
+
+
 def used(agent: int, run_dir: Path) -> "dict[str, int]":
     """Children, descriptors, threads, listening ports of the agent, and its files in shared memory."""
-    links = [os.readlink(f"/proc/{agent}/fd/{fd}") for fd in os.listdir(f"/proc/{agent}/fd")]
+    links = open_files(agent)
     inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
     tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     listening = [line for table in tables for line in table if line.split()[3] == "0A" and line.split()[9] in inodes]
@@ -563,7 +574,7 @@ def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
     nothing.write_text(
         json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}})
     )
-    server = StandbyServer([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(nothing))
     assert server.hear() is not None
     one, other = server.park(2)
@@ -579,9 +590,21 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
     broken.chmod(0o755)
-    server = StandbyServer([str(broken), "-u"], {}, str(tmp_path / "output"))
+    server = ServerProcess([str(broken), "-u"], {}, str(tmp_path / "output"))
     assert server.hear() is None
-    assert server.last_words() == "exit code 7: no luck"
+    ended = server.how_it_ended()
+    assert (ended.exitcode, ended.output, str(ended)) == (7, "no luck", "exit code 7: no luck")
+    assert not ended.killed
+    server.end()
+
+
+def test_a_server_refuses_another_version_of_the_protocol(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)  # of this process only
+    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server.preload(str(tmp_path / "modules"))
+    assert server.hear() is None
+    ended = server.how_it_ended()
+    assert (ended.exitcode, ended.output) == (1, "expected version 1 of the protocol, got version 2")
     server.end()
 
 

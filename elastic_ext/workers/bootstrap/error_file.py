@@ -1,0 +1,125 @@
+"""Writes the exception that ends the script into the worker's error file, which torchrun and the agent read.
+
+The file is one JSON object: under "message" what torch's @record writes, under "elastic_ext" our account:
+
+    type, message     of the exception, bounded
+    frames            ["file.py:line in function", ...], outermost first, bounded
+    monotonic_ns      when it left the script
+    first_step_done   whether an optimizer step was done; null where no steps are counted
+
+Loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
+"""
+
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+
+# Bounds: the agent and others read the whole file.
+MESSAGE_CHARACTERS = 16 * 1024
+CALLSTACK_CHARACTERS = 128 * 1024
+PRESENT_BYTES = 1 << 20
+FIRST_FRAMES, LAST_FRAMES = 8, 56
+
+
+def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
+    """Type and message if `error` is the SystemExit by which runpy says that it cannot find or load the module."""
+    runpy, reason = sys.modules.get("runpy"), error.__context__
+    if not isinstance(error, SystemExit) or runpy is None or not isinstance(reason, runpy._Error):
+        return None
+    absent = isinstance(reason.__cause__, ModuleNotFoundError) or str(reason).startswith("No module named")
+    return "ModuleNotFoundError" if absent else "ImportError", str(reason)
+
+
+def write(path: str, error: BaseException, trace: "TracebackType | None", first_step_done: "bool | None") -> bool:
+    """Write the error file, or add our account to what @record has written.
+
+    trace: the traceback of `error`, from the script's first frame on. Returns False if the file holds something else, which
+    stays as it is. Raises OSError, and whatever the exception's own code raises.
+    """
+    import json
+    import traceback
+
+    refusal = runpy_refusal(error)
+    kind, message = refusal or (_type_name(type(error)), text_of(error))
+    steps = traceback.walk_tb(None if refusal else trace)
+    frames = [f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}" for frame, line in steps]
+    account = {
+        "type": kind,
+        "message": _clip(message, MESSAGE_CHARACTERS),
+        "frames": frames if len(frames) <= FIRST_FRAMES + LAST_FRAMES else frames[:FIRST_FRAMES] + frames[-LAST_FRAMES:],
+        "monotonic_ns": time.monotonic_ns(),
+        "first_step_done": first_step_done,
+    }
+    present = _present(path)
+    if present is None:
+        return False
+    if present:  # @record was first
+        try:
+            data = json.loads(present)
+        except ValueError:
+            return False
+        if not isinstance(data, dict):
+            return False
+    else:
+        short = _clip(f"{kind if refusal else type(error).__name__}: {message}", MESSAGE_CHARACTERS)
+        shown = short if refusal else "".join(traceback.format_exception(type(error), error, trace))
+        extra = {"py_callstack": _clip(shown, CALLSTACK_CHARACTERS), "timestamp": str(int(time.time()))}
+        data = {"message": {"message": short, "extraInfo": extra}}
+    replace(path, json.dumps({**data, "elastic_ext": account}))
+    return True
+
+
+def _present(path: str) -> "bytes | None":
+    """What the file holds; empty if there is none, None if it is larger than what the agent reads. Raises OSError."""
+    if not os.path.exists(path):
+        return b""
+    if not os.path.isfile(path):  # a pipe or a device would block or never end
+        raise OSError(f"{path} is not a regular file")
+    if os.path.getsize(path) > PRESENT_BYTES:
+        return None
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def replace(path: str, text: str) -> None:
+    """Write a file atomically. Raises OSError."""
+    temporary = f"{path}.{os.urandom(8).hex()}.tmp"
+    try:
+        with open(temporary, "x") as file:  # which follows no link
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def _type_name(kind: "type[BaseException]") -> str:
+    """The qualified name; without module for builtins and the script's own, and torch's documented name for out of memory."""
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    if kind.__name__ == "OutOfMemoryError" and str(kind.__module__).partition(".")[0] == "torch":
+        return "torch.OutOfMemoryError"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def text_of(error: BaseException) -> str:
+    """str(error), even if that raises."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the class's own code; the traceback module writes the same then
+        return "<exception str() failed>"
+
+
+def _clip(text: str, limit: int) -> str:
+    """`text`, or its head and tail, in at most `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2 - 32  # leaves room for the line between
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -1,0 +1,371 @@
+"""Runs the user's script as `__main__` and reports on it to the agent; see `bootstrap.py`, which loads this by path.
+
+A step is a call of `step` of a torch.optim.Optimizer, seen by the global post hook of torch.optim. Every optimizer counts, and an
+optimizer in another (ZeroRedundancyOptimizer, a subclass that calls super().step()) counts too; a step that GradScaler skips does
+not. Checked with torch 2.8, 2.13 and 2.15: eager, fused, DDP, FSDP2, GradScaler, several optimizers, LBFGS (one per `step`, not
+per closure), optimizer in backward, torch.compile of the model and of the step (torch itself breaks the graph inside `step`).
+Not seen: replays of a CUDA graph that holds the step, and optimizers that do not derive from torch.optim.Optimizer.
+
+Importing this module has no side effects.
+"""
+
+import os
+import sys
+import time
+from _frozen_importlib_external import SourceFileLoader
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, ModuleType, TracebackType
+    from typing import Any
+
+    from elastic_ext.workers import progress_layout as layout
+    from elastic_ext.workers import worker_env
+    from elastic_ext.workers.bootstrap import error_file, main_script
+    from elastic_ext.workers.worker_env import WorkerMessage
+else:
+
+    def _load(name: str, folder: str = "") -> "ModuleType":
+        """Run a file of this package from its cached bytecode; it gets no name in sys.modules."""
+        path = os.path.join(os.path.dirname(__file__), folder, f"{name}.py")
+        module = type(sys)(f"elastic_ext_{name}")
+        exec(SourceFileLoader(module.__name__, path).get_code(module.__name__), module.__dict__)
+        return module
+
+    layout = _load("progress_layout", os.pardir)
+    worker_env = _load("worker_env", os.pardir)
+    error_file = _load("error_file")
+    main_script = _load("main_script")
+
+_OURS = (globals(), main_script.__dict__)
+"""Namespaces of the frames that stand between the interpreter and the script."""
+
+_OPTIMIZER_MODULE = "torch.optim.optimizer"
+# torch.distributed.checkpoint.state_dict steps a fresh optimizer once to allocate its state: no step of the training.
+_STATE_INITIALIZER = "_init_optim_state"
+
+
+def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
+    """Run [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS] as `__main__`; message: from the agent.
+
+    Raises what left the script, unchanged: the caller lets it go up to the interpreter, which then ends the process as usual.
+    Works in a forked child too: the callers' frames are left out of what is printed.
+    """
+    _connect_stderr(message)
+    pid = os.getpid()
+    row = _arm(message)
+    _reports.begin(row, message)
+    sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy puts the module's file in place of "-m"
+    namespace = main_script.fresh_main()
+    run: Callable[..., object] | None = None
+    try:
+        run, arguments = main_script.resolve(argv, namespace)
+        run(*arguments)
+    except BaseException as error:
+        # A child forked by the script gets here too; only the process that the agent started reports to the agent.
+        recorded = pid == os.getpid() and _record(error, row)
+        _reports.ending(error)
+        if not isinstance(error, SystemExit):
+            _show_without_our_frames(recorded and message.get("quiet_traceback") is True, namespace if run is exec else {})
+        raise
+    finally:
+        _reports.modules()
+        if row is not None and pid == os.getpid():
+            layout.note_sign(row, time.monotonic_ns())
+            row[layout.PHASE] = layout.PHASES.index("exit")
+    if run is exec:
+        main_script.forget_file(namespace)
+
+
+def worker_message() -> "WorkerMessage":
+    """Return the agent's message to this worker; if it cannot be used, print a warning and return an empty one."""
+    text = os.environ.get(worker_env.WORKER_ENV, "").strip()
+    if not text:
+        return {}
+    make_scanner = _pythons_own("_json").make_scanner  # the core of json.loads; json itself would load re, enum and functools
+    decoder: Any = {"strict": True, "object_hook": None, "object_pairs_hook": None}
+    decoder.update(parse_float=float, parse_int=int, parse_constant=float)
+    try:
+        message, end = make_scanner(type("Decoder", (), decoder))(text, 0)
+        return worker_env.checked(message if end == len(text) else None)
+    except (StopIteration, SystemError):  # a syntax error; SystemError as json.decoder is not there to make the right one
+        why = "expected a JSON object"
+    except ValueError as error:
+        why = str(error)
+    _warn(f"{worker_env.WORKER_ENV} is ignored: {why}: {text!r}")
+    return {}
+
+
+def exit_handlers_are_done() -> None:
+    """Register it first with atexit: then it runs last."""
+    _reports.exit_handlers_done()
+
+
+class _Reports:
+    """What this worker reports to its agent, besides its steps. Children that the script forks report nothing."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._row: memoryview | None = None
+        self._wake_path: str | None = None
+        self._modules_path: str | None = None
+        self._environ: dict[str, str] = {}
+
+    def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
+        self._pid, self._row = os.getpid(), row
+        self._wake_path, self._modules_path = message.get("news"), message.get("modules")
+        self._environ = dict(os.environ)
+
+    def ending(self, error: BaseException) -> None:
+        """The worker is about to end with this error. Ctrl-C ends it by a signal, which is soon enough."""
+        if self._row is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
+            return
+        code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
+        self._row[layout.ENDS_WITH] = code
+        if code:
+            worker_env.wake(self._wake_path)
+
+    def exit_handlers_done(self) -> None:
+        if self._row is not None and self._pid == os.getpid() and self._row[layout.ENDS_WITH]:
+            self._row[layout.EXIT_HANDLERS_DONE] = 1
+            worker_env.wake(self._wake_path)
+
+    def modules(self) -> None:
+        """Write, once, what has been imported so far, in order, and which variables the script has set."""
+        path, self._modules_path = self._modules_path, None
+        if path is None or self._pid != os.getpid():
+            return
+        try:
+            import json
+
+            found = [(name, origin_of(module)) for name, module in list(sys.modules.items())]
+            changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
+            error_file.replace(path, json.dumps({"modules": found, "changed": changed}))
+            worker_env.wake(self._wake_path)
+        except Exception as error:  # noqa: BLE001 - it only costs the agent some knowledge; the script must not notice
+            _warn(f"the agent does not learn what this worker has imported: {error_file.text_of(error)}")
+
+
+_reports = _Reports()
+
+
+def _exit_code(code: object) -> int:
+    """The exit code of a process that ends with SystemExit(code)."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def origin_of(module: object) -> "str | None":
+    """The file that a module was loaded from, if any."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    return origin if isinstance(origin, str) else None
+
+
+# Errors.
+
+
+def _record(error: BaseException, row: "memoryview | None") -> bool:
+    """Write the error file; True if it now tells of the error, written by us or by torch's @record."""
+    path = os.environ.get(error_file.ERROR_FILE_ENV)
+    if not path or (isinstance(error, SystemExit) and error_file.runpy_refusal(error) is None):
+        return False
+    first_step_done = bool(row[layout.STEPS]) if row and row[layout.OPTIM_HOOKED] else None
+    try:
+        return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done)
+    except Exception as failure:  # noqa: BLE001 - the exception's own code runs in there, and nothing may change how the script ends
+        reason = error_file.text_of(failure)
+        _warn(f"the error file {path} cannot be written: {reason}; the agent will see the exit code only")
+        return False
+
+
+def _without_our_frames(trace: "TracebackType | None") -> "TracebackType | None":
+    """The traceback from the script's first frame on; unchanged if none of our frames is in it."""
+    seen = trace
+    while seen is not None and not _is_ours(seen):
+        seen = seen.tb_next  # callers of run_as_main
+    if seen is None:
+        return trace
+    while seen is not None and _is_ours(seen):
+        seen = seen.tb_next
+    return seen
+
+
+def _is_ours(trace: "TracebackType") -> bool:
+    return any(trace.tb_frame.f_globals is namespace for namespace in _OURS)
+
+
+def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
+    """Have the exception that is on its way shown as if the interpreter had run the script itself.
+
+    Args:
+        quiet: the agent shows it; print nothing unless the script has an excepthook of its own.
+        namespace: to forget its file after that.
+    """
+    previous = getattr(sys, "excepthook", sys.__excepthook__)
+    silent = quiet and _is_default(previous)
+
+    def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
+        sys.excepthook = previous
+        trace = sys.last_traceback = _without_our_frames(trace)
+        BaseException.with_traceback(error, trace)
+        try:
+            if not silent:
+                previous(kind, error, trace)
+        except SystemExit as exit_:
+            _reports.ending(exit_)
+            raise
+        except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter does, which would show this frame
+            own = _without_our_frames(broken.__traceback__)
+            main_script.say("Error in sys.excepthook:")
+            sys.__excepthook__(type(broken), BaseException.with_traceback(broken, own), own)
+            main_script.say("\nOriginal exception was:")
+            sys.__excepthook__(kind, error, trace)
+        main_script.forget_file(namespace)
+
+    sys.excepthook = excepthook
+
+
+def _is_default(hook: "Callable[..., Any]") -> bool:
+    """Python's own excepthook, or torch's around it: init_process_group installs one that adds "[rank0]: " to each line."""
+    while getattr(hook, "__name__", None) == "_distributed_excepthook":
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+        if "old_hook" not in cells:
+            return False
+        hook = cells["old_hook"].cell_contents
+    return hook is sys.__excepthook__
+
+
+def _warn(text: str) -> None:
+    """Write to the descriptor: sys.stderr may be an object of the script's, whose errors must not replace another one."""
+    try:
+        os.write(2, f"elastic_ext: {text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        pass  # closed: there is nobody to tell
+
+
+# What the message asks for.
+
+
+def _connect_stderr(message: "WorkerMessage") -> None:
+    """Make fd 2 the agent's named pipe, for children and C code too. On an error it stays what it is."""
+    path = message.get("stderr")
+    if path is None:
+        return
+    try:
+        os.fstat(2)  # closed stays closed
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without a reader: an error instead of a wait
+        os.set_blocking(pipe, True)
+        os.dup2(pipe, 2)
+        os.close(pipe)
+    except (OSError, TypeError, ValueError) as error:
+        _warn(f"the end of this worker's stderr is not kept: {path!r}: {error}")
+
+
+def _arm(message: "WorkerMessage") -> "memoryview | None":
+    """Install what the message asks for and return this worker's progress row. A part that fails is left out."""
+    row, stacks = None, False
+    try:
+        row = _own_row(message)
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        _warn(f"no progress of this worker: {message.get('progress')!r}, slot {message.get('slot')!r}: {error}")
+    try:
+        stacks = _dump_stacks_on_signal(message)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        _warn(f"no stacks of this worker: {message.get('stacks')!r}: {error}")
+    if row is not None:
+        row[layout.STACKS_ARMED] = stacks
+        _StepCounter(row).register_when_imported()
+        row[layout.PID] = os.getpid()
+    return row
+
+
+def _own_row(message: "WorkerMessage") -> "memoryview | None":
+    """This worker's row of the progress table, its own fields zero; None if no progress is wanted."""
+    path, slot = message.get("progress"), message.get("slot")
+    if path is None or slot is None:
+        return None
+    version = message.get("progress_version", layout.VERSION)
+    if version != layout.VERSION:
+        raise ValueError(f"expected version {layout.VERSION} of the progress table, got version {version!r}")
+    mmap = _pythons_own("mmap").mmap
+    first = slot * layout.ROW_BYTES
+    if first < 0:
+        raise ValueError("expected a slot of 0 or more")
+    with open(os.fspath(path), "r+b") as file:
+        shared = mmap(file.fileno(), first + layout.ROW_BYTES)
+    row = memoryview(shared)[first:].cast("Q")
+    for field in range(layout.AGENT_FIELDS):
+        row[field] = 0
+    return row
+
+
+def _dump_stacks_on_signal(message: "WorkerMessage") -> bool:
+    path = message.get("stacks")
+    if path is None:
+        return False
+    import faulthandler
+
+    # A plain descriptor that nothing closes: the handler runs until the process is gone.
+    stacks = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    faulthandler.register(worker_env.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    return True
+
+
+class _StepCounter:
+    """Counts the optimizer steps of this process, not those of children that it forks.
+
+    As the first finder on sys.meta_path it sees every import begin and finds nothing itself, so the import of torch stays as it
+    is, errors included. torch.optim imports on after torch.optim.optimizer: at the next import it registers its hook and goes.
+    """
+
+    def __init__(self, row: memoryview) -> None:
+        self._row = row
+        self._pid = os.getpid()
+
+    def register_when_imported(self) -> None:
+        sys.meta_path.insert(0, self)
+        self.find_spec(_OPTIMIZER_MODULE)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        register = getattr(sys.modules.get(_OPTIMIZER_MODULE), "register_optimizer_step_post_hook", None)
+        if register is not None and not self._row[layout.OPTIM_HOOKED]:
+            # A new list: the import system is going over the old one.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            register(self._count)
+            self._row[layout.OPTIM_HOOKED] = 1
+
+    def _count(self, optimizer: object, args: object, kwargs: object) -> None:
+        if os.getpid() == self._pid:
+            now = time.monotonic_ns()
+            if not self._row[layout.STEPS]:
+                if _called_from(_STATE_INITIALIZER):
+                    return
+                self._row[layout.FIRST_STEP_NS] = now
+                _reports.modules()
+            layout.note_sign(self._row, now)
+            self._row[layout.LAST_STEP_NS] = now
+            self._row[layout.STEPS] += 1
+
+
+def _called_from(function: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _pythons_own(name: str) -> "Any":
+    """Import one of Python's modules in C, whatever PYTHONPATH holds. The script finds by this name what it would find anyway."""
+    before, path = sys.modules.get(name), sys.path[:]
+    library = os.path.dirname(os.__file__)
+    try:
+        sys.modules.pop(name, None)
+        sys.path[:] = path[path.index(library) :] if library in path else path
+        return __import__(name)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before

@@ -1,0 +1,98 @@
+"""Why workers are started without a warm standby: each start is counted, each reason is logged once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from elastic_ext.workers.standby.rules import Cold, ColdReason
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0  # after a passing lack of descriptors, processes or memory; doubles with each, up to
+RETRY_MOST_S = 300.0
+NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
+
+
+class ColdStarts:
+    """The reasons of one pool. Any thread may call this.
+
+    Attributes:
+        off: why there are no standbys, and will be none until `retry` says otherwise; None: there may be some.
+        unfit: why the standbys that wait cannot be used.
+        next_round: why the next round is started cold.
+    """
+
+    def __init__(self, started: Callable[[str, str], None]) -> None:
+        """started: called for each start of a worker with "warm" or "cold", and with the reason."""
+        self.off: Cold | None = None
+        self.unfit: Cold | None = None
+        self.next_round: Cold | None = None
+        self._started = started
+        self._lock = threading.Lock()  # guards what follows
+        self._logged: set[str] = set()
+        self._retry_at: float | None = None  # monotonic; set only while `off` is a passing lack
+        self._pause_s = RETRY_S
+
+    @property
+    def reason(self) -> Cold | None:
+        """Why a start would be cold now, whatever standbys wait."""
+        return self.off or self.unfit or self.next_round
+
+    def count_warm(self) -> None:
+        self._started("warm", "")
+
+    def count_cold(self, cold: Cold) -> None:
+        self._started("cold", cold.reason.value)
+        self.log(cold)
+
+    def log(self, cold: Cold) -> None:
+        """Log a reason, once."""
+        with self._lock:
+            logged = cold.text in self._logged
+            self._logged.add(cold.text)
+        if not logged:
+            level = logging.INFO if cold.reason is ColdReason.NOT_READY else logging.WARNING
+            logger.log(level, "workers are started without a warm standby: %s", cold.text)
+
+    def give_up(self, cold: Cold) -> None:
+        """There will be no standbys."""
+        self.off = cold
+        self.log(cold)
+
+    # A passing lack: tried again after a pause.
+
+    def pause(self, lacking: str) -> None:
+        """There are no standbys for a while, at most until the next round has started."""
+        with self._lock:
+            self.off = Cold(ColdReason.LACKING, f"what they need was lacking: {lacking}")
+            self._retry_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RETRY_MOST_S)
+        self.log(self.off)
+
+    def retry_within(self, seconds: float) -> None:
+        """If there is a pause, end it after this time."""
+        with self._lock:
+            if self._retry_at is not None:
+                self._retry_at = time.monotonic() + seconds
+
+    def retry(self) -> float | None:
+        """End the pause if it is over; return how many seconds it still lasts, None if there is none."""
+        with self._lock:
+            if self._retry_at is None:
+                return None
+            left_s = self._retry_at - time.monotonic()
+            if left_s > 0:
+                return left_s
+            self.off = self._retry_at = None
+        logger.info("warm standbys are tried again")
+        return None
+
+    def recovered(self) -> None:
+        """All standbys wait."""
+        with self._lock:
+            paused, self._pause_s = self._pause_s > RETRY_S, RETRY_S
+        if paused:
+            logger.warning("warm standbys are ready again")

@@ -1,0 +1,113 @@
+"""Which modules the servers of one pool import, and what is learned about them: from workers, and from each server's imports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic_ext.base.printable import masked
+from elastic_ext.workers.standby import facts, rules
+from elastic_ext.workers.standby.rules import DEFAULT_MODULES, Learned
+from elastic_ext.workers.standby.spec import StandbySpec
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.protocol import PreloadRequest, Ready
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ImportOutcome:
+    """What a server's imports mean for the pool.
+
+    Attributes:
+        hopeless: why no server can do better; None: one can, or this one is good.
+        unsafe: modules were imported that must not be; the next server leaves them out.
+    """
+
+    hopeless: str | None
+    unsafe: bool
+
+
+class PreloadedModules:
+    """`learn` may be called from any thread, the rest from the pool's thread."""
+
+    def __init__(self, spec: StandbySpec) -> None:
+        self._spec = spec
+        self._learned: Learned | None = None  # written once
+        self._chosen: list[str] = []  # of what was learned
+        self._excluded = set(spec.exclude)
+
+    def learn(self, path: str) -> bool:
+        """Read what a worker may have written there (`worker_env`: modules). True: this is the first report; it alone counts."""
+        if self._learned is not None or not os.path.exists(path):
+            return False
+        try:
+            with open(path, encoding="utf-8") as file:
+                report = json.load(file)
+            modules = tuple((str(name), origin) for name, origin in report["modules"])
+            self._learned = Learned(modules, frozenset(report["changed"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("a worker's report of what it has imported cannot be read: %s", error)
+            self._learned = Learned()
+        return True
+
+    @property
+    def can_choose(self) -> bool:
+        """Something was learned that no server imports yet."""
+        return self._learned is not None and not self._chosen
+
+    def choose(self) -> bool:
+        """Choose from what was learned; True if waiting standbys may have read variables that the workers set."""
+        assert self._learned is not None
+        folders = [self._spec.folder, os.getcwd()]
+        self._chosen = rules.worth_preloading(self._learned, folders, self._excluded) or list(DEFAULT_MODULES)
+        return bool(self._learned.changed)
+
+    def request(self) -> PreloadRequest:
+        """What a server is to import now."""
+        learned = self._learned.modules if self._learned is not None else ()
+        return {
+            "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.covered(name, self._excluded)],
+            "wanted": [name for name in self._spec.preload if not rules.covered(name, self._excluded)],
+            "excluded": sorted(self._excluded),
+            "script_dir": self._spec.folder,
+            "program": list(self._spec.program),
+            "origins": {name: origin for name, origin in learned if origin is not None and not name.startswith("__")},
+        }
+
+    def check(self, ready: Ready) -> ImportOutcome:
+        """Exclude from now on what was not safe to import, and log it."""
+        unsafe = {rules.blamed(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
+        absent = {name: why for name, why in ready["absent"].items() if rules.blamed(name) not in unsafe}
+        for name, why in {**absent, **unsafe}.items():
+            level = logging.WARNING if name in unsafe and name in self._spec.preload else logging.INFO
+            logger.log(level, "%s is not imported before workers start: %s", name or "a library", self._masked(why))
+        hopeless = self._why_hopeless(ready, unsafe)
+        if hopeless is None:
+            self._excluded |= unsafe.keys()
+        return ImportOutcome(hopeless, bool(unsafe))
+
+    def _why_hopeless(self, ready: Ready, unsafe: Mapping[str, str]) -> str | None:
+        failed = rules.must_fail(ready["absent"], self._chosen, unsafe)
+        if failed is not None:
+            why = self._masked(ready["absent"][failed])
+            return f"{failed}, which the workers import, cannot be imported after torch: {why}"
+        for name in ("", "torch"):  # libraries, or what all others import
+            if name in unsafe:
+                return f"{name or 'a library'}: {unsafe[name]}"
+        return f"their server has {ready['threads']} threads" if ready["threads"] > 1 and not unsafe else None
+
+    def _read_too_early(self, ready: Ready) -> dict[str, str]:
+        changed = self._learned.changed if self._learned is not None else frozenset()
+        changed |= rules.variables_set(facts.source(self._spec.program, self._spec.folder))
+        found = rules.read_too_early(changed, ready["read"], ready["changed"])
+        return {module: f"the script sets {name}, which is read when it is imported" for module, name in found.items()}
+
+    def _masked(self, text: str) -> str:
+        """Without the secrets of the workers' environment: modules print and raise what they like."""
+        return masked(text, self._spec.environ())

@@ -1,0 +1,272 @@
+"""The thread that keeps the warm standbys of one agent ready: it starts a server, has it import, and forks standbys from it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from elastic_ext.base.printable import Block, masked
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.workers import pidfds
+from elastic_ext.workers.reaper import reaper
+from elastic_ext.workers.standby import facts, memory, rules
+from elastic_ext.workers.standby.client import ServerProcess
+from elastic_ext.workers.standby.cold_starts import ColdStarts
+from elastic_ext.workers.standby.import_checks import PER_WORKER
+from elastic_ext.workers.standby.modules import PreloadedModules
+from elastic_ext.workers.standby.protocol import TOKEN_ENV
+from elastic_ext.workers.standby.rules import Cold, ColdReason
+from elastic_ext.workers.standby.spec import StandbySpec
+from elastic_ext.workers.standby.waiting import WaitingStandbys
+
+logger = logging.getLogger(__name__)
+
+MEMORY_LOOK_S = 5.0  # not every kernel and control group reports memory pressure
+REFILL_AFTER_S = 0.3  # for this long, what has just been started has the processors to itself
+MOST_SERVERS = 8  # of one job: what fails so often will not work later
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+
+
+class ServerStarter:
+    """Starts one server after the other for a pool, and tells each what to import."""
+
+    def __init__(self, spec: StandbySpec, run_dir: str, modules: PreloadedModules) -> None:
+        """run_dir: for small files."""
+        self._spec = spec
+        self._output = os.path.join(run_dir, "standby.out")
+        self._request = os.path.join(run_dir, "standby.modules")
+        self._modules = modules
+        self.started = 0
+
+    def start(self, environ: dict[str, str]) -> ServerProcess:
+        """Start a server. Raises OSError."""
+        server = ServerProcess(self._spec.python, {**environ, TOKEN_ENV: self._spec.token}, self._output)
+        self.started += 1
+        return server
+
+    def preload(self, server: ServerProcess) -> None:
+        """Tell it what to import."""
+        with open(self._request, "w", encoding="utf-8") as file:
+            json.dump(self._modules.request(), file)
+        server.preload(self._request)
+
+
+class PoolThread:
+    """Keeps standbys waiting from construction to `close`, unless there is a reason in `cold` not to.
+
+    `round_started`, `wake` and `close` are for other threads. They share with the thread `_busy` and `_refill_at`, which are set
+    by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
+    """
+
+    def __init__(
+        self,
+        spec: StandbySpec,
+        starter: ServerStarter,
+        modules: PreloadedModules,
+        waiting: WaitingStandbys,
+        cold: ColdStarts,
+        shown: Callable[[int, int], None],
+    ) -> None:
+        """shown: called with the number of standbys that wait and the bytes that they and their server use."""
+        self._spec = spec
+        self._starter = starter
+        self._modules = modules
+        self._waiting = waiting
+        self._cold = cold
+        self._shown = shown
+        self._server: ServerProcess | None = None
+        self._busy = False  # workers run
+        self._refill_at = 0.0  # monotonic
+        self._closing = False
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="elastic_ext_standbys", daemon=True)
+        self._thread.start()
+
+    # For other threads.
+
+    def round_started(self) -> None:
+        """Replace the standbys that the workers of a new round have taken, once those have had the processors to themselves."""
+        self._refill_at = time.monotonic() + REFILL_AFTER_S
+        self._busy = True
+        self._cold.retry_within(REFILL_AFTER_S)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the thread look at `modules` and `waiting` again."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """End the server and all standbys that wait."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+        self._wakeup.__exit__()
+
+    # The thread.
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for those
+        try:
+            while not self._closing:
+                try:
+                    self._step()
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                    if getattr(error, "errno", errno.EAGAIN) not in PASSING:
+                        raise
+                    self._pause(error)
+        except Exception:
+            logger.exception("warm standbys are off: their thread failed")
+            self._give_up("their thread failed")
+        finally:
+            self._end_all()
+
+    def _step(self) -> None:
+        retry_s = self._cold.retry()
+        if self._waiting.take_stale():
+            self._end_all()
+        if self._server is not None:
+            if self._busy:
+                self._server.yield_to_workers()
+            if self._modules.can_choose and not self._server.importing:
+                if self._modules.choose():  # else those that wait are good until better ones are there
+                    self._waiting.end()
+                self._starter.preload(self._server)
+        if self._server is None and self._cold.off is None:
+            self._start_server()
+        refill_s = self._refill_due()
+        if refill_s == 0:
+            self._refill()
+            refill_s = None
+        if self._server is not None:
+            pidfds.go_on(self._server.pid, "server of the warm standbys")
+            if (reason := rules.room(memory.available(), 0, server_runs=True)) is not None:
+                self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+        look_s = retry_s if self._server is None else MEMORY_LOOK_S
+        self._wait(min((each for each in (refill_s, look_s) if each is not None), default=None))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until the server answers, a standby ends, another thread wakes this one, or the time is over."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if self._server is not None:
+            poll.register(self._server, select.POLLIN)
+        # A standby that is taken meanwhile closes its descriptor: at worst this wakes for nothing.
+        for standby in self._waiting.all():
+            poll.register(standby.pidfd, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)}
+        self._wakeup.clear()
+        if self._server is not None and self._server.fileno() in ready:
+            self._hear(self._server)
+        dead = self._waiting.remove_dead()
+        if dead:
+            self._refill_at = time.monotonic() + REFILL_AFTER_S
+        for standby in dead:
+            logger.info("a standby (pid %s) was killed from outside", standby.pid)
+            standby.end()
+
+    # The server.
+
+    def _start_server(self) -> None:
+        reason = rules.room(memory.available(), self._spec.workers, server_runs=False)
+        if reason is not None:
+            self._give_up(reason, ColdReason.MEMORY)
+            return
+        if self._starter.started >= MOST_SERVERS:
+            self._give_up(f"{MOST_SERVERS} servers were started in vain")
+            return
+        environ = {name: value for name, value in self._spec.environ().items() if name not in PER_WORKER}
+        self._waiting.start_in(environ)
+        try:
+            self._server = self._starter.start(environ)
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            self._give_up(f"{self._spec.python[0]} cannot be started: {error}")
+            return
+        self._starter.preload(self._server)
+
+    def _hear(self, server: ServerProcess) -> None:
+        ready = server.hear()
+        if ready is None:
+            self._server_ended(server)
+            return
+        outcome = self._modules.check(ready)
+        if outcome.hopeless is not None:
+            self._give_up(outcome.hopeless, ColdReason.UNSAFE_IMPORT)
+            return
+        if outcome.unsafe:
+            self._end_server()  # the next one leaves them out; those that wait are as good as they were
+            return
+        beside = rules.hidden(facts.listed(self._spec.folder), ready["names"])
+        hides = f"{beside} beside the script hides a module that is imported already"
+        self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
+        self._refill_at = 0.0
+        self._waiting.end()
+        if self._cold.unfit:
+            self._cold.log(self._cold.unfit)
+        logger.info("warm standbys are ready after %.2g s of imports", ready["seconds"])
+
+    def _server_ended(self, server: ServerProcess) -> None:
+        ended = server.how_it_ended()
+        reason = masked(str(ended), self._spec.environ())
+        logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, Block(reason))
+        self._end_all()
+        if not ended.killed:  # it would end again
+            self._give_up(f"their server ended with {reason}")
+
+    # The standbys.
+
+    def _refill_due(self) -> float | None:
+        """Seconds until standbys are to be forked; None: none are missing, or none can be forked."""
+        missing = self._spec.workers - len(self._waiting)
+        if self._server is None or self._server.importing or self._cold.unfit or self._cold.off or missing <= 0:
+            return None
+        return max(0.0, self._refill_at - time.monotonic())
+
+    def _refill(self) -> None:
+        assert self._server is not None
+        missing = self._spec.workers - len(self._waiting)
+        reason = rules.room(memory.available(), missing, server_runs=True)
+        if reason is not None:
+            self._give_up(reason, ColdReason.MEMORY)
+            return
+        forked = self._server.park(missing)
+        self._waiting.add(forked)
+        if len(forked) < missing:
+            self._refill_at = time.monotonic() + 10 * REFILL_AFTER_S
+        standbys = self._waiting.all()
+        used = memory.proportional([self._server.pid, *(each.pid for each in standbys)])
+        self._shown(len(standbys), used)
+        logger.info("%s warm standbys wait; with their server they use %s MB", len(standbys), used >> 20)
+        if len(forked) == missing:
+            self._cold.recovered()
+
+    # Ends.
+
+    def _pause(self, error: Exception) -> None:
+        """What standbys need is lacking now."""
+        if self._server is not None:
+            self._starter.started -= 1  # it was not in vain
+        self._end_all()
+        self._cold.pause(getattr(error, "strerror", None) or str(error))
+
+    def _give_up(self, text: str, reason: ColdReason = ColdReason.SERVER_FAILED) -> None:
+        self._cold.give_up(Cold(reason, text))
+        self._end_all()
+
+    def _end_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+
+    def _end_all(self) -> None:
+        self._end_server()
+        self._waiting.end()
+        self._shown(0, 0)

@@ -1,0 +1,80 @@
+"""The message from the agent to each worker: the environment variable ELASTIC_EXT_WORKER, and what it announces.
+
+Wire protocol, version 1. The value is one JSON object. The agent writes it (`logs.WorkerLogs`); the bootstrap and
+`elastic_ext.training` read it. Any key may be missing, and readers ignore unknown keys:
+
+    version           int, VERSION. A reader ignores a message of another version, and says so.
+    progress_version  int, progress_layout.VERSION
+    progress          path of the progress table
+    slot              int, number of this worker's row in it
+    news              path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
+    stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads
+    stderr            path of a named pipe to open as the worker's stderr
+    quiet_traceback   bool: the agent shows the traceback, the worker need not print it
+    modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
+                      {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
+    store             [host, port] of the round's store
+    agent             token of the agent, by which the reaper finds what the workers started
+
+This file is loaded by path in every worker before the user's script: it imports only what every interpreter has loaded.
+"""
+
+import os
+from _signal import SIGRTMIN  # type: ignore[import-not-found]
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    class WorkerMessage(TypedDict, total=False):
+        """See the module's docstring."""
+
+        version: int
+        progress_version: int
+        progress: str
+        slot: int
+        news: str
+        stacks: str
+        stderr: str
+        quiet_traceback: bool
+        modules: str
+        store: tuple[str, int]
+        agent: str
+
+
+WORKER_ENV = "ELASTIC_EXT_WORKER"
+VERSION = 1
+
+STACKS_SIGNAL: int = SIGRTMIN + 8
+"""Kills a process that has no handler for it: check the field STACKS_ARMED of the progress table first."""
+
+
+def checked(message: object) -> "WorkerMessage":
+    """Return a decoded message. Raises ValueError if it is no JSON object or has another version."""
+    if not isinstance(message, dict):
+        raise ValueError("expected a JSON object")
+    version = message.get("version", VERSION)
+    if version != VERSION:
+        raise ValueError(f"expected version {VERSION}, got version {version!r}")
+    return message  # type: ignore[return-value]
+
+
+def loads(text: str) -> "WorkerMessage":
+    """Decode the variable's value. Raises ValueError. Not for the bootstrap, which must not import json."""
+    import json
+
+    return checked(json.loads(text))
+
+
+def wake(path: "str | None") -> None:
+    """Wake the agent through its wake pipe; path: None if there is none. Never raises and never waits."""
+    if path is None:
+        return
+    try:
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.write(pipe, b"\0")
+        finally:
+            os.close(pipe)
+    except (OSError, TypeError, ValueError):
+        pass  # the agent is gone, or the pipe is full and the agent wakes anyway

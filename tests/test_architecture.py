@@ -97,3 +97,47 @@ def test_torchs_private_names_are_used_in_one_file():
         )
 
     assert {name for name, path in modules().items() if private(path)} <= {"elastic_ext.base.torch_private"}
+
+
+LARGER = {
+    "Checkpointer.__init__": "what a user may choose; each argument has its own line in the docstring",
+    "EtcdRendezvous": "most of its attributes are those of the contract with the agent",
+}
+
+
+def test_nothing_is_too_large():
+    """A module has 400 lines at most, a class 250 and 12 attributes unless it is a frozen record, a function 50 and 7 parameters."""
+    found = set()
+    for name, path in modules().items():
+        tree = ast.parse(path.read_text())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+        for node in classes:
+            functions |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
+        found |= {name for _ in path.read_text().splitlines()[400:]}
+        found |= {node.name for node in classes if lines(node) > 250 or (len(attributes(node)) > 12 and not is_frozen(node))}
+        found |= {each for each, node in functions.items() if lines(node) > 50 or parameters(node) > 7}
+    assert found == set(LARGER)
+
+
+def lines(node: ast.ClassDef | ast.FunctionDef) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+    return fields | {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
+    }
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    return any("frozen=True" in ast.unparse(each) for each in node.decorator_list)

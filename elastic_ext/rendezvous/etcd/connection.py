@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
@@ -69,7 +70,7 @@ class JobConnection:
             raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
         self.run_id = run_id.checked(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
-        self._endpoint, self._settings = params.endpoint, settings
+        self._will = functools.partial(_last_will, params.endpoint, settings)
         client = connect(params.endpoint, settings)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
@@ -162,18 +163,7 @@ class JobConnection:
         lease_id, _ = self.participant.lease
         if lease_id is None:
             return None
-        settings = self._settings
-        scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
-        endpoints = [each.strip() for each in self._endpoint.split(",")]
-        return {
-            "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
-            "lease": lease_id,
-            "ca": settings.etcd_ca,
-            "cert": settings.etcd_cert,
-            "key": settings.etcd_key,
-            "user": settings.etcd_user,
-            "password": settings.etcd_password,
-        }
+        return self._will(lease_id)
 
     def leave(self) -> None:
         """Leave the job to the others. A second call does nothing."""
@@ -184,3 +174,17 @@ class JobConnection:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that nobody answers
         self._dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:
+    scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
+    endpoints = [each.strip() for each in endpoint.split(",")]
+    return {
+        "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
+        "lease": lease_id,
+        "ca": settings.etcd_ca,
+        "cert": settings.etcd_cert,
+        "key": settings.etcd_key,
+        "user": settings.etcd_user,
+        "password": settings.etcd_password,
+    }

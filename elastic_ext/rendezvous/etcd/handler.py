@@ -44,7 +44,7 @@ def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
     return None
 
 
-class EtcdRendezvous(RendezvousHandler):
+class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch is untyped
     """One agent's rendezvous; see `rendezvous.handler.Rendezvous`, to which most attributes of this class belong.
 
     What lives as long as the agent's place in the job is in `JobConnection`; what lives as long as a round is here.

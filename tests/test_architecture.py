@@ -106,7 +106,7 @@ LARGER = {
 
 
 def test_nothing_is_too_large():
-    """The most: a module 400 lines; a class 250, and 12 attributes unless it is a frozen record; a function 50, and 7 parameters."""
+    """At most 400 lines for a module; 250, and 12 attributes, for a class that is no frozen record; 50, and 7 parameters."""
     found = set()
     for name, path in modules().items():
         tree = ast.parse(path.read_text())

@@ -102,7 +102,7 @@ class JobCompanions:
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
         stack.callback(logs.remove)
-        self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "news"))
+        self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "wake"))
         stack.callback(self.wake_pipe.close)
         self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
         stack.callback(self.stderr.close)

@@ -100,7 +100,7 @@ class RoundStart:
             return
         if self._settings.bootstrap:
             for local_rank, message in self._logs.tell.items():
-                message.update(slot=local_rank, progress=progress.path, news=companions.wake_pipe.path, store=self._store_at)
+                message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
         companions.warm_starts.before_start()
 
     def _begin(

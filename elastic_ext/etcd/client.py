@@ -175,9 +175,9 @@ class EtcdClient:
 
         return self._caller.call(what, send, repeatable=not writes, timeout_s=timeout_s)
 
-    def watch_with_snapshot(self, prefix: Key, on_news: Callable[[], None] | None = None) -> SnapshotWatch:
+    def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
         """See `SnapshotWatch`: the keys first, then their changes."""
-        return SnapshotWatch(self, prefix, on_news)
+        return SnapshotWatch(self, prefix, on_item)
 
     # Leases
 

@@ -39,11 +39,11 @@ class SnapshotWatch:
     Reading happens on the caller's thread, in `get`.
     """
 
-    def __init__(self, client: SnapshotClient, prefix: Key, on_news: Callable[[], None] | None = None) -> None:
-        """on_news: called on another thread when `get` has something to return; it must return at once."""
+    def __init__(self, client: SnapshotClient, prefix: Key, on_item: Callable[[], None] | None = None) -> None:
+        """on_item: called on another thread when `get` has something to return; it must return at once."""
         self._client = client
         self._prefix = prefix
-        self._on_news = on_news
+        self._on_item = on_item
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._watch: Watch | None = None
         self._due = False  # the keys must be read
@@ -105,11 +105,11 @@ class SnapshotWatch:
 
         def take(item: Item) -> None:
             items.put(item)
-            if self._on_news is not None:
+            if self._on_item is not None:
                 try:
-                    self._on_news()
+                    self._on_item()
                 except Exception:  # foreign code; the item is there all the same
-                    logger.exception("on_news of the etcd watch on %r failed", self._prefix)
+                    logger.exception("on_item of the etcd watch on %r failed", self._prefix)
 
         self._due = True
         watch = Watch(self._client, self._prefix, prefix=True, start_revision=FROM_NOW, callback=take)

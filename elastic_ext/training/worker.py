@@ -107,7 +107,7 @@ def _from_environment() -> Worker | None:
         version = message.get("progress_version", progress_layout.VERSION)
         if version != progress_layout.VERSION:
             raise ValueError(f"expected version {progress_layout.VERSION} of the progress table, got version {version!r}")
-        row = ProgressRow(message["progress"], message["slot"], message["news"])
+        row = ProgressRow(message["progress"], message["slot"], message["wake_pipe"])
         host, port = message["store"]
         return Worker(row, (host, port), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except (KeyError, TypeError, ValueError, OSError) as error:

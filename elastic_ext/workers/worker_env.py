@@ -7,7 +7,7 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
     progress_version  int, progress_layout.VERSION
     progress          path of the progress table
     slot              int, number of this worker's row in it
-    news              path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
+    wake_pipe         path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
     stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads
     stderr            path of a named pipe to open as the worker's stderr
     quiet_traceback   bool: the agent shows the traceback, the worker need not print it
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         progress_version: int
         progress: str
         slot: int
-        news: str
+        wake_pipe: str
         stacks: str
         stderr: str
         quiet_traceback: bool

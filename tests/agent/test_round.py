@@ -67,7 +67,7 @@ def resume_point(pin=None, conf=None):
 @pytest.fixture
 def make(tmp_path, children):
     """Make a round of the children with these companions and pin."""
-    pipe = WakePipe(str(tmp_path / "news"))
+    pipe = WakePipe(str(tmp_path / "wake"))
 
     def _make(companions, pin=None):
         table = ProgressTable(str(tmp_path / "progress"), len(children))
@@ -174,7 +174,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
             "agent": "t",
             "slot": 1,
             "progress": str(tmp_path / "progress.t.3"),
-            "news": "pipe",
+            "wake_pipe": "pipe",
             "store": ("host", 1),
         }
         assert logs.variables["TORCHELASTIC_RESTART_COUNT"] == "3"

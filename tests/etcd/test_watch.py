@@ -270,7 +270,7 @@ def test_snapshot_again_after_compaction(own: EtcdClient, own_server: EtcdServer
     with (
         Proxy(own_server.client_port) as proxy,
         EtcdClient(proxy.endpoint, timeout_s=1) as far,
-        far.watch_with_snapshot("a/", on_news=news.set) as watch,
+        far.watch_with_snapshot("a/", on_item=news.set) as watch,
     ):
         mirror.follow(watch, write(own, 0, 5))
         until(lambda: watch.live)

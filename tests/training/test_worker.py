@@ -41,7 +41,7 @@ def table(tmp_path):
 @pytest.fixture
 def description(tmp_path, table):
     pipe = WakePipe(str(tmp_path / "pipe"))
-    yield {"slot": 1, "progress": table.path, "news": pipe.path, "store": ["127.0.0.1", 1]}
+    yield {"slot": 1, "progress": table.path, "wake_pipe": pipe.path, "store": ["127.0.0.1", 1]}
     pipe.close()
 
 
@@ -100,7 +100,7 @@ def test_without_the_agent_nothing_happens(monkeypatch):
     assert elastic_ext.resume_step() is None
 
 
-@pytest.mark.parametrize("missing", ["slot", "progress", "news", "store"])
+@pytest.mark.parametrize("missing", ["slot", "progress", "wake_pipe", "store"])
 def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, as_worker, description, missing):
     del description[missing]
     monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
@@ -112,7 +112,7 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
     """Rank 0 writes the boundary only when all agents have shown the request; the others look for it."""
     store = Store()
     monkeypatch.setattr(saves.round_store, "connect", lambda host, port: store)
-    rows = [worker.ProgressRow(table.path, slot, description["news"]) for slot in range(3)]
+    rows = [worker.ProgressRow(table.path, slot, description["wake_pipe"]) for slot in range(3)]
     ranks = [saves._Boundaries(worker.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
 
     def boundary() -> list[bool]:

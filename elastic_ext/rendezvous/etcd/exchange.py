@@ -50,7 +50,7 @@ class EtcdExchange:
         keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
         found: dict[bytes, str] = {}
         events = threading.Event()
-        with self._participant.client.watch_with_snapshot(folder, on_news=lambda: self._wake(events)) as watch:
+        with self._participant.client.watch_with_snapshot(folder, on_item=lambda: self._wake(events)) as watch:
             while any(key not in found for key in keys):
                 events.clear()
                 again_s = timeout_s

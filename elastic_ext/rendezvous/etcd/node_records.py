@@ -35,7 +35,7 @@ class NodeRecords:
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # what cannot be read, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # the last record of each node that could be read, and its lease
-        self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_news=on_event)
+        self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_item=on_event)
 
     def close(self) -> None:
         self._watch.close()

@@ -114,7 +114,7 @@ class _Reports:
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row = os.getpid(), row
-        self._wake_path, self._modules_path = message.get("news"), message.get("modules")
+        self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException) -> None:

@@ -526,7 +526,7 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
     with Job(command, tmp_path, ELASTIC_EXT_RULES="rules.toml", **VERBOSE) as job:
         job.wait_for("(?s)standbys are ready.*standbys are ready.*2 warm standbys wait")  # from then on once a restart
         # A set: the agent holds both ends of the pipe.
-        (run_dir,) = {Path(link).parent for link in open_files(job.process.pid) if link.endswith("/news")}
+        (run_dir,) = {Path(link).parent for link in open_files(job.process.pid) if link.endswith("/wake")}
         waited = len(re.findall("2 warm standbys wait", job.err))
         for attempt in range(RESTARTS):
             job.wait_for(up(attempt), 2)

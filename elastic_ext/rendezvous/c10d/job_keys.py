@@ -10,7 +10,7 @@ In the part of each round:
 In the store itself:
 
     elastic_ext.round.RUN_ID        number of the last round                    counted by rank 0 of each round
-    elastic_ext.agent.launch.RUN_ID name of this launch of the job              first rank 0 -> every rank 0
+    elastic_ext.launch.RUN_ID       name of this launch of the job              first rank 0 -> every rank 0
 
 Under `elastic_ext/RUN_ID/`, R being a rank and N the number of a round:
 
@@ -79,7 +79,7 @@ def round_number(run_id: str) -> str:
 
 
 def launch(run_id: str) -> str:
-    return f"elastic_ext.agent.launch.{run_id}"
+    return f"elastic_ext.launch.{run_id}"
 
 
 def folder(run_id: str) -> str:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1  # of `RoundEvent`
 WAIT = timedelta(days=365)  # a store's wait needs some limit
+NO_EVENT = "-"  # in place of an empty value
 LEAVE_TIMEOUT_S = 3.0  # for the event of a node that leaves
 
 
@@ -140,7 +141,7 @@ class RoundEvents:
         try:
             while ended_by is None:
                 store.wait([round_store.event(self._number)], WAIT)
-                event = self._read(self._number, store.get(round_store.event(self._number)))
+                event = self._read(self._number, _settled(store, self._number))
                 self._number += 1
                 if event is not None and event.kind is EventKind.SAVE:
                     self.saves += 1
@@ -264,3 +265,13 @@ class RoundEvents:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _settled(store: Store, number: int) -> bytes:
+    """The value of this event, which nobody writes any more.
+
+    A compare-and-set writes over an empty value, which only a stranger leaves, as if there were none. All agents that had passed
+    it over would miss the event. So it is filled first.
+    """
+    key = round_store.event(number)
+    return store.get(key) or store.compare_set(key, "", NO_EVENT)

@@ -156,3 +156,16 @@ def test_what_a_stranger_puts_there_is_passed_over(server, text, caplog):
     assert agents[0].saves == 1
     assert RoundEvent(EventKind.FAILED, "workers failed on b", "b") == agents[0].ended_by
     assert "it is passed over" in caplog.text
+
+
+def test_an_empty_value_hides_no_later_event(server):
+    """To a TCPStore's compare-and-set it is as good as none, but the agents have passed it over."""
+    server.set(key(1), "")
+    server.set(key(2), RoundEvent(EventKind.SAVE).encode())
+    saved, ended = threading.Event(), threading.Event()
+    one = RoundEvents("localhost", server.port, 2, lambda: (ended if one.ended_by else saved).set())
+    other = RoundEvents("localhost", server.port, 2, nothing)
+    assert saved.wait(20)  # so it is past the first value
+    other.failed("workers failed on b", "b")
+    assert ended.wait(20)
+    assert RoundEvent(EventKind.FAILED, "workers failed on b", "b") == one.ended_by

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -18,24 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.state import Moment
 
 Names = Mapping[nn.Parameter, str]
 Moments = dict[str, dict[str, Tensor]]  # tensors of the state, by parameter name and key
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One tensor of an optimizer's state. Checkpoints hold it pickled: its name and its fields must not change.
-
-    If it moves to another module, `reading._MOVED` needs the old one.
-
-    Attributes:
-        like_parameter: it has the parameter's shape and is sharded as the parameter is.
-    """
-
-    like_parameter: bool
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Form(TypedDict):

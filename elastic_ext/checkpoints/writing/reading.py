@@ -14,17 +14,17 @@ from torch.futures import Future
 
 from elastic_ext.checkpoints.formats.files import checksum
 from elastic_ext.checkpoints.formats.manifest import StoredFile
+from elastic_ext.checkpoints.state import Moment
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Reader
 from elastic_ext.checkpoints.writing.exchange import Exchange, joined
-from elastic_ext.checkpoints.writing.optimizer_state import Moment
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.state import StateDict
 
-# Classes of ours that checkpoints hold pickled, by the modules that earlier versions had them in.
+# Classes of ours that checkpoints hold pickled, by other modules that some versions had them in.
 _MOVED = {
-    ("elastic_ext.checkpoints.state", "Moment"): Moment,
     ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
+    ("elastic_ext.checkpoints.writing.optimizer_state", "Moment"): Moment,
 }
 
 

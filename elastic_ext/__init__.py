@@ -27,6 +27,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> "Any":
     """Import a name that training scripts use when it is first asked for. Any: type checkers must let scripts call it."""
+    if name == "errors":  # for `except elastic_ext.errors.RanksMissing`, without an import of it
+        return importlib.import_module("elastic_ext.errors")
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")
     from elastic_ext.base import log_records  # here: the bootstrap of workers imports nothing but itself
@@ -36,4 +38,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "errors"})

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from elastic_ext.base.printable import shown
 
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
+_PUBLIC = "elastic_ext.errors"  # where scripts find some of them: the name in tracebacks, evidence and the users' rules
 
 
 class ElasticExtError(Exception):
     """Base of all errors that this package raises on purpose. Its text is one line, safe for any terminal."""
+
+    __module__ = _PUBLIC
 
     def __str__(self) -> str:
         return shown(super().__str__())
@@ -20,6 +23,8 @@ class ElasticExtError(Exception):
 
 class UsageError(ElasticExtError):
     """A wrong setting, option or path. The command exits with 78 before anything starts."""
+
+    __module__ = _PUBLIC
 
 
 class BadCheckpoints(ElasticExtError):
@@ -36,6 +41,8 @@ class RoundOver(ElasticExtError):
 
 class RanksMissing(ElasticExtError):
     """Some ranks did not reach a health barrier in time. ranks: the missing ones, if known."""
+
+    __module__ = _PUBLIC
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)

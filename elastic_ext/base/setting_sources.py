@@ -50,9 +50,8 @@ TORCH_KEYS = frozenset(
 # like settings.
 _KUBERNETES_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
-_KUBERNETES_ADDRESS = re.compile(
-    r"(tcp|udp|sctp)://"
-)  # METRICS_PORT is a setting, and also a variable of a Service "...-metrics"
+# METRICS_PORT is a setting, and also a variable of a Service "...-metrics".
+_KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 MOST_BYTES = 1 << 20  # of the settings file
 MOST_CHARACTERS = 200  # of a bad value in a message
@@ -123,7 +122,7 @@ def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str)
     if key not in known:
         near = difflib.get_close_matches(key, [*known, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
-    shown = literal(value, MOST_CHARACTERS)
+    shown = "***" if known[key].secret else literal(value, MOST_CHARACTERS)
     try:
         text = str(value).strip()
         if _CONTROL.search(text):

@@ -19,10 +19,12 @@ class SettingType:
     Attributes:
         parse: makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError for a bad one.
         expected: completes "expected ..." in the error message.
+        secret: no message may show a value.
     """
 
     parse: Callable[[str], Any]
     expected: str
+    secret: bool = False
 
 
 _BOOLEANS = {
@@ -111,4 +113,5 @@ PATTERN = SettingType(
     _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt"
 )
 TEXT = SettingType(_text, "a non-empty text")
+SECRET = SettingType(_text, "a non-empty text", secret=True)
 NAME = SettingType(_name, f"1 to {MOST_NAME // 2} printable characters without a /")

@@ -23,6 +23,7 @@ from elastic_ext.base.setting_types import (
     RESTARTS,
     SECONDS,
     SECONDS_FROM_1,
+    SECRET,
     TEXT,
     WHOLE_SECONDS,
     SettingType,
@@ -74,7 +75,7 @@ class Settings:
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
-    etcd_password: str | None = _setting(None, TEXT, "ext_etcd: password; set it in the environment or the file")
+    etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
     etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
     exit_codes: str = _setting(
         "design",

@@ -56,6 +56,15 @@ def test_bad_input_is_named_in_one_line(conf, environ, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("conf", "environ"), [({"etcd_password": "hunter2\x01"}, {}), ({}, {"ELASTIC_EXT_ETCD_PASSWORD": "hunter2\x01"})]
+)
+def test_a_bad_password_is_not_shown(conf, environ):
+    with pytest.raises(UsageError, match=r"etcd_password=\*\*\* in .*control characters") as error:
+        settings.read(conf, environ)
+    assert "hunter2" not in str(error.value)
+
+
 def test_a_file_that_is_not_toml(tmp_path):
     file = tmp_path / "conf.toml"
     file.write_bytes(b"\xff\xfe not toml")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -135,6 +137,12 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
 
 def test_names_for_scripts():
     assert elastic_ext.RanksMissing is RanksMissing
-    assert {"Checkpointer", "phase", "save_requested"} <= set(dir(elastic_ext))
+    assert f"{RanksMissing.__module__}.{RanksMissing.__qualname__}" == "elastic_ext.errors.RanksMissing"  # users' rules name it
+    assert {"Checkpointer", "errors", "phase", "save_requested"} <= set(dir(elastic_ext))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = elastic_ext.nothing
+
+
+def test_the_errors_need_no_import_of_their_own():
+    code = "import elastic_ext; assert elastic_ext.errors.RanksMissing is elastic_ext.RanksMissing"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -318,7 +318,9 @@ class Job(RuleBasedStateMachine):
         found = self.header if self.header.round else None
         if rounds.brings_back(found, self.known[id_]):
             assert self.lost_at is not None
-            self.header, self.members = self.known[id_], {}  # parts in another round are none in this
+            self.header = self.known[id_]
+            # Parts in another round are none in this one.
+            self.members = {other: rank for other, rank in self.members.items() if self.assignments[other].of(self.header)}
         elif found is not None:
             self.known[id_] = found
         mine = self.assignments.get(id_)

@@ -264,7 +264,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 # One write: two workers share the stream.
-sys.stdout.write(f"up {os.environ['MASTER_ADDR']} {os.environ['TORCHELASTIC_USE_AGENT_STORE']}\n")
+sys.stdout.write(f"up {os.environ['MASTER_ADDR']} {os.environ['TORCHELASTIC_USE_AGENT_STORE']}\\n")
 sys.stdout.flush()
 fcntl.flock(open("gate"), fcntl.LOCK_SH)
 dist.barrier()

@@ -68,9 +68,9 @@ class ResumePoint(Companion):
 
     def release(self) -> None:
         """Let the copier prune the checkpoint. A second call does nothing."""
-        pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.release()
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None  # only now: a signal may interrupt the release, and this is called again then
 
     def quarantine(self, decision: Decision, round_: int) -> None:
         """Quarantine the checkpoint that a failure of this round is blamed on.

@@ -104,9 +104,8 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """Stop watching. Sends no signal."""
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._pidfds.clear()
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])  # taken out first: a signal may interrupt this, and it is called again then
 
     @property
     def running(self) -> list[int]:

@@ -139,6 +139,22 @@ def test_the_checkpoint_is_pinned_until_the_workers_have_made_a_step_or_the_roun
     assert pin.released == 1
 
 
+def test_a_release_of_the_pin_that_a_signal_interrupts_is_made_up_for():
+    calls = []
+
+    def release():
+        calls.append(1)
+        if len(calls) == 1:
+            raise InterruptedError
+
+    point = resume_point(SimpleNamespace(release=release))
+    with pytest.raises(InterruptedError):
+        point.release()
+    point.release()
+    point.release()
+    assert len(calls) == 2
+
+
 def test_what_workers_are_told_to_resume_from(tmp_path):
     assert resume_point().variables() == {}
     assert resume_point().step is None  # without checkpoint_dir nothing is known of the steps of a job

@@ -173,6 +173,25 @@ def test_no_descriptor_is_left_open(start):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch):
+    """Torch raises from its signal handler out of any line; what the agent does at its end must still come."""
+    child = start(SLEEPS)
+    before = os.listdir("/proc/self/fd")
+    workers = WorkerProcesses(dict.fromkeys(range(3), child.pid), own_groups=True)
+    close = os.close
+
+    def interrupted(descriptor):
+        close(descriptor)
+        monkeypatch.undo()
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "close", interrupted)
+    with pytest.raises(InterruptedError):
+        workers.close()
+    workers.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     """The wait ends with the last exit: with a grace of an hour this test would time out otherwise."""
     workers = WorkerProcesses({rank: start(SLEEPS).pid for rank in range(3)}, own_groups=True)

@@ -443,6 +443,28 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
 
+COMPILED_STEPS = """
+import torch
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+@torch.compile(backend="eager")
+def train():
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+for _ in range(3):
+    train()
+"""
+
+
+def test_compiled_optimizer_steps_are_counted(tmp_path: Path, worker: Worker) -> None:
+    (tmp_path / "script.py").write_text(COMPILED_STEPS)
+    with start(["script.py"], tmp_path, worker.environ) as process:
+        err = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 0, err
+    assert worker.row()[progress_layout.STEPS] == 3
+    assert "bootstrap" not in err  # torch.compile does not warn of what it finds in there
+
+
 STUCK = """
 import sys, threading
 def stuck_thread(): threading.Event().wait()

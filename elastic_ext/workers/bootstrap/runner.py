@@ -333,7 +333,7 @@ class _StepCounter:
         if register is not None and not self._row[layout.OPTIM_HOOKED]:
             # A new list: the import system is going over the old one.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-            register(self._count)
+            register(_untraced(self._count))
             self._row[layout.OPTIM_HOOKED] = 1
 
     def _count(self, optimizer: object, args: object, kwargs: object) -> None:
@@ -347,6 +347,18 @@ class _StepCounter:
             layout.note_sign(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
+
+
+def _untraced(hook: "Callable[..., None]") -> "Callable[..., None]":
+    """Keep torch.compile out of `hook`: it imports the modules of the functions that it traces by name, and ours have no names.
+
+    Torch does the same to its own functions, the one that gives an optimizer its parameters among them: this imports nothing new.
+    """
+    disable = getattr(sys.modules.get("torch._compile"), "_disable_dynamo", None)
+    if disable is None:
+        return hook
+    untraced: Callable[..., None] = disable(lambda *args: hook(*args))  # a function: torch sets an attribute of it
+    return untraced
 
 
 def _called_from(function: str) -> bool:

@@ -108,7 +108,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def poll_interval_s(self) -> float | None:
         return self._nodes.poll_interval_s
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._ledger.max_restarts = max_restarts
 
     def workers(self) -> None:

@@ -35,9 +35,11 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous on etcd, and have torch's launcher construct our agent for it."""
 
     def handler_class() -> Handler:
+        from elastic_ext.agent.resume import newest_checkpoint
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
-        return EtcdRendezvous
+        # Not by our agent: `grow_at=checkpoint` holds under any.
+        return lambda params, settings: EtcdRendezvous(params, settings, lambda: newest_checkpoint(settings))
 
     return _create(params, handler_class)
 

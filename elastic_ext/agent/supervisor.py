@@ -80,8 +80,7 @@ class Supervisor(TorchAgent):
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic: the platform kills this agent; None: it was not told to leave
         self._handler.attached = True
-        max_restarts = launch.max_restarts(self.spec, self._settings)
-        self._handler.prepare(self.spec, max_restarts, lambda: resume.newest_checkpoint(self._settings))
+        self._handler.prepare(self.spec, launch.max_restarts(self.spec, self._settings))
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, nothing that was started here is alive after it."""

@@ -66,11 +66,8 @@ class Rendezvous(Protocol):
     def get_run_id(self) -> str:
         """The value of --rdzv-id, or what stands in for it."""
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None]) -> None:
-        """Say what this node offers to a round, and the job's budget; the agent calls it before the first round.
-
-        newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`, for `grow_at=checkpoint`.
-        """
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+        """Say what this node offers to a round, and the job's budget; the agent calls it before the first round."""
 
     def workers(self) -> list[Worker] | None:
         """The ranks of this node's workers where the rendezvous knows them; None: torch is to work them out."""

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
+from elastic_ext.agent import plugin
+from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
 from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
@@ -158,3 +161,16 @@ def test_a_loop_on_one_node_without_any_service(caplog):
     assert handler.is_closed()
     with pytest.raises(RendezvousClosedError):
         handler.next_rendezvous()
+
+
+def test_nodes_wait_for_a_checkpoint_whatever_the_agent(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_records, "install", lambda: None)
+    monkeypatch.setattr(torch_private, "arm", lambda agent, handler: None)
+    conf = {"grow_at": "checkpoint", "checkpoint_dir": str(tmp_path)}
+    handler: Any = plugin.create_etcd(RendezvousParameters("ext_etcd", server.endpoint, "job", 1, 2, **conf))
+    try:
+        assert not handler._policy.may_grow(1)
+        torch.save({"step": 1}, tmp_path / "step_1.pt")
+        assert handler._policy.may_grow(1)
+    finally:
+        handler.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -50,12 +51,15 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
         address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, address)
-        if params.max_nodes == 1:
-            return OneMachine(params.run_id, self.host, address, self._ledger, self._notify)
-        return SeveralNodes(params, self.settings, self.host, address, self._ledger, self._notify)
+        myself = weakref.ref(self)  # no circle: a handler that nobody uses must be gone at once, see `torch_private.arm`
 
-    def _notify(self) -> None:
-        self.on_event()
+        def notify() -> None:
+            if (handler := myself()) is not None:
+                handler.on_event()
+
+        if params.max_nodes == 1:
+            return OneMachine(params.run_id, self.host, address, self._ledger, notify)
+        return SeveralNodes(params, self.settings, self.host, address, self._ledger, notify)
 
     # For torch
 
@@ -108,7 +112,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def poll_interval_s(self) -> float | None:
         return self._nodes.poll_interval_s
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         self._ledger.max_restarts = max_restarts
 
     def workers(self) -> None:

@@ -16,23 +16,23 @@ from elastic_ext.rendezvous.round_records import State
 class AgentPolicy:
     """A `verdict.LeaderPolicy`, from the settings of this agent.
 
-    Attributes, set by the agent before the first round:
-        max_restarts: the job's budget.
-        newest_checkpoint: finds the newest complete checkpoint.
+    Attributes:
+        max_restarts: the job's budget, set by our agent before the first round.
     """
 
-    def __init__(self, settings: Settings, min_nodes: int) -> None:
+    def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
+        """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
         self.max_restarts = 0
-        self.newest_checkpoint: Callable[[], str | None] = lambda: None
         self._settings = settings
         self._min_nodes = min_nodes
+        self._newest_checkpoint = newest_checkpoint
         self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint at the first question in it
 
     def may_grow(self, round_: int) -> bool:
         """Now, or once there is a checkpoint that was not there when the nodes came."""
         if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
             return True
-        path = self.newest_checkpoint()
+        path = self._newest_checkpoint()
         if self._first_seen is None or self._first_seen[0] != round_:
             self._first_seen = (round_, path)
         return path != self._first_seen[1]

@@ -55,15 +55,17 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     is_elastic_ext = True
     poll_interval_s: float | None = None  # etcd tells of all events
 
-    def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
-        """Raises UsageError: see `JobConnection`."""
+    def __init__(
+        self, params: RendezvousParameters, settings: Settings, newest_checkpoint: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """newest_checkpoint: see AgentPolicy. Raises UsageError: see `JobConnection`."""
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
-        self._policy = AgentPolicy(settings, params.min_nodes)
+        self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self.host, self.node_id = self._connection.host, self._connection.node_id
         self._stores = StoreConnector(self._connection.changed, self.break_round)
@@ -93,11 +95,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     # A round begins.
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, newest_checkpoint: Callable[[], str | None] = lambda: None) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
         """See `rendezvous.handler.Rendezvous`."""
         self._workers, self._role = spec.local_world_size, spec.role
         self._policy.max_restarts = max_restarts
-        self._policy.newest_checkpoint = newest_checkpoint
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; see `JobConnection.await_round` for what it raises."""

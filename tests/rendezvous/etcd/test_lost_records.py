@@ -300,15 +300,13 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     stack.callback(trio.server.resume)
     for job in trio.jobs.values():
         job.wait_for("etcd leases are not being renewed")
-    trio.jobs["a"].process.send_signal(signal.SIGTERM)
-    assert wait_gone([trio.jobs["a"].process.pid], timeout_s=GRACE_S) == []
-    # The threads of the others sit in calls by now: their worker's death was to be told.
-    for pid in trio.workers:
-        if wait_gone([pid], timeout_s=0):
-            os.kill(pid, signal.SIGKILL)
+    # Two wait for the verdict on the death of their workers when they are told to go, the third trains.
+    for line in reports(trio.jobs["b"], trio.jobs["c"]):
+        os.kill(line["pid"], signal.SIGKILL)
     for name in "bc":
         trio.jobs[name].wait_for("the job's verdict is not in etcd yet")
-        trio.jobs[name].process.send_signal(signal.SIGTERM)
+    for job in trio.jobs.values():
+        job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
     assert wait_gone(trio.workers, timeout_s=0) == []
 

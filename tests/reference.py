@@ -49,7 +49,8 @@ def exit_codes() -> str:
     presets = list(policy.EXIT_CODES)
     rows = []
     for code, what in EXIT_CODES.items():
-        shown = [str(policy.exit_code_for(code, preset)) if code else "0" for preset in presets]
+        # Wrong usage is found before a preset is known.
+        shown = [str(code if code in (0, policy.EX_CONFIG) else policy.exit_code_for(code, preset)) for preset in presets]
         rows.append((*shown, what))
     return table((*(f"`{preset}`" for preset in presets), "meaning"), rows)
 

@@ -17,9 +17,9 @@ LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
 
 
 def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> str:
-    """The address by which the nodes of the job reach this one; the loopback's if the whole job is on this machine.
+    """Return the address by which the nodes of the job reach this one: the loopback address if the whole job is on this machine.
 
-    local_addr: torchrun's `--local-addr`. endpoint_host: the host of the rendezvous.
+    local_addr: torchrun's `--local-addr`. endpoint_host: the host of the rendezvous endpoint.
     """
     if local_addr and local_addr not in LOOPBACK_NAMES:
         return local_addr
@@ -30,7 +30,7 @@ def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> s
 
 
 def loopback() -> str:
-    """127.0.0.1, or ::1 on a machine without IPv4. A number, since "localhost" may stand for either."""
+    """Return 127.0.0.1, or ::1 on a machine without IPv4. It is numeric because "localhost" may resolve to either."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             with socket.socket(family) as probe:
@@ -42,7 +42,7 @@ def loopback() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this number or name means the machine itself, on every machine."""
+    """Return whether this address or name means the local machine on every machine."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -50,16 +50,16 @@ def is_loopback(address: str) -> bool:
 
 
 def host_of(endpoint: str) -> str:
-    """The host of "host:port", "[v6]:port", "host" or "https://host:port"."""
+    """Return the host of "host:port", "[v6]:port", "host" or "https://host:port"."""
     endpoint = endpoint.strip().rpartition("://")[2]
     host, _, port = endpoint.rpartition(":")
     return (host if host and port.isdigit() else endpoint).strip("[]")
 
 
 def address_towards(host: str) -> str:
-    """The address that the route to `host` starts from.
+    """Return the source address of the route to `host`.
 
-    On that host itself the route is the loopback; then the answer is `host`, which all nodes can resolve.
+    On that host itself the route is the loopback; the answer is then `host`, which all nodes can resolve.
     """
     if host in LOOPBACK_NAMES:
         return "localhost"
@@ -74,16 +74,16 @@ def address_towards(host: str) -> str:
 
 
 def check_own(local_addr: str | None, default: str) -> None:
-    """Check that this host reaches itself by the address that it is about to tell the others.
+    """Check that this host reaches itself by the address that it is about to give to the other nodes.
 
-    Its interfaces do not tell: behind an address translation an address may be this host's and on none of them.
+    The interfaces cannot tell: behind NAT an address may be this host's and yet be on no interface.
 
     Args:
         local_addr: the user's --local-addr.
         default: the address if the user gave none.
 
     Raises:
-        UsageError: no connection comes back within REACH_S; torch's store would try for minutes, in silence.
+        UsageError: no connection comes back within REACH_S; torch's store would retry silently for minutes.
     """
     address = local_addr or default
     trouble = "it has no address"
@@ -105,7 +105,7 @@ def check_own(local_addr: str | None, default: str) -> None:
 
 
 def _reach(family: int, host: str, deadline: float) -> None:
-    """Connect to a port of this process and send a token. Raises OSError: it does not arrive."""
+    """Connect to a port of this process and send a token. Raises OSError if it does not arrive."""
     token = os.urandom(16)
     with (
         socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family) as server,
@@ -118,7 +118,7 @@ def _reach(family: int, host: str, deadline: float) -> None:
             with accepted:
                 accepted.settimeout(_left_s(deadline))
                 if accepted.recv(len(token), socket.MSG_WAITALL) == token:
-                    return  # else it is a stranger
+                    return  # else it is a stranger's connection
 
 
 def _left_s(deadline: float) -> float:
@@ -126,7 +126,7 @@ def _left_s(deadline: float) -> float:
 
 
 def _loopback_is_up() -> bool:
-    """Whether the loopback interface is up. /sys may show another network namespace, so the kernel is asked."""
+    """Return whether the loopback interface is up. Ask the kernel: /sys may show another network namespace."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
@@ -137,7 +137,7 @@ def _loopback_is_up() -> bool:
 
 
 def listens_on(port: int) -> bool:
-    """Whether this process itself listens on this port. Torch does not tell which agent hosts its store."""
+    """Return whether this process listens on this port. Torch does not say which agent hosts its store."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):

@@ -1,4 +1,4 @@
-"""Input of the judgement on a failure: the rules, from settings; the records of other nodes; the ledger of a job without etcd."""
+"""Input for judging a failure: the rules, from settings; other nodes' records; the ledger of a job without etcd."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rules(
     min_nodes: int | None = None,
     lost: tuple[str, ...] = (),
 ) -> Circumstances:
-    """The circumstances of a judgement now."""
+    """Return the current circumstances of a judgement."""
     return Circumstances(
         max_restarts,
         settings.exit_codes,
@@ -49,7 +49,7 @@ def rules(
 
 
 def report_of(text: str, order: int) -> Report:
-    """Decode a node's report. One that cannot be read is an unknown failure: the job must not wait for ever for a verdict."""
+    """Decode a node's report. An unreadable one is an unknown failure: the job must not wait forever for a verdict."""
     try:
         return decode_report(text, order)
     except RecordError as error:
@@ -58,7 +58,7 @@ def report_of(text: str, order: int) -> Report:
 
 
 def ledger_of(text: str) -> Ledger:
-    """Decode a job's ledger; return a new one if there is none, or none that can be read."""
+    """Decode a job's ledger; return a new one if it is missing or unreadable."""
     try:
         return decode_ledger(text) if text else Ledger()
     except RecordError as error:
@@ -67,21 +67,21 @@ def ledger_of(text: str) -> Ledger:
 
 
 class LedgerFile:
-    """A job's ledger on the local disk, or without a path in memory.
+    """A job's ledger on the local disk, or in memory if no path is given.
 
-    Invariant: the file is whole at any instant, the old one or the new one.
+    Invariant: at any instant the file holds the whole old ledger or the whole new one.
     """
 
     def __init__(self, path: str | None, run_id: str) -> None:
-        """Raises UsageError: the path names something other than a file."""
+        """Raise UsageError if the path names something other than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
-        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would put a file in its place
+        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would replace it by a file
             raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
         self.ledger = self._read()
 
     def _read(self) -> Ledger:
-        """The ledger of another run does not count, nor that of a job that ended for good: somebody has looked at it."""
+        """Read the ledger. Ignore one of another run, or of a job that ended for good: somebody has looked at it."""
         if self._path is None or not self._path.exists():
             return Ledger()
         if not self._path.is_file():  # reading a pipe would never end
@@ -96,13 +96,13 @@ class LedgerFile:
         return Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 
     def write(self, ledger: Ledger) -> None:
-        """Replace the ledger. A file that cannot be written is logged, and the ledger kept in memory."""
+        """Replace the ledger. If the file cannot be written, log that and keep the ledger in memory."""
         self.ledger = ledger
         if self._path is None:
             return
         try:
             write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": encode_ledger(ledger)}))
-        except (OSError, ValueError) as error:  # ValueError: not the name of a file
+        except (OSError, ValueError) as error:  # ValueError: not a valid file name
             logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
 
     def forget(self) -> None:

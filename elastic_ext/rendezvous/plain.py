@@ -1,7 +1,7 @@
 """The rendezvous under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop.
 
-It only forms rounds: the next one starts when a node calls `next_rendezvous` again, is lost, or joins. One warning says so; it
-also shows when torch's launcher has not built our agent, because it is patched or newer than this package.
+It only forms rounds: the next one starts when a node calls `next_rendezvous` again, is lost, or joins. One warning says so. It
+also appears when torch's launcher does not build our agent because it is patched or newer than this package.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Handler(Protocol):
-    """attached: our agent uses it. round: number of the last one; 0: there was none."""
+    """attached: our agent uses it. round: number of the last round; 0 before the first."""
 
     attached: bool
     round: int
 
 
 def note(handler: Handler) -> None:
-    """To be called before each round; warns before the first."""
+    """Warn before the first round. The handler calls it before each round."""
     if not handler.attached and handler.round == 0:
         logger.warning(
             "elastic_ext: another agent than elastic_ext's uses this rendezvous: it forms rounds, but there are no verdicts, no "
@@ -38,7 +38,7 @@ def note(handler: Handler) -> None:
 
 @contextmanager
 def closed_by_verdict(handler: Handler) -> Iterator[None]:
-    """Another agent does not know verdicts: a job that a verdict has ended is closed to it."""
+    """Report a job that a verdict has ended as closed: another agent does not know verdicts."""
     try:
         yield
     except JobStopped as stopped:

@@ -1,6 +1,6 @@
-"""Reads the records of a job, which anybody may have written. One that cannot be read is logged once, and the job goes on.
+"""Reader of a job's records, which anybody may have written. It logs each unreadable record once, and the job goes on.
 
-The caller decides what takes its place: a node that cannot be read is no node, a header that cannot be read changes nothing.
+The caller decides what replaces a record: an unreadable node is no node, an unreadable header changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_FAULTS = 1000  # different ones; further ones are not logged
+MOST_FAULTS = 1000  # distinct ones; more are not logged
 
 
 def _warn(text: str) -> None:
@@ -30,28 +30,28 @@ def _warn(text: str) -> None:
 
 
 class RecordReader:
-    """One agent's reader; its methods may be called from any thread. They return None for what cannot be read."""
+    """One agent's reader; any thread may call its methods. They return None for what they cannot read."""
 
     def __init__(self, on_fault: Callable[[str], None] = _warn) -> None:
-        """on_fault: called with one line, once for each key and content that cannot be read."""
+        """on_fault: called with one line, once for each unreadable pair of key and content."""
         self._on_fault = on_fault
         self._faults: set[tuple[bytes, int]] = set()
 
     def node(self, kv: KeyValue) -> Node | None:
-        """A node's record must be under a lease: the job would wait for ever for a node whose record never goes away."""
+        """Read a node's record. It must have a lease: the job would wait forever for a node whose record never expires."""
         if not kv.lease_id:
             self._once(f"{_shown(kv.key)} is under no lease, so it is not a node", kv.key, kv.value)
             return None
         return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
-        """A node's part in a round."""
+        """Read a node's part in a round."""
         return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
-        """Invariant: a verdict in the header can be carried out, and is on the header's own round.
+        """Read a header. Invariant: its verdict, if any, can be carried out and is on the header's own round.
 
-        A header with any other verdict cannot be read: the one before it holds, and its failure has yet to be judged.
+        A header with any other verdict is unreadable: the header before it holds, and its failure is still to be judged.
         """
         header = self._try(lambda: decode(Header, kv.value, _shown(kv.key)), kv.key, kv.value)
         if header is None or not header.verdict:
@@ -62,15 +62,15 @@ class RecordReader:
         return header if verdict is not None and verdict.round == header.round else None
 
     def ledger(self, kv: KeyValue) -> Ledger | None:
-        """The job's ledger."""
+        """Read the job's ledger."""
         return self._try(lambda: decode_ledger(kv.value), kv.key, kv.value)
 
     def verdict(self, text: str, key: bytes) -> JobVerdict | None:
-        """A verdict that was read from this key."""
+        """Decode a verdict that was read from this key."""
         return self._try(lambda: decode_verdict(text), key, text)
 
     def id_of(self, prefix: str, key: bytes) -> str | None:
-        """The rest of a key: the id of a node, or a host; None if it is neither, as in keys of a job named `<this one>/nodes`."""
+        """Return a key without its prefix: a node id or a host. None for other keys, such as those of a job `<this one>/nodes`."""
         try:
             id_ = key.decode()[len(prefix) :]
         except UnicodeDecodeError:
@@ -81,11 +81,11 @@ class RecordReader:
         return None
 
     def read(self, kind: type[T], text: str, key: str, schema: int) -> T | None:
-        """A record of another kind, with its schema."""
+        """Read a record of another kind, with its schema."""
         return self._try(lambda: records.read(kind, text, key, schema), key.encode(), text)
 
     def note_fault(self, text: str, kv: KeyValue) -> None:
-        """For a caller that decodes the record itself: log once why it cannot be read."""
+        """Log once why a record is unreadable, for a caller that decodes the record itself."""
         self._once(text, kv.key, kv.value)
 
     def _try(self, decode: Callable[[], T], key: bytes, content: bytes | str) -> T | None:

@@ -20,10 +20,10 @@ TIMEOUT = timedelta(seconds=300)  # torch's default
 
 
 def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenant: bool = False) -> TCPStore:
-    """Start a server that the other nodes reach by `address`, on this port (0: any) with this timeout of its calls.
+    """Start a server that the other nodes reach by `address`, on this port (0: any) and with this timeout for its calls.
 
-    It listens on that address only, or on all addresses if that is not one of this host's: a name, since the other hosts may
-    resolve it to another address, or an address that is translated on the way (NAT).
+    It listens on that address only. It listens on all addresses if `address` is not one of this host's: a name, which other
+    hosts may resolve differently, or an address translated on the way (NAT).
 
     Raises:
         OSError: the port is taken.
@@ -46,7 +46,7 @@ def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenan
 
 
 def _listening(address: str, port: int) -> socket.socket | None:
-    """A listening socket; None: the address is not one of this host's, or not a number. Raises OSError: the port is taken."""
+    """Return a listening socket; None if the address is not numeric or not this host's. Raises OSError: the port is taken."""
     number = "127.0.0.1" if address == "localhost" else address
     try:
         version = ipaddress.ip_address(number).version
@@ -56,7 +56,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
     try:
         where = socket.getaddrinfo(number, port, listening.family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
         if port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of an agent that was started again
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a restarted agent
         listening.bind(where)
         listening.listen(BACKLOG)
         return listening

@@ -1,18 +1,18 @@
-"""The rounds of a job as a pure state machine that tells the leader what to do next. Standard library only, no I/O, no clock.
+"""The rounds of a job: a pure state machine that tells the leader what to do next. Standard library only, no I/O, no clock.
 
-A round is one set of nodes with one numbering. It runs until a node is lost, leaves or asks for its end (broken), or until the
-workers of all its nodes have finished (done). The next one is sealed from the nodes that wait.
+A round is one set of nodes with one numbering. It runs until a node is lost, leaves or requests its end (broken), or until the
+workers of all its nodes have finished (done). The next round is sealed from the waiting nodes.
 
 Invariants, kept here and checked by the tests on every path:
-    ranks of a round are unique and contiguous, over nodes and over workers, with one world size;
-    every node of a sealed round has its assignment, and was alive and waiting when it was sealed;
-    a round's number is used once, and a round that is over never runs again;
-    a living node is in the round or waits for the next one.
+        ranks in a round are unique and contiguous, over nodes and over workers, with one world size;
+        every node of a sealed round has its assignment, and was alive and waiting when the round was sealed;
+        a round number is used once, and a round that is over never runs again;
+        a living node is in the round or waits for the next one.
 
-The records of a job may be lost while its nodes live: etcd was out of reach for longer than their lease, or somebody deleted
-them. What a node remembers of the header is then as good as the record: `precedes` tells the older of two headers, and the newest
-is written again. A leader that knows of such an outage gives members that it does not see time to come back
-(View.returning_until) before it counts them as lost.
+The records of a job may be lost while its nodes live: etcd was unreachable for longer than their leases, or somebody deleted
+them. A node's memory of the header is then as good as the record: `precedes` tells the older of two headers, and the newest is
+written again. A leader that knows of such an outage gives missing members time to come back (View.returning_until) before it
+counts them as lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
-GROW_LOOK_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait for one to join (grow_at=checkpoint)
+GROW_LOOK_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job makes progress any more"  # for people: why a round ends as EndKind.STALLED
 PARTS_LOOK_S = 1.0  # how often a leader looks for missing parts of the round
 
@@ -32,9 +32,9 @@ class Limits:
     """The limits of a job.
 
     Attributes:
-        last_call_s: how long the first round waits for more nodes after the last one came, once there are enough.
-        settle_s: how long after the first report of a failure the leader waits for nodes that have not reported yet, once one of
-            the reports names a cause.
+        last_call_s: once there are enough nodes, how long the first round waits for more after the last one came.
+        settle_s: how long after the first report of a failure the leader waits for the remaining reports, once a report names a
+            cause.
     """
 
     min_nodes: int
@@ -45,17 +45,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class View:
-    """What the leader knows.
+    """The leader's knowledge.
 
     Attributes:
         nodes: all living nodes, by id.
         joined: order of joining (any increasing number), by id.
-        members: rank in header.round, by id; including nodes that are lost.
+        members: rank in header.round, by id; includes lost nodes.
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
-        may_grow: nodes that wait may join now (False: not before a checkpoint).
-        reported_at: when the first report about the end of this round came, on the same clock; None: there is none.
-        returning_until: etcd was out of reach or has lost records: missing members, and members whose parts are missing, may come
-            back until then, on the same clock. None: no member is expected back.
+        may_grow: waiting nodes may join now; False: only after a checkpoint.
+        reported_at: when the first report about the end of this round came, on the same clock; None if none did.
+        returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
+            with missing parts may come back. None: no member is expected back.
     """
 
     header: Header
@@ -86,7 +86,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class End:
-    """End the round that runs: `state` is BROKEN or DONE. kind: how, where the state alone does not say it."""
+    """End the running round: `state` is BROKEN or DONE. kind: how, where the state alone does not say it."""
 
     state: State
     reason: str
@@ -95,7 +95,7 @@ class End:
 
 @dataclass(frozen=True)
 class Conclude:
-    """Find one verdict for all nodes on the reports of these."""
+    """Find one verdict for all nodes from the reports of these nodes."""
 
     nodes: tuple[str, ...]
     reason: str
@@ -105,7 +105,7 @@ Action = Wait | Seal | End | Conclude
 
 
 def next_action(view: View, limits: Limits, now: float) -> Action:
-    """Return what the leader does now."""
+    """Return the leader's next action."""
     if view.header.state is State.RUNNING:
         return _while_running(view, limits, now)
     if view.header.state in (State.DONE, State.CLOSED):
@@ -114,18 +114,18 @@ def next_action(view: View, limits: Limits, now: float) -> Action:
 
 
 def waiting(view: View) -> list[str]:
-    """Ids of the nodes that wait for the next round."""
+    """Return the ids of the nodes that wait for the next round."""
     return [id_ for id_, node in view.nodes.items() if id_ not in view.members or node.after >= view.header.round]
 
 
 def reports(view: View) -> tuple[str, ...]:
-    """Ids of the members of this round that report a failure in it."""
+    """Return the ids of the members of this round that report a failure in it."""
     number = view.header.round
     return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
 
 
 def lost(view: View) -> tuple[str, ...]:
-    """Ids of the members of the round that are gone, or that have stopped their workers because they were cut off."""
+    """Return the ids of members of the round that are gone, or have stopped their workers because they were cut off."""
     number = view.header.round
     return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
 
@@ -135,13 +135,13 @@ _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVE
 
 
 def _age(header: Header) -> tuple[int, int, bool, int]:
-    """Grows with each new header of a job."""
+    """Return a key that grows with each new header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
     return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save
 
 
 def precedes(found: Header, known: Header) -> bool:
-    """Whether the header that was found is an older one of the same job: a node that had missed events brought it back.
+    """Return whether the found header is an older one of the same job: a node that missed events brought it back.
 
     Of two rounds with one number, or of two jobs, the one in the store counts: nobody can tell which is older.
     """
@@ -151,9 +151,9 @@ def precedes(found: Header, known: Header) -> bool:
 
 
 def brings_back(found: Header | None, known: Header) -> bool:
-    """Whether a node that knows this header must write it again. found: the header in the store; None: there is none.
+    """Return whether a node that knows this header must write it again. found: the header in the store; None if it is missing.
 
-    The end of a job is not written again if there is none: the next job under this run id may have begun.
+    The end of a job is not written again if the header is missing: the next job of this run id may have begun.
     """
     if found is None:
         return known.round > 0 and _STAGES[known.state] < _OVER
@@ -161,12 +161,12 @@ def brings_back(found: Header | None, known: Header) -> bool:
 
 
 def incomplete(view: View) -> bool:
-    """Whether parts of the round are unknown, because their records were lost."""
+    """Return whether parts of the round are unknown because their records were lost."""
     return len(view.members) < view.header.nodes
 
 
 def _awaits_members(view: View, now: float) -> Wait | None:
-    """After an outage: wait for missing members, and for unknown parts."""
+    """After an outage, wait for missing members and for unknown parts."""
     until = view.returning_until
     if until is None or now >= until:
         return None
@@ -216,8 +216,8 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _has_reported(view.nodes[id_], view.header.round)]
         if silent and all(view.nodes[id_].follows for id_ in failed):
-            # Not only for the settle time: the next round waits for these nodes in any case. A node may take the whole grace of
-            # its workers before it reports the cause; one whose host has died is lost when its lease ends.
+            # Wait beyond the settle time: the next round needs these nodes anyway. A node may use up its workers' whole grace
+            # before it reports the cause. If a node's host has died, the node is lost when its lease ends.
             return Wait(f"what failed so far followed from something else, and {_named(silent)} has not reported yet")
         settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
         if silent and now < settled:
@@ -242,7 +242,7 @@ def _has_reported(node: Node, round_: int) -> bool:
 
 
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
-    """The nodes of the next round by rank: old members first in their old order, then by topology, then by time of joining.
+    """Return the nodes of the next round by rank: old members in their old order, then new ones by topology and time of joining.
 
     The order is stable, so that caches and shards stay where they are. If there are too many nodes, the last to come wait.
     """
@@ -254,7 +254,7 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
     """Return the header of the next round and each node's assignment, by id. name: the new seal.
 
-    The round's number is higher than that of any round that a node has been in, even if the header of that round is lost.
+    The round number exceeds that of any round that a node has been in, even if the header of that round is lost.
     """
     nodes = [view.nodes[id_] for id_ in action.order]
     number = 1 + max(view.header.round, *(max(node.after, node.round) for node in view.nodes.values()))

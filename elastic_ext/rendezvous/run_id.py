@@ -1,4 +1,4 @@
-"""The names that become parts of keys: of a job, and of a host. Standard library only."""
+"""Names that become parts of keys: of a job, and of a host. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elastic_ext.base.settings import Settings
 
 
 def checked(run_id: str) -> str:
-    """Return the run id if no other job can share its keys: those of a job `a/nodes` would lie among the nodes of the job `a`.
+    """Return the run id if no other job can share its keys: those of a job `a/nodes` would lie among the nodes of job `a`.
 
-    Raises UsageError: it could, or the run id is too long.
+    Raises UsageError if one could, or if the run id is too long.
     """
     if is_name(run_id):
         return run_id
@@ -22,7 +22,7 @@ def checked(run_id: str) -> str:
 
 
 def host_name(settings: Settings) -> str:
-    """The name of this node, fit to be part of a key. The kernel allows any bytes as a host's name."""
+    """Return this node's name in a form that fits in a key. The kernel allows any bytes in a host name."""
     if settings.node_name is not None:
         return settings.node_name
     name = "".join(character if is_name(character) else "-" for character in platform.node())
@@ -30,7 +30,7 @@ def host_name(settings: Settings) -> str:
 
 
 def checked_address(address: str) -> str:
-    """Return the address that this node tells the others. Raises UsageError: they could not read it."""
+    """Return the address that this node gives to the others. Raises UsageError if they could not read it."""
     if is_name(address):
         return address
     raise UsageError(f"--local-addr='{printable(address)[:MOST_NAME]}': expected an address or the name of a host")

@@ -108,7 +108,7 @@ class Rendezvous(Protocol):
         """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
 
     def leaving(self, reason: str) -> None:
-        """Note that this node was told to leave; its workers still run. The effects of their end on other nodes are not failures."""
+        """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""

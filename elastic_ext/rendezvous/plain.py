@@ -38,7 +38,7 @@ def note(handler: Handler) -> None:
 
 @contextmanager
 def closed_by_verdict(handler: Handler) -> Iterator[None]:
-    """Report a job that a verdict has ended as closed: another agent does not know verdicts."""
+    """Present a job ended by a verdict as closed: another agent does not know verdicts."""
     try:
         yield
     except JobStopped as stopped:

@@ -70,7 +70,7 @@ class RecordReader:
         return self._try(lambda: decode_verdict(text), key, text)
 
     def id_of(self, prefix: str, key: bytes) -> str | None:
-        """Return a key without its prefix: a node id or a host. None for other keys, such as those of a job `<this one>/nodes`."""
+        """Return the node id or host after the prefix of a key; None for other keys, as in a job named `<this one>/nodes`."""
         try:
             id_ = key.decode()[len(prefix) :]
         except UnicodeDecodeError:

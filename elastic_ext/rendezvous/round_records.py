@@ -88,7 +88,7 @@ class Header:
         reason: why the job is in this state, for people.
         seal: a name unique to one act of sealing. A leader may be lost, or its view may change, after it has written the parts of
             a round and before it writes this header; those parts must not count as parts of the round that is formed instead.
-        verdict: what all nodes do about the failures that ended this round (a record of `failures.ledger`); "" if nothing was judged.
+        verdict: what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet.
         save: number of the last save on demand requested in this round; 0 if none was.
         local: all nodes may resume from their own disks, and offer the node of rank 0 what they have there.
         resume: what all nodes resume from (a record of `checkpoints.resolution`), written by the node of rank 0; "" until it has

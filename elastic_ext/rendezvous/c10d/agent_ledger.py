@@ -1,4 +1,4 @@
-"""This agent's copy of the job's ledger, and the judgement over it."""
+"""This agent's copy of the job's ledger, and judgements based on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ext.rendezvous import judging
 
 
 class AgentLedger:
-    """Kept in `ledger_file`, if there is one.
+    """The ledger, kept in `ledger_file` if one is given.
 
     Attributes:
         max_restarts: the job's budget.
@@ -31,7 +31,7 @@ class AgentLedger:
 
     @property
     def ledger(self) -> Ledger:
-        """As this agent knows it; the job's store may have a newer one."""
+        """The ledger as this agent knows it; the job's store may have a newer one."""
         return self._file.ledger
 
     def begin(self, ledger: Ledger) -> None:
@@ -51,11 +51,11 @@ class AgentLedger:
         """Return the ledger after the judgement, and the verdict.
 
         Args:
-            reports: by id of the node.
-            ledger: before it.
-            round_: number of the round that has failed.
-            nodes: number of nodes of that round.
-            left: the host whose leaving has ended it.
+            reports: by node id.
+            ledger: the one before the judgement.
+            round_: number of the failed round.
+            nodes: number of nodes in that round.
+            left: the host that ended the round by leaving; None if none did.
             store_host: id of the node that hosts the job's store; "" if none does.
         """
         lost = (left,) if left is not None else ()
@@ -66,18 +66,18 @@ class AgentLedger:
             rules = replace(rules, charges=len(self._charged_at))
         after, verdict = judgement.judge(reports, ledger, rules, round_)
         if verdict.decision.response is kinds.Response.REPLACE_NODE and verdict.node == store_host:
-            # The store would go with it, and no node could start again.
+            # The store would go with the node, and no node could start again.
             after, verdict = judgement.judge(reports, ledger, replace(rules, min_nodes=nodes), round_)
         return after, verdict
 
     def adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:
-        """Keep what has been decided, whichever node has decided it."""
+        """Keep a decision, whichever node made it."""
         self._file.write(ledger)
-        if ledger.charged == verdict.decision.charged:  # all earlier charges have been given back
+        if ledger.charged == verdict.decision.charged:  # all earlier charges were refunded
             self._charged_at.clear()
         if verdict.decision.charged:
             self._charged_at.append(time.monotonic())
 
     def forget(self) -> None:
-        """The job has ended well."""
+        """Delete the ledger: the job has ended well."""
         self._file.forget()

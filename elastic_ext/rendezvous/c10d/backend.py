@@ -1,8 +1,8 @@
 """Torch's c10d rendezvous backend, made safe as far as that is possible from outside.
 
-Its store takes writes from whoever reaches its port, and torch unpickles the state it finds there: code of a stranger would run.
-So the state is checked first, and may hold nothing but torch's own records. If the endpoint is the loopback, the store listens on
-the loopback only.
+Its store takes writes from anybody who reaches its port, and torch unpickles the state it finds there, which would run a
+stranger's code. So this module checks the state first: it may hold nothing but torch's own records. If the endpoint is the
+loopback, the store listens on the loopback only.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from elastic_ext.base.torch_private import STATE_CLASSES
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_server import serve
 
-MOST_STATE = 64 << 20  # bytes; a node is about 200
+MOST_STATE = 64 << 20  # bytes; a node takes about 200
 READ_TIMEOUT_S = 60  # torch's default
 
 
 def create(params: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
-    """Like torch's `create_backend`."""
+    """Create the backend like torch's `create_backend`."""
     backend, store = _on_loopback(params) or create_backend(params)
     return CheckedBackend(backend), store
 
 
 def _on_loopback(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store] | None:
-    """Host the store, if its endpoint is the loopback and this process is to host it; None otherwise."""
+    """Host the store if its endpoint is the loopback and this process is to host it; return None otherwise."""
     if params.get("store_type", "tcp").strip().lower() != "tcp":
         return None
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
     timeout_s = params.get_as_int("read_timeout", READ_TIMEOUT_S) or 0
-    if not is_loopback(host) or timeout_s <= 0:  # torch refuses such a timeout itself
+    if not is_loopback(host) or timeout_s <= 0:  # torch itself refuses such a timeout
         return None
     is_host = params.get_as_bool("is_host")
     if is_host is False:
@@ -54,7 +54,7 @@ def _on_loopback(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, S
 
 
 class CheckedBackend(RendezvousBackend):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
-    """Passes a state on only if torch has written it. Raises RendezvousConnectionError for any other, as if there were none."""
+    """Pass a state on only if torch has written it. Raises RendezvousConnectionError otherwise, as if there were no state."""
 
     def __init__(self, backend: RendezvousBackend) -> None:
         self._backend = backend
@@ -77,7 +77,7 @@ class CheckedBackend(RendezvousBackend):  # type: ignore[misc, unused-ignore]  #
 
 
 def check(state: bytes) -> None:
-    """Raises RendezvousConnectionError if torch has not written this state."""
+    """Raise RendezvousConnectionError unless torch has written this state."""
     try:
         if len(state) > MOST_STATE:
             raise pickle.UnpicklingError(f"{len(state)} bytes")
@@ -90,7 +90,7 @@ def check(state: bytes) -> None:
 
 
 class _Reader(pickle.Unpickler):
-    """Builds the records of torch's rendezvous state, and calls nothing else."""
+    """Unpickler that builds the records of torch's rendezvous state and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STATE_CLASSES:

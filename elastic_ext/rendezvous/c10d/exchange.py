@@ -1,7 +1,7 @@
-"""How the nodes of a round on `ext_c10d` agree on what to resume from: through the job's store, as they agree on verdicts.
+"""How the nodes of a round on `ext_c10d` agree on what to resume from: through the job's store, as for verdicts.
 
-Torch's store has no authentication, so whoever reaches its port can write to it. Its readers accept the name of one of the job's
-own checkpoints and nothing else (`checkpoints.choice.resolution`). A job on one machine does not need this.
+Torch's store has no authentication: anybody who reaches its port can write to it. So readers accept only the name of one of the
+job's own checkpoints (`checkpoints.choice.resolution`). A job on one machine does not need this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StoreExchange:
     """One node's end, for one round; see `base.exchange`.
 
     Invariant: the keys carry the round's number, which is used once. A node that leaves the round while it waits for a key marks
-    that key (see `StoreCalls.wait_all`), and no later writer of it is believed.
+    that key (see `StoreCalls.wait_all`), and readers ignore any later writer of it.
     """
 
     def __init__(self, part: Part, ask: Ask[bool], over: Callable[[], RoundEnd | None]) -> None:
@@ -56,7 +56,7 @@ class StoreExchange:
         return job_keys.offer(self._part.round, rank)
 
     def _read(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Wait for the values of these keys; NOTHING for each that is not there in time."""
+        """Wait for the values of these keys; return NOTHING for each that does not arrive in time."""
         deadline = time.monotonic() + timeout_s
 
         def read(job: StoreJob) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ext_c10d`: the embedded rendezvous, with no service to run. One machine, or several nodes through torch's c10d rendezvous."""
+"""`ext_c10d`: the embedded rendezvous, which needs no service. One machine, or several nodes through torch's c10d rendezvous."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
 
 
 class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
-    """A `rendezvous.handler.Rendezvous`; see there for attributes and for methods without a docstring.
+    """A `rendezvous.handler.Rendezvous`, which documents the attributes and the methods without a docstring.
 
-    What differs between one machine and several nodes is in `OneMachine` and `SeveralNodes`.
+    `OneMachine` and `SeveralNodes` hold what differs between one machine and several nodes.
     """
 
     is_elastic_ext = True
@@ -51,7 +51,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
         address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, address)
-        myself = weakref.ref(self)  # no circle: a handler that nobody uses must be gone at once, see `torch_private.arm`
+        myself = weakref.ref(self)  # no reference cycle: an unused handler must be gone at once, see `torch_private.arm`
 
         def notify() -> None:
             if (handler := myself()) is not None:
@@ -71,7 +71,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers connect to the round's store, which is up before they start."""
+        """Tell torch that the workers connect to the round's store, which is up before they start."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -81,7 +81,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def num_nodes_waiting(self) -> int:
         if not self.attached and self._nodes.events.ended_by is not None:
-            return 1  # the round is over, and other agents ask nothing else
+            return 1  # the round is over, and that is all other agents want to know
         return self._nodes.num_nodes_waiting()
 
     def is_closed(self) -> bool:
@@ -91,7 +91,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.set_closed()
 
     def shutdown(self) -> bool:
-        """Close the job for all nodes and leave it. A node without which the job goes on only leaves."""
+        """Close the job for all nodes and leave it. If the job goes on without this node, only leave."""
         return self._nodes.shutdown()
 
     # For our agent
@@ -116,7 +116,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._ledger.max_restarts = max_restarts
 
     def workers(self) -> None:
-        """Torch works the ranks out, through its store."""
+        """Return None: torch works the ranks out through its store."""
 
     @property
     def exchange(self) -> Exchange:
@@ -138,9 +138,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._ledger.forget()
 
     def await_all_done(self) -> bool:
-        """Torch's barrier would keep this node from all events, and its keep-alives from the rendezvous.
+        """Wait for all nodes. Torch's barrier would cut this node off from all events, and the rendezvous from its keep-alives.
 
-        As there, the wait lasts ALL_DONE_S at most, and no longer than the round's store lives.
+        As in torch, the wait lasts at most ALL_DONE_S, and no longer than the round's store lives.
         """
         return self._nodes.events.await_all_done(ALL_DONE_S)
 
@@ -152,10 +152,10 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.events.request_save()
 
     def saved(self, number: int, step: int) -> None:
-        """Nobody outside of the round asks for saves."""
+        """Do nothing: nobody outside the round requests saves."""
 
     def stop_by(self) -> float | None:
-        """The workers always get the usual grace."""
+        """Return None: the workers always get the usual grace."""
         return None
 
     def leaving(self, reason: str) -> None:
@@ -163,7 +163,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.events.leaving(self.host)
 
     def last_will(self) -> None:
-        """Nobody else can take a node out of torch's rendezvous."""
+        """Return None: nobody else can take a node out of torch's rendezvous."""
 
     def leave(self) -> None:
         self._nodes.leave()

@@ -1,7 +1,7 @@
 """Register of our keys and records in the job's store, which is the store of torch's c10d rendezvous.
 
-`ext_c10d` uses it over several nodes. It lives as long as the process that hosts it, usually the first agent. Torch keeps its own
-rendezvous state in it, under `torch.rendezvous.RUN_ID`, and gives each of its rounds a part of it.
+`ext_c10d` uses this store over several nodes. The store lives as long as the process that hosts it, usually the first agent.
+Torch keeps its own rendezvous state in it, under `torch.rendezvous.RUN_ID`, and gives each of its rounds a part of it.
 
 In the part of each round:
 
@@ -12,7 +12,7 @@ In the store itself:
     elastic_ext.round.RUN_ID        number of the last round                    counted by rank 0 of each round
     elastic_ext.launch.RUN_ID       name of this launch of the job              first rank 0 -> every rank 0
 
-Under `elastic_ext/RUN_ID/`, R being a rank and N the number of a round:
+Under `elastic_ext/RUN_ID/`, where R is a rank and N a round number:
 
     first                           id of the node that came first              that node -> all; another id: another store
     host                            id of the node that hosts the store         that node -> who judges; absent: none does
@@ -29,9 +29,9 @@ Under `elastic_ext/RUN_ID/`, R being a rank and N the number of a round:
     N/offer/R                       what rank R could load from its own disk    rank R -> rank 0 (`checkpoints.choice`)
     N/choice                        what all nodes resume from                  rank 0 -> all (`checkpoints.choice`)
 
-A wait that ends without an answer leaves "-" in the keys that nobody has set (`store_calls.NOTHING`). Ledgers, verdicts and the
-report within a `NodeReport` are records of `failures.ledger`, with a schema of their own. The store has no authentication:
-readers must survive any value.
+A wait that ends without an answer leaves "-" in the unset keys (`store_calls.NOTHING`). Ledgers, verdicts and the report within
+a `NodeReport` are records of `failures.ledger`, with their own schema. The store has no authentication: readers must survive any
+value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class PublishedRound:
-    """Where the store of a round is, the number of the round, and the name of this launch of the job."""
+    """The address of a round's store, the number of the round, and the name of this launch of the job."""
 
     addr: Name
     port: Port
@@ -64,7 +64,7 @@ class PublishedRound:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node's report on a round. order: reports are counted in the order the store received them.
+    """A node's report on a round. order: the store counts reports as it receives them.
 
     report: a record of `failures.ledger`; "" if nothing has failed on this node.
     """
@@ -83,7 +83,7 @@ def launch(run_id: str) -> str:
 
 
 def folder(run_id: str) -> str:
-    """Prefix of all the keys below."""
+    """Return the prefix of all the keys below."""
     return f"elastic_ext/{run_id}/"
 
 

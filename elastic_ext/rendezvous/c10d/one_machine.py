@@ -1,4 +1,4 @@
-"""A job on one machine: no node to wait for, and no store to agree through. Each round has a store server of its own."""
+"""A job on one machine: no node to wait for, and no shared store. Each round has its own store server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OneMachine:
     poll_interval_s: float | None = None  # nobody can join
 
     def __init__(self, run_id: str, node_id: str, address: str, ledger: AgentLedger, on_event: Callable[[], None]) -> None:
-        """address: of this machine; the store servers listen there."""
+        """address: this machine's; the store servers listen there."""
         self.number = 0
         self.launch = secrets.token_hex(8)
         self.node_id = node_id
@@ -72,7 +72,7 @@ class OneMachine:
         self._closed = True
 
     def leave(self) -> None:
-        """There is nobody to leave."""
+        """Do nothing: there are no other nodes."""
 
     def shutdown(self) -> bool:
         self._closed = True

@@ -1,10 +1,10 @@
 """Events among the agents of a round, through the round's store: a save on demand is requested, or the round is over.
 
-Wire protocol: the N-th event of a round is the key `base.round_store.event(N)`, N from 1. It holds a `RoundEvent` as JSON, with
-`SCHEMA`. A key is written once, with a compare-and-set, so all agents read the same events in the same order. The first event
-that is not a request for a save ends the round; nothing follows it. A value that cannot be read is no event: it is passed over.
+Wire protocol: the N-th event of a round, from 1, is the key `base.round_store.event(N)`. It holds a `RoundEvent` as JSON, with
+`SCHEMA`. A key is written once, by compare-and-set, so all agents read the same events in the same order. The first event other
+than a save request ends the round; no event follows it. Readers skip a value that they cannot read.
 
-Each agent waits in one blocking call on a connection of its own, and the store wakes all of them at once.
+Each agent waits in one blocking call on its own connection, and the store wakes all agents at once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1  # of `RoundEvent`
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 NO_EVENT = "-"  # in place of an empty value
-LEAVE_TIMEOUT_S = 3.0  # for the event of a node that leaves
+LEAVE_TIMEOUT_S = 3.0  # for the event of a leaving node
 
 
 class EventKind(str, Enum):
-    """What has happened. The code decides by this, never by the reason."""
+    """What has happened. Code decides by this, never by the reason."""
 
     SAVE = "save"  # a save on demand is requested; all other kinds end the round
     FAILED = "failed"  # workers have failed
@@ -46,19 +46,19 @@ class EventKind(str, Enum):
 
 @dataclass(frozen=True)
 class RoundEvent:
-    """reason: for people, one line. node: the host that it comes from, where that matters."""
+    """reason: one line, for people. node: the host where the event occurred, if that matters."""
 
     kind: EventKind
     reason: str = ""
     node: NameOrEmpty = ""
 
     def encode(self) -> str:
-        """The value for the store."""
+        """Return the value for the store."""
         return json.dumps({"schema": SCHEMA, **asdict(self)})
 
     @property
     def end(self) -> RoundEnd:
-        """How the round ends by this event."""
+        """How this event ends the round."""
         return RoundEnd(EndKind.STALLED if self.kind is EventKind.STALLED else EndKind.BROKEN, self.reason)
 
 
@@ -89,26 +89,26 @@ class LocalEvents:
         self._on_event()
 
     def failed(self, reason: str, host: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is nobody to tell."""
 
     def leaving(self, host: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is nobody to tell."""
 
     def await_all_done(self, timeout_s: float) -> bool:
         return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def shut_down(self) -> None:
-        """No thread is running."""
+        """Do nothing: no thread is running."""
 
 
 class RoundEvents:
     """One agent's view of the events of one round.
 
     Attributes:
-        ended_by: the event that ended the round, unless this agent has moved on before; None while the round runs.
+        ended_by: the event that ended the round, unless this agent had moved on before; None while the round runs.
         saves: number of saves on demand requested so far.
     """
 
@@ -116,11 +116,11 @@ class RoundEvents:
         """Connect to the round's store at host and port.
 
         Args:
-            nodes: number of nodes of the round.
+            nodes: number of nodes in the round.
             on_event: called from another thread whenever an attribute has changed.
 
         Raises:
-            RuntimeError or ValueError: the store does not answer.
+            RuntimeError, ValueError: the store does not answer.
         """
         self.ended_by: RoundEvent | None = None
         self.saves = 0
@@ -148,7 +148,7 @@ class RoundEvents:
                     self._on_event()
                 else:
                     ended_by = event
-        except (RuntimeError, ValueError) as error:  # the host of the store is gone
+        except (RuntimeError, ValueError) as error:  # the store's host is gone
             logger.debug("no more events in this round: %s", error)
         if ended_by is not None and not self._closed:
             self.ended_by = ended_by
@@ -160,32 +160,32 @@ class RoundEvents:
 
     @property
     def lost(self) -> bool:
-        """The store does not answer any more: the agent of rank 0, which hosts it, is gone."""
+        """Whether the store has stopped answering: the agent of rank 0, which hosts it, is gone."""
         return self._finished.is_set() and self.ended_by is None and not self._closed
 
     @property
     def heard_failure(self) -> bool:
-        """The round is over because workers have failed."""
+        """Whether the round is over because workers have failed."""
         return self._ended_by(EventKind.FAILED, EventKind.STALLED)
 
     @property
     def heard_no_failure(self) -> bool:
-        """Nodes have moved on or left without a failure, so they will not report one."""
+        """Whether nodes have moved on or left without a failure, so they will not report one."""
         return self._ended_by(EventKind.MOVED_ON, EventKind.LEFT)
 
     @property
     def left_by(self) -> str | None:
-        """The host whose leaving has ended the round; None if it ended otherwise."""
+        """The host that ended the round by leaving; None if the round ended otherwise."""
         return self.ended_by.node if self.ended_by is not None and self.ended_by.kind is EventKind.LEFT else None
 
     def _ended_by(self, *kinds: EventKind) -> bool:
         return self.ended_by is not None and self.ended_by.kind in kinds
 
     def await_all_done(self, timeout_s: float) -> bool:
-        """The workers of this node have finished: tell the others, and wait for them.
+        """Tell the other nodes that this node's workers have finished, and wait for theirs.
 
         Returns:
-            True if the workers of all nodes have finished, or if nothing more is known: the store is gone, or the timeout has
+            True if the workers of all nodes have finished, or if that cannot be known: the store is gone, or the timeout has
             passed. False if the round ended otherwise.
         """
         self._start(self._count_done)
@@ -199,7 +199,7 @@ class RoundEvents:
             self._publish(store, ALL_DONE)
 
     def stalled(self, stalled: bool) -> None:
-        """Claim that all workers of this node stall, or take the claim back. The last node to claim it ends the round.
+        """Claim that all workers of this node stall, or withdraw the claim. The last node to claim it ends the round.
 
         A claim may be repeated: the workers of other nodes may have finished since.
         """
@@ -213,20 +213,20 @@ class RoundEvents:
             self._publish(store, STALLED)
 
     def failed(self, reason: str, host: str) -> None:
-        """Tell all agents that workers of this host have failed; returns at once."""
+        """Tell all agents that workers of this host have failed; return at once."""
         self._tell(RoundEvent(EventKind.FAILED, reason, host))
 
     def leaving(self, host: str) -> None:
-        """Tell all agents that this host leaves; waits until they can know it, for LEAVE_TIMEOUT_S at most."""
+        """Tell all agents that this host leaves; wait until they can know it, for at most LEAVE_TIMEOUT_S."""
         self._tell(RoundEvent(EventKind.LEFT, f"left by {host}", host)).join(LEAVE_TIMEOUT_S)
 
     def request_save(self) -> None:
-        """Ask all agents of the round for a save on demand. Two requests at the same moment count as one."""
+        """Ask all agents of the round for a save on demand. Two simultaneous requests count as one."""
         number = self._number
         self._start(lambda store: self._publish(store, SAVE, number))
 
     def _tell(self, event: RoundEvent) -> threading.Thread:
-        """On a thread, so that a store that hangs holds up nobody."""
+        """Publish the event on a thread, so that a hanging store holds up nobody."""
         return self._start(lambda store: self._publish(store, event))
 
     def _publish(self, store: Store, event: RoundEvent, first: int = 1) -> None:
@@ -251,13 +251,13 @@ class RoundEvents:
             logger.warning("the other nodes could not be told of an event of this round: %s", error)
 
     def close(self) -> None:
-        """This node moves on. Ends the waits of all agents of this round, unless they have ended already."""
+        """Move on from the round. This ends the waits of all its agents, unless they have ended already."""
         self._closed = True
         if not self._finished.is_set():
             self._tell(MOVED_ON)
 
     def shut_down(self, timeout_s: float = 5.0) -> None:
-        """Close, and wait for the threads: one that returns from torch's C++ code while the process ends would abort it.
+        """Close, and wait for the threads: one that returns from torch's C++ code during process exit would abort the process.
 
         A thread that a cut link holds for longer than `timeout_s` never returns, so it does no harm.
         """
@@ -268,10 +268,10 @@ class RoundEvents:
 
 
 def _settled(store: Store, number: int) -> bytes:
-    """The value of this event, which nobody writes any more.
+    """Return the final value of this event: nobody writes it after this call.
 
-    A compare-and-set writes over an empty value, which only a stranger leaves, as if there were none. All agents that had passed
-    it over would miss the event. So it is filled first.
+    A compare-and-set overwrites an empty value, which only a stranger leaves, as if the key were absent. Agents that had already
+    skipped it would miss the event. So this function fills it first.
     """
     key = round_store.event(number)
     return store.get(key) or store.compare_set(key, "", NO_EVENT)

@@ -1,11 +1,11 @@
-"""One node of a job that has several, without etcd: through torch's own c10d rendezvous.
+"""One node of a multi-node job without etcd, through torch's own c10d rendezvous.
 
-Torch decides which nodes are in a round (`torch_rendezvous`). Each round gets a store server of its own, in the agent of group
+Torch decides which nodes are in a round (`torch_rendezvous`). Each round gets its own store server, in the agent of group
 rank 0; through it the agents hear of each other's failures (`round_events`).
 
-The job's verdicts and its ledger are in the job's store (`store_job`), which lives as long as the agent that hosts it. A store
-that is slow is asked twice. Once it is lost, each node judges for itself, and no node can join or start again. If the store is
-there after all, all nodes hear of a verdict that ends the job, whichever node has judged.
+The job's verdicts and its ledger are in the job's store (`store_job`), which lives as long as the agent that hosts it. A slow
+store is asked twice. Once the store is lost, each node judges for itself, and no node can join or start again. If the store
+comes back, all nodes hear of a verdict that ends the job, whichever node has judged.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ logger = logging.getLogger(__name__)
 
 LEAVE_TIMEOUT_S = 3.0
 REPORT_S = 5.0  # beyond its grace and the settle window: time for a node with a cause to report it
-HANG_S = 10.0  # at least this long: when a job hangs, all nodes look at the stacks of their workers before they report
+HANG_S = 10.0  # minimum: when a job hangs, all nodes look at the stacks of their workers before they report
 POLL_S = 0.1
 
 
 @dataclass
 class Round:
-    """What lives for one round.
+    """The state of one round.
 
     Attributes:
-        part: this node's place in it.
-        events: of all its nodes; local ones before the first round, after this node has left, and if the store does not answer.
-        server: of the round's store, if that is in this agent.
-        concluded: this node knows the verdict on it.
+        part: this node's place in the round.
+        events: of all its nodes; local events before the first round, after this node has left, and if the store does not answer.
+        server: of the round's store, if this agent hosts it.
+        concluded: this node knows the verdict on the round.
     """
 
     part: Part
@@ -71,9 +71,9 @@ class Waits:
     """How long this node waits for the others, in seconds.
 
     Attributes:
-        settle_s: for reports of other nodes before it judges.
-        patience_s: the same if no report names a cause.
-        others_s: for other nodes to judge, and to read a verdict.
+        settle_s: for reports of other nodes, before it judges.
+        patience_s: the same, if no report names a cause.
+        others_s: for other nodes to judge or to read a verdict.
     """
 
     settle_s: float
@@ -82,29 +82,29 @@ class Waits:
 
     @classmethod
     def of(cls, settings: Settings) -> Waits:
-        """From the user's settings."""
+        """Derive the waits from the user's settings."""
         grace_s = DEFAULT_STOP_GRACE if settings.stop_grace is None else settings.stop_grace
         patience_s = max(grace_s + settings.settle + REPORT_S, HANG_S)
         return cls(settings.settle, patience_s, grace_s + patience_s + JUDGING_S)
 
 
 class Refusals:
-    """Hosts that were told to leave, and may come back later. A store has no clock, so the nodes that stay keep the time.
+    """Hosts that were told to leave and may come back later. A store has no clock, so the remaining nodes keep the time.
 
-    Invariant: `_ends` is in the order of time, since all refusals of a job take equally long.
+    Invariant: `_ends` is ordered by time, since all refusals of a job last equally long.
     """
 
     def __init__(self, refuse_s: float) -> None:
-        """refuse_s: how long a refusal takes, in seconds."""
+        """refuse_s: how long a refusal lasts, in seconds."""
         self._refuse_s = refuse_s
-        self._ends: list[tuple[float, str, str]] = []  # when it ends (monotonic), the host, the reason
+        self._ends: list[tuple[float, str, str]] = []  # end of the refusal (monotonic), host, reason
 
     def add(self, host: str, reason: str) -> None:
-        """A refusal begins now. reason: as it is in the job's store."""
+        """Begin a refusal. reason: as it is in the job's store."""
         self._ends.append((time.monotonic() + self._refuse_s, host, reason))
 
     def ended(self) -> list[tuple[str, str]]:
-        """Host and reason of each refusal that has ended since the last call."""
+        """Return the host and reason of each refusal that has ended since the last call."""
         now = time.monotonic()
         ended = [(host, reason) for at, host, reason in self._ends if at <= now]
         del self._ends[: len(ended)]
@@ -123,7 +123,7 @@ class SeveralNodes:
         events: of the current round.
     """
 
-    poll_interval_s: float | None = POLL_S  # torch's rendezvous has no event for a node that waits
+    poll_interval_s: float | None = POLL_S  # torch's rendezvous has no event for a waiting node
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class SeveralNodes:
         ledger: AgentLedger,
         on_event: Callable[[], None],
     ) -> None:
-        """host, address: of this machine."""
+        """host, address: this machine's."""
         self.node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
         self._host = host
         self._ledger = ledger
@@ -142,7 +142,7 @@ class SeveralNodes:
         self._waits = Waits.of(settings)
         self._refusals = Refusals(settings.refuse_node)
         self._stopped = False  # by a verdict, for all nodes
-        self._leaves_alone = False  # this node leaves, and the job goes on
+        self._leaves_alone = False  # this node leaves and the job goes on
         self._torch = TorchRendezvous(params, address)
         self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
         self._round = Round(Part(0, 0, 1), LocalEvents(on_event), concluded=True)
@@ -175,13 +175,13 @@ class SeveralNodes:
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
 
     def _check_refused(self) -> None:
-        """Raises NodeRefused if this host may not come back yet."""
+        """Raise NodeRefused if this host may not come back yet."""
         if why := self._job.ask(lambda job_: job_.refused(self._host)):
             self._leaves_alone = True
             raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
 
     def _leave_round(self) -> None:
-        """If the round has failed on other nodes, hear what that means. Raises JobStopped."""
+        """If the round has failed on other nodes, get the verdict. Raises JobStopped."""
         ended = self._round
         if ended.events.heard_failure and not ended.concluded:
             heard = self._job.ask(lambda job_: job_.hear(ended.part, self._waits.others_s))
@@ -191,7 +191,7 @@ class SeveralNodes:
                 self._adopt(*heard)
                 if heard[1].ends_job:
                     raise JobStopped(heard[1])
-                threading.Event().wait(heard[1].decision.delay_s)  # as the nodes that failed do; a round needs all
+                threading.Event().wait(heard[1].decision.delay_s)  # like the nodes that failed; a round needs all nodes
         ended.events.close()
         ended.events = LocalEvents(self._on_event)
 
@@ -238,7 +238,7 @@ class SeveralNodes:
     # Verdicts
 
     def conclude(self, report: Report) -> JobVerdict:
-        """If there is no store to agree through, this node judges for itself."""
+        """Conclude through the store; if it is lost, this node judges for itself."""
         waits = self._waits
         patience_s = waits.settle_s if self.events.heard_no_failure else waits.patience_s
         part = self._round.part
@@ -283,7 +283,7 @@ class SeveralNodes:
         job_.leave()
 
     def shutdown(self) -> bool:
-        """A node without which the job goes on only leaves."""
+        """Close the job. If the job goes on without this node, only leave."""
         if self._leaves_alone:
             self.leave()
             return True

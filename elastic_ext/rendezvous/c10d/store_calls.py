@@ -1,9 +1,9 @@
-"""Calls to a torch store, each with a deadline of ours: a store whose host is gone, or cut off, holds up nobody forever.
+"""Calls to a torch store, each with our own deadline: a store whose host is gone or cut off holds up nobody forever.
 
-Torch's own deadlines do not hold for every call, and torch writes a warning to stderr when one ends a call. So each call has a
-thread, and a wait is ended by setting the key it waits for.
+Torch's own deadlines do not cover every call, and torch writes a warning to stderr when one ends a call. So each call has its
+own thread, and we end a wait by setting the key it waits for.
 
-A call that is given up may still be carried out, and it holds its connection until then. So a second try uses new connections,
+A call that was given up may still be carried out, and it holds its connection until then. So a second try uses new connections,
 and every call made here may be repeated without harm.
 """
 
@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.base.errors import ElasticExtError
 
 CALL_S = 5.0
-CHECK_S = 0.1  # between two checks while a wait lasts: torch's rendezvous, which is asked then, has no events
-CONNECT_S = 12.0  # torch resolves the address, too; after a dropped packet a resolver asks its name server again after 5 s
-NOTHING = "-"  # a wait that ends without an answer leaves this in the keys that nobody has set
+CHECK_S = 0.1  # between two checks during a wait; torch's rendezvous, which a check asks, has no events
+CONNECT_S = 12.0  # covers name resolution; after a dropped packet a resolver retries its name server after 5 s
+NOTHING = "-"  # a wait that ends without an answer leaves this in the unset keys
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 # What torch and a socket raise if a store does not answer.
 FAILS = (RuntimeError, ValueError, OSError, RendezvousConnectionError)
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class StoreLost(ElasticExtError):
-    """The store does not answer. Its host is gone, and a store has no replica; or it is slow, and may be back."""
+    """The store does not answer. Either its host is gone, and a store has no replica; or it is slow and may come back."""
 
 
 class StoreCalls:
     """The calls of one thread.
 
-    Each raises StoreLost: after CALL_S at most, and from then on at once until `connect` is called again.
+    Each raises StoreLost within CALL_S, and from then on at once, until `connect` is called again.
 
-    Invariant: no call uses the connection of the store passed in, and no call waits for a wait.
+    Invariant: no call uses the connection of the store passed in, and no call waits for another call's wait.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -60,25 +60,25 @@ class StoreCalls:
         return self._lost is None
 
     def connect(self) -> None:
-        """Open new connections, at the start and after StoreLost. Takes CONNECT_S at most."""
+        """Open new connections, at the start and after StoreLost. Takes at most CONNECT_S."""
         self._lost = None
         calls, waits = (self._start(self._connect) for _ in range(2))
         self._calls, self._waits = self._answer(calls, CONNECT_S), self._answer(waits, CONNECT_S)
 
     def read(self, key: str) -> str:
-        """The value of the key; "" if there is none. Bytes that are not UTF-8 come as surrogates, which `swap` turns back."""
+        """Return the value of the key; "" if it is absent. Non-UTF-8 bytes become surrogates, which `swap` turns back."""
         return self.run(lambda: _text(self._calls.get(key)) if self._calls.check([key]) else "")
 
     def put(self, key: str, value: str) -> None:
-        """Once this returns, all others can read the value. Torch's `set` alone gets no answer."""
+        """Set the key. Once this returns, all others can read the value. Torch's `set` alone gets no answer."""
         self.run(lambda: (self._calls.set(key, value), self._calls.check([key])))
 
     def add(self, key: str, amount: int) -> int:
         return self.run(lambda: cast(int, self._calls.add(key, amount)))
 
     def swap(self, key: str, before: str, after: str) -> str:
-        """Set the key if its value is `before` ("": absent or empty). Return its value then."""
-        # As bytes, which torch takes as well: the value of a stranger may be no text.
+        """Set the key if its value is `before` ("": absent or empty). Return its value after that."""
+        # As bytes, which torch also accepts: a stranger's value may not be text.
         expected: Any = before.encode(errors="surrogateescape")
         return self.run(lambda: _text(self._calls.compare_set(key, expected, after)))
 
@@ -89,7 +89,7 @@ class StoreCalls:
         longer_s: Callable[[], float] = lambda: 0.0,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until all keys are there. Those that are not there in time are set to NOTHING.
+        """Wait until all keys exist. Set those that do not appear in time to NOTHING.
 
         Args:
             longer_s: called after timeout_s; returns how many more seconds to wait.
@@ -125,7 +125,7 @@ class StoreCalls:
             self.swap(key, "", NOTHING)
 
     def run(self, work: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Any other call; it must not use a connection of ours. timeout_s: CALL_S by default."""
+        """Make any other call; it must not use a connection of ours. timeout_s: CALL_S by default."""
         return self._answer(self._start(work), CALL_S if timeout_s is None else timeout_s)
 
     def _answer(self, answer: Future[T], timeout_s: float) -> T:
@@ -137,13 +137,13 @@ class StoreCalls:
             raise self.lose(str(error)) from error
 
     def end(self, timeout_s: float) -> None:
-        """The process is about to end; see `RoundEvents.shut_down`."""
+        """Prepare for the end of the process; see `RoundEvents.shut_down`."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def lose(self, reason: str) -> StoreLost:
-        """Make no more calls. Returns the exception to raise."""
+        """Make no more calls. Return the exception to raise."""
         self._lost = reason.partition("\n")[0]
         return StoreLost(self._lost)
 
@@ -169,7 +169,7 @@ def _text(value: bytes) -> str:
 
 
 def _clone(store: Store) -> Store:
-    """Open another connection. Torch would try for minutes to reach a port that nobody listens on, so this tries it first."""
+    """Open another connection. Torch would try for minutes to reach a port without a listener, so probe the port first."""
     if isinstance(store, TCPStore):
         socket.create_connection((store.host, store.port), CALL_S).close()
     return store.clone()

@@ -1,11 +1,11 @@
 """A job's verdicts and its ledger in the job's store: `ext_c10d` over several nodes has no etcd.
 
-Each node of a round that has failed puts its report there. The first node to claim the round judges all reports together, once
-all nodes have reported or the settle window is over. If every report so far only follows from something else, it waits longer
-for the silent nodes: the cause may be theirs.
+Each node of a failed round puts its report there. The first node to claim the round judges all reports together, once all nodes
+have reported or the settle window is over. If every report so far only follows from another failure, that node waits longer for
+the silent nodes: the cause may be theirs.
 
-The ledger is what is decided. It is swapped against the ledger that the judgement was made on, and its last verdict is the
-verdict. So if a judge was given up too early and there are two, only one of them counts.
+The ledger is the decision. The judge swaps it against the ledger that it judged on, and its last verdict is the verdict. So if a
+judge was given up too early and there are two, only one of them counts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_AGENTS = 2**16  # the host waits for no more agents than this at the end
-JUDGING_S = 10.0  # a judge that need not wait any more gets this long; then another node takes its place
+MOST_AGENTS = 2**16  # at the end the host waits for at most this many agents
+JUDGING_S = 10.0  # time for a judge that need not wait any more; then another node takes its place
 
-# Called with the reports, the ledger before, and the id of the node that hosts the store ("" if none does).
+# Called with the reports, the ledger before the judgement, and the id of the node that hosts the store ("" if none does).
 Judge = Callable[[Mapping[str, Report], Ledger, str], tuple[Ledger, JobVerdict]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One node's place in a round. nodes: how many the round has."""
+    """One node's place in a round. nodes: number of nodes in the round."""
 
     round: int
     rank: int
@@ -61,10 +61,10 @@ class StoreJob:
         self._known = ledger
         self._reader = RecordReader()
         self._first = ""
-        self._number = 0  # of this agent; 0 until it has come in
+        self._number = 0  # of this agent; 0 until `come_in`
 
     def come_in(self) -> Ledger:
-        """Call this before anything else. Returns the ledger of the job."""
+        """Enter the job and return its ledger. Call this before anything else."""
         if not self.calls.connected:
             self.calls.connect()
         self._first = self.calls.swap(job_keys.FIRST, "", self._node_id)
@@ -78,7 +78,7 @@ class StoreJob:
     def reconnect(self) -> None:
         """Connect again after StoreLost.
 
-        Raises StoreLost, too, if another store listens there now: that of an agent started in place of the lost one. It knows
+        Also raises StoreLost if another store listens there now: that of an agent started in place of the lost one. It knows
         nothing of this job's rounds, and would take our records for its own.
         """
         self.calls.connect()
@@ -88,11 +88,11 @@ class StoreJob:
             raise self.calls.lose("another store has taken its place")
 
     def conclude(self, part: Part, report: Report, judge: Judge, settle_s: float, patience_s: float) -> tuple[Ledger, JobVerdict]:
-        """The workers of this node have failed. Return the ledger after the job's one verdict, and the verdict.
+        """Return the ledger after the job's one verdict, and the verdict. The workers of this node have failed.
 
         Args:
             settle_s: how long to wait for nodes that have not reported yet.
-            patience_s: the same if no report names a cause. A host that has died holds up the job for this long.
+            patience_s: the same, if no report names a cause. A dead host holds up the job for this long.
         """
         self._report(part, encode_report(report))
         judging_node = ""
@@ -108,29 +108,29 @@ class StoreJob:
                 return concluded
 
     def hear(self, part: Part, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
-        """Workers have failed on another node only. Return what `conclude` returns there; None if nothing comes in time."""
+        """Return what `conclude` returns on the nodes where workers failed; None if nothing comes in time. None failed here."""
         self._report(part, "")
         return self._await(part, timeout_s)
 
     def ledger(self) -> Ledger:
-        """The ledger of the job; a new one if there is none or it cannot be read."""
+        """Return the ledger of the job; a new one if it is missing or unreadable."""
         return judging.ledger_of(self.calls.read(job_keys.LEDGER) or self.calls.read(job_keys.LEDGER_BEFORE))
 
     def stopped(self) -> JobVerdict | None:
-        """The verdict that has ended the job for all nodes."""
+        """Return the verdict that has ended the job for all nodes; None if none has."""
         text = self.calls.read(job_keys.STOPPED)
         return self._reader.verdict(text, job_keys.STOPPED.encode()) if text else None
 
     def stop(self, verdict: JobVerdict) -> JobVerdict:
         """End the job by a verdict of this node alone. The other nodes find the job closed, and read why.
 
-        Returns the verdict that holds for all nodes: another one may have been there first.
+        Return the verdict that holds for all nodes: another one may have come first.
         """
         self.calls.swap(job_keys.STOPPED, "", encode_verdict(verdict))
         return self.stopped() or verdict
 
     def refused(self, host: str) -> str:
-        """Why this host may not come back yet; "" if it may."""
+        """Return why this host may not come back yet; "" if it may."""
         return printable(self.calls.read(job_keys.refused(host)))
 
     def forgive(self, host: str, reason: str) -> None:
@@ -139,7 +139,7 @@ class StoreJob:
         logger.info("host %s may come back", host)
 
     def leave(self) -> None:
-        """This agent has left: `await_others` does not wait for it any more."""
+        """Mark this agent as gone: `await_others` no longer waits for it."""
         self.calls.put(job_keys.gone(self._number), "")
 
     def await_others(self, timeout_s: float) -> None:
@@ -148,7 +148,7 @@ class StoreJob:
         self.calls.wait_all([job_keys.gone(agent) for agent in range(1, agents + 1) if agent != self._number], timeout_s)
 
     def _report(self, part: Part, report: str) -> None:
-        """report: "" if nothing has failed. A report that comes after the judgement has no effect."""
+        """Write a report; "" if nothing has failed. A report that comes after the judgement has no effect."""
         record = NodeReport(self._node_id, self.calls.add(job_keys.ORDERS, 1), report)
         text = json.dumps({"schema": job_keys.SCHEMA, **asdict(record)})
         self.calls.swap(job_keys.report(part.round, part.rank), "", text)
@@ -159,7 +159,7 @@ class StoreJob:
         if (text := self.calls.read(mine)) == NOTHING:
             return None
         ledger, verdict = self.ledger(), self._reader.verdict(text, mine.encode())
-        if verdict is None:  # somebody else has written it; the ledger is what holds
+        if verdict is None:  # another node has written it; the ledger is what holds
             verdict = next((each for each in ledger.verdicts[-1:] if each.round == part.round), None)
         return (ledger, verdict) if verdict is not None else None
 
@@ -195,13 +195,13 @@ class StoreJob:
         return self._reports(keys)
 
     def _reports(self, keys: Sequence[str]) -> dict[str, Report]:
-        """The failures reported so far, by id of the node."""
+        """Return the failures reported so far, by node id."""
         texts = [(key, text) for key in keys if (text := self.calls.read(key)) not in ("", NOTHING)]
         records = [self._reader.read(NodeReport, text, key, job_keys.SCHEMA) for key, text in texts]
         return {each.node: judging.report_of(each.report, each.order) for each in records if each is not None and each.report}
 
     def _publish(self, part: Part, verdict: JobVerdict) -> None:
-        """Write the verdict last: whoever knows it may read the rest."""
+        """Write the verdict last: a node that knows it may read the rest."""
         text = encode_verdict(verdict)
         if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self.calls.put(job_keys.refused(verdict.host), verdict.decision.reason)
@@ -212,10 +212,10 @@ class StoreJob:
 
 
 class RetryingJob:
-    """Calls a StoreJob, and once more on new connections if the store does not answer.
+    """Calls a StoreJob; if the store does not answer, calls it once more on new connections.
 
-    It may only have been slow, or something on the way may have dropped an idle connection. If the host of the store is gone, the
-    second try takes up to `store_calls.CALL_S`, and no time if the host refuses the connection.
+    The store may only have been slow, or something on the way may have dropped an idle connection. If the store's host is gone,
+    the second try takes up to `store_calls.CALL_S`, or no time if the host refuses the connection.
     """
 
     def __init__(self, job_: StoreJob) -> None:
@@ -223,7 +223,7 @@ class RetryingJob:
         self._lost = False
 
     def ask(self, call: Callable[[StoreJob], T], again: bool = True) -> T | None:
-        """Return what the call returns; None if the store is lost. again: call once more."""
+        """Return what the call returns; None if the store is lost. again: whether to try a second time."""
         try:
             try:
                 answer = call(self._job)
@@ -243,5 +243,5 @@ class RetryingJob:
         return answer
 
     def end(self, timeout_s: float) -> None:
-        """The process is about to end; see `RoundEvents.shut_down`."""
+        """Prepare for the end of the process; see `RoundEvents.shut_down`."""
         self._job.calls.end(timeout_s)

@@ -1,7 +1,7 @@
-"""Torch's own c10d rendezvous decides which nodes are in the next round; here they tell each other where the round's store is.
+"""Torch's own c10d rendezvous decides which nodes are in the next round; here they learn where the round's store is.
 
-Torch hands the same TCPStore to every round, with the keys of the last one in it; a restart then reads the addresses of dead
-workers. So the node of rank 0 publishes another store for each round, with the round's number.
+Torch hands the same TCPStore to every round, with the keys of the last round in it; a restart then reads the addresses of dead
+workers. So the node of rank 0 publishes a new store for each round, with the round's number.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ ROUND_TRIES = 3
 
 
 class TorchRendezvous:
-    """This node's end of it.
+    """This node's side of torch's rendezvous.
 
     Invariant: two rounds never share a store.
 
     Attributes:
-        store: the job's store, on a connection that torch's keep-alives use too.
-        hosts_store: it lives in this process.
-        launch: names this launch of the job, from the first round on the same on every node.
+        store: the job's store, on a connection shared with torch's keep-alives.
+        hosts_store: the store lives in this process.
+        launch: name of this launch of the job; the same on every node from the first round on.
     """
 
     def __init__(self, params: RendezvousParameters, address: str) -> None:
-        """Connect to the store, or host it. address: of this machine. Raises what torch raises if that fails."""
+        """Connect to the store, or host it. address: this machine's. Raises what torch raises if that fails."""
         backend, self.store = create(params)
         self._handler = create_handler(self.store, backend, params)
         self._run_id = params.run_id
@@ -63,7 +63,7 @@ class TorchRendezvous:
         """Wait for the next round. Raises what torch raises.
 
         Returns:
-            What torch says of the round, with the job's store; where the round's own store is; its server on rank 0.
+            Torch's round info, with the job's store; the address of the round's own store; its server on rank 0.
         """
         for _ in range(ROUND_TRIES):
             joined = self._join()
@@ -72,7 +72,7 @@ class TorchRendezvous:
             if (published := self._published(joined.store)) is not None:
                 self.launch = published.launch
                 return joined, published, None
-            # Try again: another round has another key, and the other nodes will come to it when this node waits.
+            # Try again: another round has another key, and the other nodes come to it when this node waits.
         raise RendezvousConnectionError(f"the address of the round could not be read {ROUND_TRIES} times")
 
     def _join(self) -> RendezvousInfo:
@@ -80,7 +80,7 @@ class TorchRendezvous:
             return self._handler.next_rendezvous()
 
     def _publish(self, part: Store) -> tuple[PublishedRound, TCPStore]:
-        """Serve the store of this round, and tell the other nodes where it is. part: the round's part of the job's store."""
+        """Serve the store of this round and tell the other nodes its address. part: the round's part of the job's store."""
         server = serve(self._address)
         number = self.store.add(job_keys.round_number(self._run_id), 1)
         self.launch = self.store.compare_set(job_keys.launch(self._run_id), "", self.launch).decode(errors="replace")
@@ -89,16 +89,16 @@ class TorchRendezvous:
         return published, server
 
     def _published(self, part: Store) -> PublishedRound | None:
-        """Wait for what rank 0 publishes. None if it cannot be read: somebody else has written there."""
+        """Wait for what rank 0 publishes; return None if it is unreadable because somebody else has written there."""
         text = part.get(job_keys.ROUND).decode(errors="replace")
         return self._reader.read(PublishedRound, text, job_keys.ROUND, job_keys.SCHEMA)
 
     def num_nodes_waiting(self) -> int:
-        """Number of nodes that wait to join; 0 if the store is gone."""
+        """Return the number of nodes that wait to join; 0 if the store is gone."""
         try:
             waiting = cast(int, self._handler.num_nodes_waiting())
         except RendezvousConnectionError as error:
-            # The host of the store is gone. Nobody can join, but that is no reason to stop training.
+            # The store's host is gone. Nobody can join, but that is no reason to stop training.
             if not self._unreachable:
                 logger.warning("the rendezvous store cannot be reached, training goes on without it: %s", error)
             self._unreachable = True
@@ -113,7 +113,7 @@ class TorchRendezvous:
         self._handler.set_closed()
 
     def close(self) -> bool:
-        """Close the job for all nodes; False if the store is gone."""
+        """Close the job for all nodes; return False if the store is gone."""
         try:
             return cast(bool, self._handler.shutdown())
         except RendezvousConnectionError as error:
@@ -127,7 +127,7 @@ class TorchRendezvous:
 
 @contextmanager
 def _no_shared_store() -> Iterator[None]:
-    """Torch's documented switch. With sharing, a joining node waits 60 s for an address nobody publishes; then the job dies."""
+    """Set torch's documented switch. With sharing, a joining node waits 60 s for an unpublished address; then the job dies."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"

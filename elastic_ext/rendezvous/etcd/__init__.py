@@ -1,11 +1,11 @@
-"""The rendezvous on etcd v3. `keys` lists every key; each module is for one subject.
+"""The rendezvous on etcd v3. `keys` lists every key; each module has one subject.
 
     What the agent uses         handler, connection (what outlives every round), round_store, exchange, fence, condition,
                                 agent_policy
     One node in the job         participant, made of tasks, registration, header_record, own_assignment, own_watches, election,
                                 recovery, outage, job_records
     The leader's work           leader, made of node_records, members, job_upkeep, verdict
-    From outside of the job     save_request, job_status, connect
+        From outside the job        save_request, job_status, connect
 
 Importing this package imports none of them.
 """

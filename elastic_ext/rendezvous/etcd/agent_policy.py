@@ -1,4 +1,4 @@
-"""What the leader's agent answers the leader: whether nodes may join now, and the verdict on a failure."""
+"""The answers of the leader's agent to the leader: whether nodes may join now, and the verdict on a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AgentPolicy:
     """A `verdict.LeaderPolicy`, from the settings of this agent.
 
     Attributes:
-        max_restarts: the job's budget, set by our agent before the first round.
+        max_restarts: the job's budget; our agent sets it before the first round.
     """
 
     def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
@@ -26,10 +26,10 @@ class AgentPolicy:
         self._settings = settings
         self._min_nodes = min_nodes
         self._newest_checkpoint = newest_checkpoint
-        self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint at the first question in it
+        self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when it was first asked about
 
     def may_grow(self, round_: int) -> bool:
-        """Now, or once there is a checkpoint that was not there when the nodes came."""
+        """Return whether waiting nodes may join: now, or once there is a checkpoint that did not exist when they came."""
         if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
             return True
         path = self._newest_checkpoint()
@@ -38,7 +38,7 @@ class AgentPolicy:
         return path != self._first_seen[1]
 
     def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
-        """One verdict for all nodes."""
+        """Return one judgement for all nodes."""
         given = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
         rules = replace(self._rules(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost)
         window_s = self._settings.budget_window or 0
@@ -58,7 +58,7 @@ class AgentPolicy:
         )
 
     def judge_alone(self, node_id: str, report: ledger.Report, round_: int) -> ledger.JobVerdict:
-        """The verdict of a node that does not get the job's."""
+        """Return the verdict of a node that does not get the job's verdict."""
         _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), self._rules(1), round_)
         return verdict
 

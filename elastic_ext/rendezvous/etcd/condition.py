@@ -1,17 +1,17 @@
-"""How the agent's main thread waits for other nodes."""
+"""The condition on which the agent's main thread waits for other nodes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-LOOK_S = 1.0  # how often a waiting main thread looks for a signal that was lost on its way
+LOOK_S = 1.0  # how often a waiting main thread looks for a signal that was lost
 
 
 class InterruptibleCondition(threading.Condition):
-    """A condition whose waits end after LOOK_S at the latest, so that `on_wait` is called again and again; it may raise.
+    """A condition whose waits end within LOOK_S, so that `on_wait` is called again and again; it may raise.
 
-    A signal ends a wait by the exception that its handler raises, unless somebody else catches that: logging, say. Then `on_wait`
+    A signal ends a wait by the exception that its handler raises, unless other code (such as logging) catches it. Then `on_wait`
     raises it.
     """
 
@@ -20,6 +20,6 @@ class InterruptibleCondition(threading.Condition):
         self._on_wait = on_wait
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification, `timeout` seconds or LOOK_S, whichever is less; the caller must look again in any case."""
+        """Wait for a notification, for at most the lesser of `timeout` and LOOK_S (seconds); the caller must check again."""
         self._on_wait()
         return super().wait(LOOK_S if timeout is None else min(timeout, LOOK_S))

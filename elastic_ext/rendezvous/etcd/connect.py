@@ -1,4 +1,4 @@
-"""Makes an etcd client from the user's settings and checks that it works. Knows nothing of torch."""
+"""Connects to etcd with the user's settings and checks that it works. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_ext.rendezvous.etcd.keys import ROOT
 
 
 def connect(endpoint: str, settings: Settings) -> EtcdClient:
-    """Raises UsageError: there is no endpoint, or etcd cannot be used with these settings; the message says why."""
+    """Return a working client. Raises UsageError: no endpoint, or etcd is unusable with these settings; the message says why."""
     if not endpoint.strip():
         raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
     tls = None
@@ -18,7 +18,7 @@ def connect(endpoint: str, settings: Settings) -> EtcdClient:
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
     try:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        client.get(ROOT)  # a user without permission learns of it now
+        client.get(ROOT)  # so that a user without permission learns of it now
     except EtcdError as error:
         raise UsageError(f"etcd at {redacted(endpoint)}: {error}") from error
     return client

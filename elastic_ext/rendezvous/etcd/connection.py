@@ -1,4 +1,4 @@
-"""An agent's place in a job on etcd, from the agent's start to its leaving: what outlives every round."""
+"""An agent's place in a job on etcd, from the agent's start until it leaves: everything that outlives a round."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
-WAITED_S = 10.0  # for a verdict; more than workers on other nodes take to end: then a warning says what the agent waits for
+WAITED_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
 
 class JobConnection:
     """The agent's node in etcd, the thread that does its work, and the fence.
 
     Attributes:
-        address: by which the other nodes reach this one.
-        changed: notified when anything of the participant or the fence has changed.
+        address: the address by which the other nodes reach this one.
+        changed: notified when anything in the participant or the fence has changed.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class JobConnection:
     ) -> None:
         """
         Args:
-            on_event: called from any thread after `changed` was notified.
+            on_event: called from any thread after `changed` is notified.
             on_wait: called while the main thread waits; it may raise.
 
         Raises:
-            UsageError: no run id, or etcd cannot be used with these settings; the message says why.
+            UsageError: no run id, or etcd is unusable with these settings; the message says why.
         """
         if params.run_id in ("", "none"):
             raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
@@ -94,7 +94,7 @@ class JobConnection:
     # Waits of the main thread.
 
     def await_round(self, after: int) -> tuple[Header, Assignment]:
-        """Return the next round after number `after` and this node's part in it.
+        """Return the next round after round `after`, and this node's part in it.
 
         Raises:
             JobStopped: a verdict has ended the job.
@@ -127,7 +127,7 @@ class JobConnection:
         return verdict if verdict.ends_job else None
 
     def await_verdict(self, round_: int) -> JobVerdict | None:
-        """Return the job's verdict on this round; None: there is none, and there will be none in time."""
+        """Return the job's verdict on this round; None if there is none and none will come in time."""
         participant = self.participant
         now = time.monotonic()
         deadline, warn_at = now + self._join_timeout_s, now + WAITED_S
@@ -146,11 +146,11 @@ class JobConnection:
                 self.changed.wait(min(deadline, warn_at) - now)
 
     def raise_failure(self, started: bool = True) -> None:
-        """Raise why this node can take no further part in the job, if so. started: it has been in a round."""
+        """Raise the reason why this node can take no further part in the job, if any. started: it has been in a round."""
         failure = self.participant.failure
         if failure is None:
             return
-        if isinstance(failure, QuotaExceeded) and not started:  # nothing has been started yet: an operator must act first
+        if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
             raise UsageError(str(failure))
         if isinstance(failure, Refused):
             raise NodeRefused(str(failure))
@@ -159,20 +159,20 @@ class JobConnection:
     # The end.
 
     def last_will(self) -> LastWill | None:
-        """What the reaper needs to revoke this node's lease; None: it has none. Secrets go through the reaper's pipe only."""
+        """Return what the reaper needs to revoke this node's lease; None without a lease. Secrets go only through its pipe."""
         lease_id, _ = self.participant.lease
         if lease_id is None:
             return None
         return self._will(lease_id)
 
     def leave(self) -> None:
-        """Leave the job to the others. A second call does nothing."""
+        """Leave the job to the other nodes. A second call does nothing."""
         if self._left:
             return
         self._left = True
         self.fence.close(LEAVE_TIMEOUT_S)
         self.participant.leave(LEAVE_TIMEOUT_S)
-        self.participant.client.close()  # before the dispatcher, which may be in a call that nobody answers
+        self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self._dispatcher.close(LEAVE_TIMEOUT_S)
 
 

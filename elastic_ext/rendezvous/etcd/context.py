@@ -13,12 +13,12 @@ from elastic_ext.rendezvous.rounds import Limits
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Who a node is and which job it enters.
+    """The identity of a node and of the job that it enters.
 
     Attributes:
         node_id: unique within the job, fit to be part of a key.
-        lease_ttl_s: after how many seconds without a renewal etcd drops the node.
-        host: by which a verdict may refuse this machine; "": it has no name.
+        lease_ttl_s: after this many seconds without a renewal, etcd drops the node.
+        host: name by which a verdict may refuse this machine; "" if it has none.
     """
 
     run_id: str
@@ -30,7 +30,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Shared by the parts of one `Participant`."""
+    """The objects that the parts of one `Participant` share."""
 
     client: EtcdClient
     config: NodeConfig

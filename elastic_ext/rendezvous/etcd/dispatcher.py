@@ -13,36 +13,36 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # twice what a call of etcd takes at most (EtcdClient.timeout_s)
+CLOSE_S = 10.0  # twice the longest duration of an etcd call (EtcdClient.timeout_s)
 
 
 class Runner(Protocol):
-    """One participant's side of it."""
+    """One participant's side of the dispatcher."""
 
     def run(self, task: Callable[[], None]) -> None:
         """Run a task, and handle what it raises."""
 
     def on_timer(self) -> None:
-        """The time given to `wake_at` has come."""
+        """Handle the time given to `wake_at`."""
 
 
 class Dispatcher:
-    """An agent has one runner on it, its participant's; a simulation many."""
+    """The thread. An agent has one runner on it, its participant's; a simulation has many."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()
         self._due: dict[Runner, float] = {}
-        self._order: list[tuple[float, int, Runner]] = []  # a heap; an entry that `_due` contradicts is void
-        self._numbers = itertools.count()  # runners have no order of their own
+        self._order: list[tuple[float, int, Runner]] = []  # a heap; an entry that contradicts `_due` is void
+        self._numbers = itertools.count()  # runners themselves cannot be ordered
         self._thread = threading.Thread(target=self._run, name="elastic_ext-rendezvous", daemon=True)
         self._thread.start()
 
     def post(self, runner: Runner, task: Callable[[], None]) -> None:
-        """Run a task after those posted before it; from any thread, returns at once."""
+        """Run a task after those posted before it. Any thread may call this; it returns at once."""
         self._queue.put((runner, task))
 
     def wake_at(self, runner: Runner, at: float | None) -> None:
-        """Call its `on_timer` at this monotonic time; None: do not. Only from the dispatcher's thread."""
+        """Call `on_timer` of the runner at this monotonic time; None: do not call it. Only from the dispatcher's thread."""
         if at is None:
             self._due.pop(runner, None)
         elif self._due.get(runner) != at:
@@ -50,7 +50,7 @@ class Dispatcher:
             heapq.heappush(self._order, (at, next(self._numbers), runner))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Run the tasks that wait, then end. After timeout_s seconds the thread is left to itself, in whatever call it is in."""
+        """Run the waiting tasks, then end. After timeout_s seconds, abandon the thread in whatever call it is in."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -82,4 +82,4 @@ class Dispatcher:
                 due.append(runner)
         for runner in due:
             runner.run(runner.on_timer)
-        return self._order[0][0] if self._order else None  # void perhaps: then the next look is only too early
+        return self._order[0][0] if self._order else None  # maybe of a void entry: then the next look is only too early

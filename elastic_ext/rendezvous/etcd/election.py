@@ -1,4 +1,4 @@
-"""Who leads the job: the node whose key was created first. Every other node watches only the node created before it."""
+"""The election of the leader: the node whose key was created first. Every other node watches only the node created before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_ext.rendezvous.etcd.registration import Registration
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor after this time; nothing is missed by it
+FOLLOW_S = 1.0  # a node that waits for a round watches its predecessor only after this time; it misses nothing
 
 
 class Leading(Protocol):
@@ -28,7 +28,7 @@ class Leading(Protocol):
 
 
 class Election:
-    """One node's place in it. For the rendezvous thread."""
+    """One node's part in the election. For the rendezvous thread."""
 
     def __init__(self, context: NodeContext, registration: Registration, lead: Callable[[], Leading]) -> None:
         """lead: called when this node becomes the leader."""
@@ -37,23 +37,23 @@ class Election:
         self._lead = lead
         self.leader: Leading | None = None
         self._predecessor: Watch | None = None
-        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it was there
+        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it existed
 
     def find_predecessor(self, last: KeyValue | None = None) -> None:
-        """Lead if no node was here before this one, else watch the last one that was (as etcd's client/v3/concurrency does).
+        """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
 
-        Asking for it makes etcd sort all nodes. `last` names it for free: a node that was there when this one was created, since
-        that key is under the lease of the node that it names.
+        Asking etcd for it makes etcd sort all nodes. `last` names it for free: a node that existed when this one was created,
+        since that key is under the lease of the node that it names.
         """
         if self._registration.node is None:
             return None  # it has left meanwhile
         self.close()
         self._to_follow = None
-        if last is not None and last.lease_id:  # without a lease somebody else has written it
+        if last is not None and last.lease_id:  # without a lease, somebody else has written it
             key = self._context.keys.node(last.value.decode(errors="replace"))
             if key != self._context.own_key and self._names_node(key.encode()):
                 self._to_follow = (key, self._registration.created)
-                # Or once this node is in a round: forming it comes first.
+                # Later, or once this node is in a round: forming the round comes first.
                 return self._context.tasks.wake_at(time.monotonic() + FOLLOW_S)
         self._to_follow = self._node_before()
         if self._to_follow is not None:
@@ -63,14 +63,14 @@ class Election:
         return self.on_timer()
 
     def on_timer(self) -> None:
-        """The leader's look; of any other node, the time to watch its predecessor."""
+        """Take the leader's look; on any other node, begin to watch the predecessor."""
         if self.leader is not None:
             self._context.tasks.wake_at(self.leader.act(time.monotonic()))
         else:
             self.follow()
 
     def follow(self) -> None:
-        """Begin to watch the predecessor, if that has not been done."""
+        """Begin to watch the predecessor, unless that has been done."""
         if self._to_follow is None or self._registration.node is None:
             return
         (key, revision), self._to_follow = self._to_follow, None
@@ -83,16 +83,16 @@ class Election:
         )
 
     def _on_predecessor(self, item: Item) -> None:
-        """It is gone; or it has registered again, and is a predecessor no more."""
+        """Handle the end of the predecessor: it is gone, or has registered again and is no longer the predecessor."""
         if not isinstance(item, Batch) or any(
             event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
         ):
             self.find_predecessor()
 
     def _node_before(self) -> tuple[str, int] | None:
-        """Key of the node that was created last before this one, and a revision at which it was there.
+        """Return the key of the node created last before this one, and a revision at which it existed.
 
-        A key that holds no node leads nobody: then all keys are read, to find one that does.
+        A key that holds no node leads nobody: then read all keys to find one that does.
         """
         folder, created = self._context.keys.nodes, self._registration.created
         found = self._context.client.last_created_before(folder, created)
@@ -109,7 +109,7 @@ class Election:
         return self._context.reader.id_of(self._context.keys.nodes, key) is not None
 
     def close(self) -> None:
-        """Follow nobody and lead no more."""
+        """Stop following and leading."""
         if self._predecessor is not None:
             self._predecessor.close()
             self._predecessor = None

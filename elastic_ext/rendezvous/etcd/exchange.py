@@ -1,7 +1,7 @@
-"""How the nodes of a round on etcd agree what to resume from: by offers under the nodes' leases, and a choice in the header.
+"""How the nodes of a round on etcd agree on what to resume from: by offers under the nodes' leases, and a choice in the header.
 
 The round's store is not used: torch's TCPStore takes writes from anybody who reaches its port, and every rank would load what is
-chosen there. As a rule the choice costs one transaction, and each node learns of it by the watch that it has on the header.
+chosen there. Usually the choice costs one transaction, and each node learns of it through its watch on the header.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, State
 
 
 class EtcdExchange:
-    """One node's end of one round; see `base.exchange`. For the thread of the agent.
+    """One node's side of one round; see `base.exchange`. For the agent's thread.
 
-    Invariant: only what was written for this round is read: headers are compared by number and seal, the keys of offers hold the
-    seal.
+    Invariant: only what was written for this round is read: headers are compared by number and seal, and the keys of offers
+    hold the seal.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class EtcdExchange:
         changed: InterruptibleCondition,
         over: Callable[[], RoundEnd | None],
     ) -> None:
-        """changed: notified when the participant has changed, or `over`. over: why the round is over; None: it runs."""
+        """changed: notified when the participant or `over` has changed. over: why the round is over; None: it runs."""
         self._participant, self._header, self._part = participant, header, part
         self._changed, self._over = changed, over
 

@@ -1,29 +1,29 @@
 """Stops a node that is cut off before the others can count it as lost; lets all train on while etcd is down for everybody.
 
 The server forgets a node when its lease has not been renewed for a whole lease time; the others may then go on without it. So a
-node whose lease nears its end must stop its workers, unless no other node of the round can renew its own either: then nobody is
-there to form a round, and when etcd is back it gives every lease its whole time again.
+node whose lease is about to end must stop its workers, unless no other node of the round can renew its own lease either: then
+nobody can form a round, and when etcd is back it gives every lease its full time again.
 
-Wire protocol: each node writes its state, one of WELL, TROUBLE and BACK, into the store of the round, which does not depend on
-etcd, under elastic_ext/trouble/RANK. A node that has never written is well.
+Wire protocol: each node writes its state (WELL, TROUBLE or BACK) into the store of the round, which does not depend on etcd,
+under elastic_ext/trouble/RANK. A node that has never written is well.
 
 | share of the lease time left | |
 |---|---|
 | more than 62 % | well (a renewal is due every third) |
-| 10 to 62 % | in trouble: write so into the store |
+| 10 to 62 % | in trouble: the node writes this into the store |
 | less than 10 % | closed, unless all others are in trouble too, or have just come back from an outage that all were in |
 
 Renewals of two nodes are at most a third apart, so in an outage of etcd the last node is in trouble (38 % + 33 % after the first
-one's last renewal) before the first one must decide (90 %). The rest of the lease time is all that its workers get to stop.
+node's last renewal) before the first one must decide (90 %). The workers must stop in the rest of the lease time.
 
-When etcd is back, one node is the first to renew, or to register again if its lease has ended. It writes BACK, and the others
-train on for `train_on_s`, counted from before it was back: they are about to come back too. No round is formed without them in
-that time, since the leader was in the outage too and gives the members longer than that to come back (`outage.returning_s`).
+When etcd is back, one node is the first to renew, or to register again if its lease has ended. It writes BACK, and the others,
+which are about to come back too, train on for `train_on_s`, counted from before it was back. No round is formed without them in
+that time: the leader was in the outage too, and gives the members longer than that to come back (`outage.returning_s`).
 
-Invariant: a node writes BACK only if half of its lease time was over; a leader in that state waits for the members
-(`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL, and excuses nobody.
+Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
+(`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
 
-Not covered: all members of the round cut off from etcd while a node outside of it is not. Spares are not in the round's store.
+Not covered: all members of the round are cut off from etcd while a node outside it is not. Spares are not in the round's store.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
 LOOK_SHARE = 0.05  # how often a node in trouble looks again
 TRAIN_ON_S = 5.0  # gRPC takes that long to find a server again (min_reconnect_backoff_ms and a pause)
-TRAIN_ON_SHARE = 0.5  # of the lease time, where that is longer
+TRAIN_ON_SHARE = 0.5  # of the lease time, if that is longer
 
 WELL, TROUBLE, BACK = "0", "1", "2"
-_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL: it excuses nobody
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL, which excuses nobody
 _KEYS = "elastic_ext/trouble/"
 
 
 def train_on_s(ttl_s: float) -> float:
-    """Seconds from when all were last seen in trouble to when this node must be back, once another is."""
+    """Return how many seconds after all were last seen in trouble this node must be back, once another node is."""
     return max(TRAIN_ON_S, TRAIN_ON_SHARE * ttl_s)
 
 
 def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
-    """Whether nobody can go on without a node in trouble.
+    """Return whether no other node can go on without a node in trouble.
 
     others: their states; None: the store does not answer. all_down_at: see Fence.
     """
@@ -72,7 +72,7 @@ def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl
 
 @dataclass(frozen=True)
 class RoundStore:
-    """Where the nodes of a round tell each other their states. rank: of this node. nodes: of the round."""
+    """The store through which the nodes of a round exchange their states. rank: this node's. nodes: number in the round."""
 
     host: str
     port: int
@@ -81,23 +81,23 @@ class RoundStore:
 
 
 class Fence:
-    """One thread beside the rendezvous: its calls of the store may hang on a cut link, and nothing else must wait for them.
+    """A thread beside the rendezvous thread: its store calls may hang on a cut link, and nothing else must wait for them.
 
     Attributes:
         closed: the workers must not run.
     """
 
     def __init__(self, lease: Callable[[], tuple[int | None, float]], ttl_s: float, on_change: Callable[[], None]) -> None:
-        """lease: its id, and the monotonic time until which it is certainly alive."""
+        """lease: returns its id, and the monotonic time until which it is certainly alive."""
         self._lease = lease
         self._ttl_s = ttl_s
         self._on_change = on_change
         self.closed = False
         self._round: RoundStore | None = None
-        self._store: tuple[RoundStore, TCPStore] | None = None  # kept open from trouble on; with its round
-        self._written = WELL  # this node's state as last written; BACK, once it is written, counts as WELL
-        self._late = False  # in this trouble half of the lease time was over
-        self._all_down_at: float | None = None  # when a look began that saw all in trouble, the last one of this trouble
+        self._store: tuple[RoundStore, TCPStore] | None = None  # open from the first trouble until the end of its round
+        self._written = WELL  # this node's last written state; a written BACK counts as WELL
+        self._late = False  # in this trouble half of the lease time has passed
+        self._all_down_at: float | None = None  # start of the last look in this trouble that saw all nodes in trouble
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
@@ -112,7 +112,7 @@ class Fence:
             self._wake.notify()
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """End the thread. It may be in a call of the store that nobody answers: after timeout_s it is left to itself."""
+        """End the thread. It may be in a store call that never returns: after timeout_s, abandon it."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -145,7 +145,7 @@ class Fence:
         closed = share <= CLOSE_SHARE and not excused(others, self._all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_:
-                return  # of a round that is over
+                return  # the round of this look is over
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed
@@ -162,13 +162,13 @@ class Fence:
         return TROUBLE
 
     def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:
-        """Write this node's state into the round's store; return those of the others; None: the store does not answer."""
+        """Write this node's state into the round's store; return the others' states; None if the store does not answer."""
         try:
             store = self._connected(round_)
             store.set(f"{_KEYS}{round_.rank}", state)
             keys = [f"{_KEYS}{other}" for other in range(round_.nodes) if other != round_.rank]
             return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
-        except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
+        except (RuntimeError, ValueError) as error:  # torch raises these for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error)
             self._store = None
             return None

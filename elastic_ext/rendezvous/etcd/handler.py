@@ -1,4 +1,4 @@
-"""`ext_etcd`: torch's rendezvous interface over a `Participant` on etcd v3. No single host of the job can end it."""
+"""`ext_etcd`: torch's rendezvous interface over a `Participant` on etcd v3. The loss of no single host ends the job."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BACKEND = "ext_etcd"
 
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
-    """How a round has ended by the newest header; None: it runs.
+    """Return how a round has ended according to the newest header; None if it runs.
 
-    seal: of the round's own header; None before the first round. Two rounds may have one number: where all records were lost, and
-    a node that never saw them began again from 1.
+    seal: of the round's own header; None before the first round. Two rounds may have one number if all records were lost and a
+    node that never saw them began again from 1.
     """
     if header.round == round_ and header.state is State.CLOSED:
         return RoundEnd(EndKind.CLOSED, header.reason)
@@ -45,15 +45,15 @@ def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
 
 
 class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch is untyped
-    """One agent's rendezvous; see `rendezvous.handler.Rendezvous`, to which most attributes of this class belong.
+    """One agent's rendezvous; see `rendezvous.handler.Rendezvous`, which documents most attributes of this class.
 
-    What lives as long as the agent's place in the job is in `JobConnection`; what lives as long as a round is here.
+    `JobConnection` holds what lives as long as the agent's place in the job; this class holds what lives as long as a round.
 
-    Invariant: each round has a store server of its own, which listened before the round was sealed.
+    Invariant: each round has its own store server, which listened before the round was sealed.
     """
 
     is_elastic_ext = True
-    poll_interval_s: float | None = None  # etcd tells of all events
+    poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(
         self, params: RendezvousParameters, settings: Settings, newest_checkpoint: Callable[[], str | None] = lambda: None
@@ -69,11 +69,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self.host, self.node_id = self._connection.host, self._connection.node_id
         self._stores = StoreConnector(self._connection.changed, self.break_round)
-        # Of a node whose agent is not ours: such agents tell each other how many workers they run through the round's store.
+        # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self._current: tuple[Header, Assignment] | None = None  # the round by its first header, and this node's part in it
-        self._server: TCPStore | None = None  # the store of the round, on the node of rank 0
-        self._stays_open = False  # this node leaves, the job goes on
+        self._current: tuple[Header, Assignment] | None = None  # the round's first header, and this node's part in it
+        self._server: TCPStore | None = None  # the round's store, on the node of rank 0
+        self._stays_open = False  # this node leaves and the job goes on
 
     def get_backend(self) -> str:
         return BACKEND
@@ -101,7 +101,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._policy.max_restarts = max_restarts
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round; see `JobConnection.await_round` for what it raises."""
+        """Wait for the next round; see `JobConnection.await_round` for the exceptions."""
         plain.note(self)
         with plain.closed_by_verdict(self):
             while (info := self._next_round()) is None:
@@ -109,7 +109,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             return info
 
     def _next_round(self) -> RendezvousInfo | None:
-        """None: the next round was over before this node was in it."""
+        """Wait for the next round; return None if it was over before this node entered it."""
         fence = self._connection.fence
         cut = self.round if fence.closed else 0
         fence.watch(None)
@@ -118,7 +118,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         header, part = self._current = self._connection.await_round(self.round)
         self.round = header.round
         if part.rank == 0 and header.port != server.port:
-            # The round was sealed with an earlier record of this node (frozen, or its lease lost): that store is used up.
+            # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
             self.break_round("the store of rank 0 is not fresh")
             return None
         self._server = server if part.rank == 0 else None
@@ -142,7 +142,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         )
 
     def workers(self) -> list[Worker]:
-        """The ranks of this node's workers, from the assignment."""
+        """Return the ranks of this node's workers, from the assignment."""
         assert self._current is not None
         header, part = self._current
         return [
@@ -152,7 +152,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     @property
     def exchange(self) -> Exchange:
-        """By which the nodes of the current round agree what to resume from."""
+        """The exchange by which the nodes of the current round agree on what to resume from."""
         assert self._current is not None, "before the first round"
         header, part = self._current
         if header.nodes == 1:
@@ -162,46 +162,46 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     # While it runs.
 
     def round_over(self) -> RoundEnd | None:
-        """Why the workers of the current round must stop; None while it runs."""
+        """Return why the workers of the current round must stop; None while it runs."""
         if self._connection.fence.closed:
             return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may go on without it")
         if (failure := self._participant.failure) is not None:
-            # It may be the leader, and is one that the others would wait for: they go on without it when its workers are gone.
+            # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
             return RoundEnd(EndKind.CUT_OFF, f"this node can take no further part in the job: {failure}")
         return round_end(self._participant.header, self.round, self._current[0].seal if self._current is not None else None)
 
     def stop_by(self) -> float | None:
-        """Monotonic time by which the workers must be gone, dead if need be; None: they get the usual grace."""
+        """Return the monotonic time by which the workers must be gone, killed if necessary; None if they get the usual grace."""
         return self._participant.lease[1] if self._connection.fence.closed else None
 
     def break_round(self, reason: str) -> None:
-        """Tell all nodes that this round is over; returns at once."""
+        """Tell all nodes that this round is over; return at once."""
         self._participant.end_round(self.round, State.BROKEN, reason)
 
     def stalled(self, stalled: bool) -> None:
-        """Whether all workers of this node stall. When those of all nodes do, the round ends as EndKind.STALLED."""
+        """Claim that all workers of this node stall, or withdraw it. If all nodes claim it, the round ends as EndKind.STALLED."""
         self._participant.stalled(self.round, stalled)
 
     def request_save(self, reason: str) -> None:
-        """Ask all nodes of this round for a save on demand; returns at once."""
+        """Ask all nodes of this round for a save on demand; return at once."""
         self._participant.request_save(self.round, reason)
 
     @property
     def save_wanted(self) -> int:
-        """Number of the last save on demand that was asked for in this round; 0: none."""
+        """Number of the last save on demand requested in this round; 0 if none was."""
         header = self._participant.header
         return header.save if header.round == self.round else 0
 
     def saved(self, number: int, step: int) -> None:
-        """That save is complete."""
+        """Note that this save on demand is complete."""
         self._participant.saved(number, step)
 
     # It ends.
 
     def conclude(self, report: Report) -> JobVerdict:
-        """The workers of this node have failed and been stopped. Return the one verdict of the whole job, once it is there.
+        """Return the one verdict of the whole job once it is there. The workers of this node have failed and been stopped.
 
-        Where etcd does not answer for as long as a rendezvous may take, this node judges for itself.
+        If etcd does not answer for as long as a rendezvous may take, this node judges for itself.
         """
         self._participant.report(self.round, encode_report(report), report.waits_for_others)
         verdict = self._connection.await_verdict(self.round)
@@ -212,31 +212,31 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         return verdict
 
     def await_all_done(self) -> bool:
-        """This node's workers have finished. Return True when those of all nodes have; False if the round is over otherwise.
+        """Wait, after this node's workers have finished, for those of all nodes. Return False if the round ends otherwise.
 
-        Without a time limit, unlike torch's barrier: a node that left the round before its end would break it.
+        There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it.
         """
         self._participant.done()
         changed = self._connection.changed
         with changed:
             while self._participant.header.state is not State.DONE:
-                self._connection.raise_failure()  # a node that can neither tell nor learn any more would wait for ever
+                self._connection.raise_failure()  # a node that can neither write nor read any more would wait forever
                 if self.round_over() is not None:
                     return False
                 changed.wait()
         return True
 
     def finished(self) -> None:
-        """Nothing to do: what the job leaves in etcd has a lease, or goes when the run id is used again."""
+        """Do nothing: what the job leaves in etcd has a lease, or is deleted when the run id is used again."""
 
     def num_nodes_waiting(self) -> int:
-        """1 once the round is over, for nodes that wait or for any other reason: agents ask this to learn of a new one."""
+        """Return 1 once the round is over, for whatever reason: agents ask this to learn of a new round."""
         return 0 if self.round_over() is None else 1
 
     # The job ends, or this node's part in it.
 
     def leaving(self, reason: str) -> None:
-        """This node was told to leave; its workers still run, and the others need not wait for them to end."""
+        """Note that this node was told to leave; its workers still run, but the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
 
     def last_will(self) -> LastWill | None:
@@ -247,17 +247,17 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         return self._participant.header.state in (State.CLOSED, State.DONE)
 
     def set_closed(self) -> None:
-        """Close the job for all nodes, unless it is done, or is to go on without this node."""
+        """Close the job for all nodes, unless it is done or is to go on without this node."""
         if self._participant.header.state is not State.DONE and not self._stays_open:
             self._participant.end_round(self.round, State.CLOSED, "a node has given up")
 
     def shutdown(self) -> bool:
-        """See set_closed; then leave."""
+        """Close the job like `set_closed`, then leave."""
         self.set_closed()
         self.leave()
         return True
 
     def leave(self) -> None:
-        """Leave the job to the others. A second call does nothing."""
+        """Leave the job to the other nodes. A second call does nothing."""
         self._connection.leave()
         self._server = None

@@ -1,6 +1,6 @@
 """The header of a job's rounds: read, cached, and written by one compare-and-swap.
 
-Invariant: the header that a node acts on never becomes an older one of the same job, so a round that is over stays over.
+Invariant: a node never goes from a header to an older one of the same job, so a round that is over stays over.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def swap(
     puts: Sequence[Op] = (),
     timeout_s: float | None = None,
 ) -> TxnResult:
-    """Write the header, if the one in etcd is still the one that it follows from. Nothing else writes that key.
+    """Write the header if the one in etcd is still its predecessor. Nothing else writes that key.
 
     Args:
-        over: revision of the header that it replaces (0: there is none), and the lease of the job's records.
-        compares, puts: what else must hold, and is written with it, in one transaction.
+        over: revision of the header to replace (0: none), and the lease of the job's records.
+        compares, puts: further conditions, and further writes in the same transaction.
         timeout_s: of the call; None: the client's.
     """
     revision, lease_id = over
@@ -46,31 +46,31 @@ def swap(
 
 
 def with_save(header: Header, reason: str) -> Header:
-    """The header with one more save on demand."""
+    """Return the header with one more save on demand."""
     return dataclasses.replace(header, save=header.save + 1, reason=f"a save was asked for: {reason}")
 
 
 class Listener(Protocol):
-    """Who acts on the header; called on the rendezvous thread."""
+    """The object that acts on the header; called on the rendezvous thread."""
 
     def on_header(self) -> None:
-        """A newer header is known."""
+        """Handle a newer header."""
 
     def on_own_assignment(self, kv: KeyValue) -> None:
-        """This node's assignment was read."""
+        """Handle a reading of this node's assignment."""
 
     def on_lost_record(self) -> None:
-        """Records of the job are missing, cannot be read, or are older than what this node knows."""
+        """Handle that records of the job are missing, unreadable, or older than what this node knows."""
 
 
 class HeaderRecord:
-    """One node's knowledge of the header. For the rendezvous thread, but for `value`.
+    """One node's knowledge of the header. For the rendezvous thread, except `value`.
 
     Attributes:
         value: the newest header that this node knows; replaced, never changed in place; readable from any thread.
-        revision: of the header in etcd; 0: there is none.
+        revision: of the header in etcd; 0 if there is none.
         lease_id: lease of the records that belong to no node.
-        job: name of the job that this node has entered. Another may begin under its run id while it is cut off.
+        job: name of the job that this node has entered. Another may begin under its run id while this node is cut off.
     """
 
     def __init__(self, context: NodeContext, outage: Outage, listener: Listener) -> None:
@@ -81,11 +81,11 @@ class HeaderRecord:
         self._context = context
         self._outage = outage
         self._listener = listener
-        self._heard = 0  # revision of the last event of the header; that it is gone is one too
-        self._unreadable_at = 0  # revision of a header that cannot be read
+        self._heard = 0  # revision of the last event of the header, including its deletion
+        self._unreadable_at = 0  # revision of an unreadable header
 
     def enter(self, found: JobSnapshot) -> None:
-        """Begin with the job as this node found it."""
+        """Start with the job as this node found it."""
         self.lease_id, self.value, self.revision = found.lease_id, found.header, found.revision
         self._heard = max(self._heard, found.revision)
         self.job = found.header.job
@@ -104,7 +104,7 @@ class HeaderRecord:
             self._listener.on_lost_record()
 
     def observe(self, header: KeyValue | None, revision: int) -> None:
-        """Take in what a reading found at this revision; None: no header. Older than what is known, it changes nothing."""
+        """Take in a reading at this revision; None: no header. If it is older than what is known, it changes nothing."""
         if (header.mod_revision if header is not None else revision) < self._heard:
             # Readings are linearizable: this is another store, new or from a backup, whatever was written there since.
             self._heard = 0
@@ -125,7 +125,7 @@ class HeaderRecord:
                 self._listener.on_lost_record()
 
     def readable(self, kv: KeyValue) -> Header:
-        """Decode it. One that cannot be read changes nothing: the known one holds, and the leader writes it again."""
+        """Decode a header. An unreadable one changes nothing: the known header holds, and the leader writes it again."""
         header = self._context.reader.header(kv)
         if header is None and kv.mod_revision > self._heard:
             self._unreadable_at = kv.mod_revision
@@ -133,7 +133,7 @@ class HeaderRecord:
 
     @property
     def unreadable(self) -> bool:
-        """The header in etcd cannot be read; `value` is the one before it."""
+        """Whether the header in etcd is unreadable; `value` is then the one before it."""
         return 0 < self._unreadable_at == self.revision
 
     def _saw(self, header: Header, revision: int) -> None:
@@ -141,7 +141,7 @@ class HeaderRecord:
             self._listener.on_lost_record()
 
     def _take(self, header: Header, revision: int) -> bool:
-        """Returns whether etcd wrote it after all that is known."""
+        """Take in a header. Return whether etcd wrote it after everything known here."""
         if revision <= self._heard:
             return False
         self._heard = self.revision = revision
@@ -155,21 +155,21 @@ class HeaderRecord:
 
     @property
     def unchanged(self) -> Compare:
-        """Holds while the header in etcd is the one that is known here."""
+        """Comparison that holds while the header in etcd is the one known here."""
         return unchanged(self._context.keys.header, self.revision)
 
     def write(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> bool:
-        """Put this header in place of the one that is known. Returns False if another one is there. See `swap`."""
+        """Replace the known header by this one. Return False if etcd holds another one. See `swap`."""
         written = self._swap(header, compares, puts)
         if written.succeeded:
             self._saw(header, written.revision)
         return written.succeeded
 
     def write_again(self) -> None:
-        """Put the header that is known in place of what is there: nothing, or an older one.
+        """Write the known header over what etcd holds: nothing, or an older header.
 
         Raises:
-            LostRace: another node writes at the same time.
+            LostRace: another node has written at the same time.
         """
         written = self._swap(self.value)
         if not written.succeeded:
@@ -179,10 +179,10 @@ class HeaderRecord:
         logger.warning("the job's records in etcd were lost: round %s is written again", self.value.round)
 
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
-        """Write what `change` makes of the header, while that round runs. in_any_round: while the job is not closed.
+        """Write the result of `change` while that round runs. in_any_round: while the job is not closed.
 
         Raises:
-            LostRace: the header in etcd changes, but not to what this node would see; to be tried again.
+            LostRace: the header in etcd has changed in a way that this node cannot see; the caller must try again.
         """
         while self.value.state is not State.CLOSED and (in_any_round or self._runs(round_)):
             before = self.revision

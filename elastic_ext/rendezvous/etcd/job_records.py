@@ -1,6 +1,6 @@
-"""The records that belong to no node: the job's settings and its header, as a node enters the job.
+"""The records that belong to no node: the job's settings and its header, when a node enters the job.
 
-The first node writes the settings, every other one compares them with its own. What a job has left that ended is deleted here.
+The first node writes the settings; every other node compares them with its own. This module deletes what an ended job left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """What must be the same on all nodes of a job."""
+    """The settings that must be the same on all nodes of a job."""
 
     min_nodes: Count
     max_nodes: Count
@@ -36,7 +36,7 @@ class SharedSettings:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A job as a node finds it. lease_id: of the records that belong to no node. revision: of the header; 0: there is none."""
+    """A job as a node finds it. lease_id: of the records that belong to no node. revision: of the header; 0 if there is none."""
 
     lease_id: int
     header: Header = field(default_factory=Header)
@@ -44,12 +44,12 @@ class JobSnapshot:
 
     @property
     def over(self) -> bool:
-        """The job has ended; its records are in the way of the next one."""
+        """Whether the job has ended; its records are then in the way of the next job."""
         return self.header.state in (State.DONE, State.CLOSED)
 
 
 class JobRecords:
-    """One node's access to them. Its methods raise EtcdError, besides what their docstrings list."""
+    """One node's access to these records. All methods raise EtcdError, besides the errors in their docstrings."""
 
     def __init__(self, context: NodeContext) -> None:
         limits = context.config.limits
@@ -62,10 +62,10 @@ class JobRecords:
         self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
-        """Enter a job with our settings whose first round is not sealed yet, in one transaction; None: nothing is done.
+        """Enter a job with our settings before its first round is sealed, in one transaction; return None if nothing was done.
 
-        When a job starts, all nodes but a few enter so. key, registration: of the node; the first operation reads, and what it
-        found is returned, too.
+        Most nodes enter a starting job this way. key, registration: of the node; the first operation is a read, whose result is
+        returned as well.
         """
         same = Compare(self._keys.job, "value", "=", self._record)
         compares = [same, absent(self._keys.header), absent(key), absent(self._refusal)]
@@ -77,11 +77,11 @@ class JobRecords:
         return JobSnapshot(job.lease_id), entered, first
 
     def agree(self) -> JobSnapshot:
-        """Read the settings that all nodes must agree on, or be the first to write them. Deletes what an ended job has left.
+        """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
 
         Raises:
             Refused: this host may not come back yet.
-            UsageError: another job runs under this run id, with other settings or of another version.
+            UsageError: another job, with other settings or of another version, runs under this run id.
         """
         while True:
             found = self._read()
@@ -89,7 +89,7 @@ class JobRecords:
                 return found
 
     def _read(self) -> JobSnapshot | None:
-        """One try; None: another node was faster, or an ended job was in the way."""
+        """Try once; return None if another node was faster or an ended job was in the way."""
         read = self._client.txn([], [Get(self._keys.job), Get(self._keys.header), Get(self._refusal)])
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
@@ -97,7 +97,7 @@ class JobRecords:
             raise Refused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
-            # There is nothing, or nothing that can be read, or that would ever go: the job becomes ours.
+            # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
             lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
             if lease_id is None:
                 return None
@@ -105,7 +105,7 @@ class JobRecords:
             assert job is not None
             lease_id = job.lease_id
         found = JobSnapshot(lease_id)
-        if header is not None:  # if it cannot be read, only its revision counts: it is written over
+        if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
             found = JobSnapshot(lease_id, self._reader.header(header) or Header(), header.mod_revision)
         if theirs not in (None, self._mine):
             if not self._forget(found):
@@ -118,7 +118,7 @@ class JobRecords:
         return found
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
-        """The settings that the nodes of the job agree on, or why they are of another version; None: nothing that can be read."""
+        """Return the settings of the job, or why they are of another version; None if nothing readable is there."""
         if job is None:
             return None
         try:
@@ -132,8 +132,8 @@ class JobRecords:
     def _put_job(self, revision: int, lease_id: int) -> int | None:
         """Be the first to write the settings, over what was written at this revision (0: nothing).
 
-        Returns the lease of the records that belong to no node; None: another node was faster. lease_id: that lease if there is
-        one, else 0.
+        Return the lease of the records that belong to no node; None if another node was faster. lease_id: that lease, or 0 if
+        there is none yet.
         """
         lease_id = lease_id or self._client.lease_grant(self._ttl_s).lease_id
         try:
@@ -145,13 +145,13 @@ class JobRecords:
         return lease_id if written.succeeded else None
 
     def bring_back(self, lease_id: int, name: str) -> int:
-        """Return the lease of the records that belong to no node. If the job's record is lost or written over, write it again.
+        """Return the lease of the records that belong to no node. If the job's record is lost or overwritten, write it again.
 
-        lease_id: as last known. A lease that is alive is kept, since other records may be under it. name: of the job. While its
-        header is in etcd, settings other than ours are not of this job: whoever begins another one removes that header.
+        lease_id: the last known one. A lease that is alive is kept, since other records may be under it. name: the job's. While
+        its header is in etcd, settings other than ours are not the job's: a node that begins another job removes that header.
 
         Raises:
-            LostRace: another node writes at the same time.
+            LostRace: another node has written at the same time.
             UsageError: another job, with other settings, has taken the run id meanwhile.
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
@@ -160,7 +160,7 @@ class JobRecords:
             raise UsageError(
                 "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
-        if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never goes
+        if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:
@@ -173,7 +173,7 @@ class JobRecords:
         return found is not None and found.job == name != ""
 
     def _forget(self, found: JobSnapshot) -> bool:
-        """Delete what a job left that no node is in any more. Returns False if one still is.
+        """Delete what a job left that has no nodes any more. Return False if it has one.
 
         The ledger stays if a scheduler is to start the job again: its budget still holds.
         """
@@ -181,7 +181,7 @@ class JobRecords:
         left = self._client.get_prefix(nodes).kvs
         if any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left):
             return False
-        # The header is as its last node wrote it; if another node begins the next job right now, that one's header differs.
+        # The header is as its last node wrote it; if another node begins the next job right now, that job's header differs.
         compares = [unchanged(self._keys.header, found.revision)] if found.revision else [absent(self._keys.header)]
         deletes = [Delete(self._keys.assignments, prefix=True), Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict

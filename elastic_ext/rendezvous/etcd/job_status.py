@@ -1,4 +1,4 @@
-"""The state of a job in etcd, for people: who is in it, what happened, when, where, what was decided and why."""
+"""The state of a job in etcd, for people: its nodes, what happened, when and where, what was decided and why."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class JobStatus:
     """The state at one moment.
 
     Attributes:
-        nodes, parts: records and assignments, by id of the node.
+        nodes, parts: records and assignments, by node id.
         refused: the reason, by host.
-        faults: one line for each record that cannot be read.
+        faults: one line for each unreadable record.
     """
 
     run_id: str
@@ -36,7 +36,7 @@ class JobStatus:
 
 
 def read(client: EtcdClient, run_id: str) -> JobStatus:
-    """Raises UsageError: there is no such job, or etcd does not answer."""
+    """Return the state of a job. Raises UsageError: there is no such job, or etcd does not answer."""
     keys = JobKeys(run_ids.checked(run_id))
     try:
         kvs = client.get_prefix(keys.prefix).kvs
@@ -66,12 +66,12 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
-    """What follows the prefix `folder` in the key; None: another key, or no name."""
+    """Return the key without the prefix `folder`; None if it is another key, or the rest is no name."""
     return reader.id_of(folder, kv.key) if kv.key.startswith(folder.encode()) else None
 
 
 def lines(job: JobStatus) -> Iterator[str]:
-    """Lines fit for a terminal: whoever may write to etcd must not be able to do more there than to be read."""
+    """Return lines that are safe on a terminal: a writer to etcd must not be able to do more there than to be read."""
     return map(shown, _lines(job))
 
 

@@ -1,4 +1,4 @@
-"""The leader's care for the records that belong to no node."""
+"""The leader's upkeep of the records that belong to no node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 class JobUpkeep:
     """Watches the job's record and renews the lease of the records that belong to no node. For the rendezvous thread.
 
-    That lease outlives the last node for a while, and the times between two leaders.
+    That lease outlives the last node for a while, and lasts between two leaders.
 
     Attributes:
         renew_at: monotonic time of the next renewal.
     """
 
     def __init__(self, context: NodeContext, header: HeaderRecord, restore: Callable[[], None]) -> None:
-        """restore: writes again what is lost."""
+        """restore: writes lost records again."""
         self.renew_at = 0.0
         self._context = context
         self._header = header
@@ -38,7 +38,7 @@ class JobUpkeep:
         )
 
     def _on_job(self, item: Item) -> None:
-        """The watch begins or ends, or somebody has written or deleted the record: see that it is there, and ours."""
+        """Restore the record if needed: the watch begins or ends, or somebody has written or deleted the record."""
         if self._closed:
             return
         self._restore()
@@ -46,7 +46,7 @@ class JobUpkeep:
             self._watch = self._open()
 
     def renew(self, now: float) -> None:
-        """Renew the lease, if it is time. Raises LeaseLost."""
+        """Renew the lease if it is due. Raises LeaseLost."""
         if now < self.renew_at:
             return
         lease_id = self._header.lease_id

@@ -4,10 +4,10 @@ A round is one set of nodes with one numbering. It runs until a node is lost, le
 workers of all its nodes have finished (done). The next round is sealed from the waiting nodes.
 
 Invariants, kept here and checked by the tests on every path:
-        ranks in a round are unique and contiguous, over nodes and over workers, with one world size;
-        every node of a sealed round has its assignment, and was alive and waiting when the round was sealed;
-        a round number is used once, and a round that is over never runs again;
-        a living node is in the round or waits for the next one.
+    ranks in a round are unique and contiguous, over nodes and over workers, with one world size;
+    every node of a sealed round has its assignment, and was alive and waiting when the round was sealed;
+    a round number is used once, and a round that is over never runs again;
+    a living node is in the round or waits for the next one.
 
 The records of a job may be lost while its nodes live: etcd was unreachable for longer than their leases, or somebody deleted
 them. A node's memory of the header is then as good as the record: `precedes` tells the older of two headers, and the newest is

@@ -5,7 +5,7 @@
     One node in the job         participant, made of tasks, registration, header_record, own_assignment, own_watches, election,
                                 recovery, outage, job_records
     The leader's work           leader, made of node_records, members, job_upkeep, verdict
-        From outside the job        save_request, job_status, connect
+    From outside the job        save_request, job_status, connect
 
 Importing this package imports none of them.
 """

@@ -4,38 +4,38 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
 
     job             a job_records.SharedSettings. Lease: job.
                     Written by the first node of the job; if lost, by the leader, or after a while by any node.
-                    Read by each node as it enters; the leader watches it.
+                    Read by each node as it enters; watched by the leader.
     round           a round_records.Header, written by header_record.swap only. Lease: job.
-                    Written by the leader; by any node that ends the round or asks for a save; by the node of rank 0, with its
+                    Written by the leader; by any node that ends the round or requests a save; by the node of rank 0, with its
                     choice of a checkpoint; by `elastic-ext checkpoints save`. If lost, by the leader, or after a while by any
                     node.
-                    Every node watches it; `elastic-ext` reads it.
+                    Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
-                    Written by that node; put back by the leader if somebody has written over it.
-                    The leader watches all of them, each node the one created before it, and deletes of its own; `elastic-ext`
-                    reads them.
+                    Written by that node; put back by the leader if somebody has overwritten it.
+                    The leader watches all of them, each node the one created before it and deletes of its own. Read by
+                    `elastic-ext`.
     last            the id of the node that was created last, as text. Lease: node.
                     Written and read by each node as it registers, so that it need not search for its predecessor.
     assign/ID       a round_records.Assignment. Lease: job.
                     Written by the leader as it seals a round; if lost, by that node.
-                    That node watches it; a new leader and `elastic-ext explain` read all of them.
+                    Watched by that node; a new leader and `elastic-ext explain` read all of them.
     offers/SEAL/RANK  what the node of this rank could resume from on its own disk, as `checkpoints` wrote it. Lease: node.
                     Written by that node. Read by the node of rank 0.
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
-    charges/ROUND   empty; while it is there, one restart counts against the budget. Lease: its own, of the setting
+    charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
-                    Written by the leader with the verdict. The leader counts them.
+                    Written by the leader with the verdict, and counted by the leader.
     refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
-                    Written by the leader with the verdict. Read by the nodes of that host as they enter; `elastic-ext explain`.
+                    Written by the leader with the verdict. Read by that host's nodes as they enter, and `elastic-ext explain`.
 
 Leases:
 
-    node    one for each agent, of `lease_ttl` seconds. The node revokes it when it leaves; the reaper when the agent was killed.
+    node    one for each agent, of `lease_ttl` seconds. Revoked by the node when it leaves, by the reaper if the agent is killed.
     job     one for each job, three times as long, renewed by the leader.
 
-The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records
-carry the version `round_records.SCHEMA`.
+The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records carry the version
+`round_records.SCHEMA`.
 
 Standard library only.
 """
@@ -46,10 +46,10 @@ ROOT = "/elastic_ext/"
 
 
 class JobKeys:
-    """The keys of one job. Attributes whose names are plural nouns are prefixes and end in a slash."""
+    """The keys of one job. Attributes named by plural nouns are prefixes and end in a slash."""
 
     def __init__(self, run_id: str) -> None:
-        """run_id: must have passed `run_id.checked`, else two jobs could share keys."""
+        """run_id: must have passed `run_id.checked`; otherwise two jobs could share keys."""
         self.prefix = f"{ROOT}{run_id}/"
         self.job = self.prefix + "job"
         self.header = self.prefix + "round"
@@ -67,7 +67,7 @@ class JobKeys:
         return self.assignments + node_id
 
     def offers(self, seal: str) -> str:
-        """The prefix of the offers of one round. seal: of its header."""
+        """Return the prefix of the offers of one round. seal: of its header."""
         return f"{self.prefix}offers/{seal}/"
 
     def offer(self, seal: str, rank: int) -> str:

@@ -1,7 +1,7 @@
-"""The leader's part: it alone reads all nodes, asks `rounds` what to do, and writes it.
+"""The leader's work: it alone reads all nodes, asks `rounds` for the next action, and carries it out.
 
-Invariant: each of its writes compares the header that it acted on and its own key, so a leader that has been cut off, or that is
-late, changes nothing.
+Invariant: each of its writes compares its own key and the header that it acted on, so a leader that was cut off or is late
+changes nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from elastic_ext.rendezvous.rounds import Action, Conclude, End, Seal, View, Wai
 
 logger = logging.getLogger(__name__)
 
-REST_FACTOR = 3  # a look costs as much as there are nodes; among thousands that come at once the leader has more to do than look
+REST_FACTOR = 3  # a look costs time in proportion to the nodes; when thousands come at once, the leader has other work too
 MOST_REST_S = 0.05
-AGAIN_S = 0.5  # after a write that failed for a reason which is not seen yet; its event brings the next look at once
+AGAIN_S = 0.5  # after a write that failed for a reason not seen yet; its event brings the next look at once
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
 
 class Leader:
-    """Made when this node becomes the leader, closed when it leads no more. For the rendezvous thread.
+    """Created when this node becomes the leader, closed when it stops leading. For the rendezvous thread.
 
-    Invariant: it writes only while the key by which this node came to lead is there. A node that had to register again may be
-    behind others by then; between that and its next look at who leads, this object is still there.
+    Invariant: it writes only while the key by which this node came to lead exists. A node that had to register again may be
+    behind others by then; until its next look at who leads, this object still exists.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Leader:
         """
         Args:
             created: create revision of this node's key.
-            restore: writes again what is lost of the job's records.
+            restore: writes lost records of the job again.
         """
         self._context = context
         self._header = header
@@ -61,9 +61,9 @@ class Leader:
         self._still_leading = Compare(context.own_key, "create", "=", created)
         self._reported: tuple[int, float] | None = None  # a round, and when the first report about it was seen
         self._rests_until = 0.0
-        self._look_posted = False  # a look at the events is queued already: one for many events
+        self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
-        self._members.load()  # first: where it fails this object is made again, and nothing would close the watches
+        self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
         self._records = NodeRecords(context, self._post_look, self._on_member_of_lost_round)
         self._upkeep = JobUpkeep(context, header, restore)
 
@@ -84,7 +84,7 @@ class Leader:
         """Do all that there is to do; return the monotonic time of the next look."""
         if now < self._rests_until:
             return self._rests_until
-        self._look_posted = False  # before the events are read: what comes later posts another look
+        self._look_posted = False  # before the events are read: later events post another look
         self._upkeep.renew(now)
         self._records.read(now)
         header = self._header
@@ -105,7 +105,7 @@ class Leader:
             before = header.revision
             self._carry_out(action, view)
             if header.revision == before:
-                # Nothing was written and nothing has changed: this node's own key is gone, say, and it leads no more.
+                # Nothing was written or has changed: for example, this node's own key is gone, and it no longer leads.
                 return now + AGAIN_S
 
     def _view(self) -> View:
@@ -135,7 +135,7 @@ class Leader:
             self.write_header(dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind))
 
     def write_header(self, header: Header) -> bool:
-        """Returns False if this node leads no more, or another header is there than the one it knows."""
+        """Write the header. Return False if this node no longer leads, or etcd holds another header than the known one."""
         written = self._header.write(header, [self._still_leading])
         if not written:
             self._look_again()
@@ -148,7 +148,7 @@ class Leader:
         for at in range(0, len(puts), OPS_PER_TXN):
             if not client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN]).succeeded:
                 return self._look_again()
-        # Before the header: the header's arrival makes this very node take its part.
+        # Before the header: its arrival makes this very node take its part.
         before = self._members.ranks
         self._members.sealed(header, parts)
         if not self.write_header(header):
@@ -170,6 +170,6 @@ class Leader:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Another node wrote first, or an answer was lost and it was this node."""
+        """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
         self._header.read()
         self._members.load()

@@ -1,4 +1,4 @@
-"""The members of the current round, as its leader knows them: from sealing it, or from the assignments in etcd."""
+"""The members of the current round, as its leader knows them: from sealing the round, or from the assignments in etcd."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_ext.rendezvous.round_records import Assignment, Header
 
 
 class Members:
-    """For the rendezvous thread.
+    """Ranks of the current round. For the rendezvous thread.
 
     Attributes:
-        ranks: rank of each node in the round, by id; of nodes that are lost, too.
+        ranks: rank of each node in the round, by id; includes lost nodes.
     """
 
     def __init__(self, context: NodeContext, header: HeaderRecord, outage: Outage) -> None:
@@ -23,11 +23,11 @@ class Members:
         self._context = context
         self._header = header
         self._outage = outage
-        self._round: tuple[int, str] = (0, "")  # number and seal of the round that they are of
+        self._round: tuple[int, str] = (0, "")  # number and seal of their round
         self._load_at = 0.0
 
     def refresh(self, now: float) -> None:
-        """Load them for a round that this leader has not sealed, and again while assignments of the round are missing."""
+        """Load the ranks of a round that this leader has not sealed, and load them again while assignments are missing."""
         header = self._header.value
         missing = len(self.ranks) < header.nodes
         if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
@@ -47,6 +47,6 @@ class Members:
             self._outage.expect_members()  # some assignments are lost; each node writes its own again
 
     def sealed(self, header: Header, parts: Mapping[str, Assignment]) -> None:
-        """This leader has written these assignments."""
+        """Take the ranks from the assignments that this leader has written."""
         self.ranks = {id_: part.rank for id_, part in parts.items()}
         self._round = (header.round, header.seal)

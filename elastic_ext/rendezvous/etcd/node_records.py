@@ -1,4 +1,4 @@
-"""The records of all nodes of a job, as its leader reads them. No other node does."""
+"""The records of all nodes of a job, as its leader reads them. No other node reads them all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic_ext.rendezvous.round_records import Node, encode
 
 
 class NodeRecords:
-    """For the rendezvous thread.
+    """The records, kept up to date by a watch. For the rendezvous thread.
 
     Attributes:
         nodes: by id.
         joined: create revision of each node's key, by id.
         written: revision of each node's record, by id.
-        last_arrival: when the last new node came, monotonic.
+        last_arrival: when the last new node came, in monotonic seconds.
     """
 
     def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
         """
         Args:
             on_event: called from any thread when `read` has something to read.
-            on_member_of_lost_round: a node came that says it is in a round.
+            on_member_of_lost_round: called when a node comes whose record says that it is in a round.
         """
         self.nodes: dict[str, Node] = {}
         self.joined: dict[str, int] = {}
@@ -33,8 +33,8 @@ class NodeRecords:
         self.last_arrival = time.monotonic()
         self._context = context
         self._on_member_of_lost_round = on_member_of_lost_round
-        self._overwritten: dict[str, KeyValue] = {}  # what cannot be read, of nodes that this leader has not known
-        self._known: dict[str, tuple[Node, int]] = {}  # the last record of each node that could be read, and its lease
+        self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
+        self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
         self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_item=on_event)
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class NodeRecords:
                         self._known.pop(id_, None)
 
     def _put(self, kv: KeyValue, now: float) -> None:
-        """A node's record, or what somebody else has put there: that is no node."""
+        """Take in a node's record, or what somebody else has put there: that is no node."""
         id_ = self._context.reader.id_of(self._context.keys.nodes, kv.key)
         if id_ is None:
             return None
@@ -75,8 +75,8 @@ class NodeRecords:
         return None
 
     def _put_back(self, id_: str, kv: KeyValue) -> None:
-        """A node's record was written over: put back the last one that could be read, under its lease, so that its end will be
-        seen. The node counts as it was meanwhile. A key that never held a node is none.
+        """Put back the last readable record of a node whose record was overwritten, under its lease, so that its end will be
+        seen. Until then the node counts as before. A key that never held a node is not one.
         """
         client = self._context.client
         if id_ not in self._known:
@@ -88,11 +88,11 @@ class NodeRecords:
             client.txn([same], [Put(kv.key, encode(node), lease_id=lease_id)])
             self.nodes[id_] = node
             self.joined.setdefault(id_, kv.create_revision)
-        except LeaseLost:  # it has ended since, and nothing would take away what lies in its place
+        except LeaseLost:  # the lease has ended since, so nothing would delete the intruding record
             client.txn([same], [Delete(kv.key)])
 
     def clear_overwritten(self, members: Mapping[str, object]) -> None:
-        """A member's record was written over before this leader had read it: once it is gone, its node writes it again."""
+        """Delete members' records that were overwritten before this leader had read them: then their nodes write them again."""
         for id_ in self._overwritten.keys() & members.keys():
             kv = self._overwritten.pop(id_)
             self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])

@@ -1,4 +1,4 @@
-"""How long a leader waits for members that it does not see, because etcd was out of reach or has lost records."""
+"""How long a leader waits for members that it does not see because etcd was unreachable or has lost records."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ RETURN_S = (
 
 
 def returning_s(ttl_s: float) -> float:
-    """Seconds that a leader gives members to come back after an outage. Longer than the fence lets them train on."""
+    """Return how many seconds a leader gives members to come back after an outage: longer than the fence lets them train on."""
     return max(ttl_s, RETURN_S)
 
 
 class Outage:
-    """The last outage that one node knows of. For the rendezvous thread."""
+    """The last outage that this node knows of. For the rendezvous thread."""
 
     def __init__(self, ttl_s: float, session: Callable[[], LeaseSession | None]) -> None:
-        """session: the node's lease now, if it has one."""
+        """session: returns the node's current lease, if any."""
         self._ttl_s = ttl_s
         self._session = session
         self._until: float | None = None
 
     def expect_members(self) -> None:
-        """Records are or were lost, or this node has been cut off for long: the same may have happened to the others."""
+        """Start the wait: records are lost, or this node was cut off for long, and the others may have been as well."""
         self._until = time.monotonic() + returning_s(self._ttl_s)
 
     @property

@@ -14,10 +14,10 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, State
 
 
 class OwnAssignment:
-    """For the rendezvous thread, but for `joined`.
+    """This node's assignment. For the rendezvous thread, except `joined`.
 
     Attributes:
-        value: the last assignment of this node that could be read.
+        value: the last readable assignment of this node.
         joined: the round in which this node has taken its part since it was last ready, and that part; None while it waits.
             Replaced, never changed in place; readable from any thread.
     """
@@ -32,8 +32,8 @@ class OwnAssignment:
     ) -> None:
         """
         Args:
-            on_joined: this node has taken its part in a round that runs.
-            on_lost: the assignment for the current round is missing from etcd, or cannot be read there.
+            on_joined: called when this node has taken its part in a running round.
+            on_lost: called when the assignment for the current round is missing from etcd, or unreadable there.
         """
         self.value: Assignment | None = None
         self.joined: tuple[Header, Assignment] | None = None
@@ -42,7 +42,7 @@ class OwnAssignment:
         self._registration = registration
         self._on_joined = on_joined
         self._on_lost = on_lost
-        self._unreadable = False  # what etcd holds in its place cannot be read
+        self._unreadable = False  # what etcd holds in its place is unreadable
 
     @property
     def current(self) -> Assignment | None:
@@ -50,7 +50,7 @@ class OwnAssignment:
         return self.value if self.value is not None and self.value.of(self._header.value) else None
 
     def take(self, kv: KeyValue) -> None:
-        """Take in what etcd holds."""
+        """Take in a reading of the assignment."""
         part = self._context.reader.assignment(kv)
         self._unreadable = part is None
         self.value = part if part is not None else self.value
@@ -71,16 +71,16 @@ class OwnAssignment:
             self._on_lost()
 
     def consider(self) -> None:
-        """If this node waits and has a part in the round that runs, take it. If that round is over already, say so.
+        """If this node waits and has a part in the running round, take it. If that round is already over, say so.
 
-        Both on this thread: a node that has taken its part never claims to wait.
+        Both happen on this thread: a node that has taken its part never claims to wait.
         """
         node, header = self._registration.node, self._header.value
         if node is None or self.joined is not None or node.after >= header.round:
             return
         part = self.current
         if part is None:
-            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn how
+            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn its part
                 self._wait_for_the_next(header)
         elif header.state is State.RUNNING:
             self.joined = (header, part)

@@ -1,4 +1,4 @@
-"""The watches that every node has: each on one key. Only the leader watches more."""
+"""The watches that every node has, each on one key. Only the leader watches more."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from elastic_ext.rendezvous.etcd.context import NodeContext
 
 
 class OwnWatches:
-    """For the rendezvous thread; what happens to the keys is delivered there."""
+    """The watches of one node. For the rendezvous thread, which receives all events."""
 
     def __init__(self, context: NodeContext, on_began: Callable[[], None], read: Callable[[], None]) -> None:
         """
         Args:
-            on_began: work to run each time that the server has one more watch.
-            read: reads the keys; called where events may have been missed.
+            on_began: work to run each time the server has one more watch.
+            read: reads the keys; called when events may have been missed.
         """
         self._context = context
         self._on_began = on_began
         self._read = read
         self._watches: list[Watch] = []
-        self._began = 0  # watches that the server has
+        self._began = 0  # number of watches that the server has
 
     @property
     def empty(self) -> bool:
-        """None was added yet."""
+        """Whether no watch has been added yet."""
         return not self._watches
 
     @property
     def all_began(self) -> bool:
-        """What is written from now on is delivered."""
+        """Whether everything written from now on is delivered."""
         return self._began >= len(self._watches)
 
     def add(
@@ -42,7 +42,7 @@ class OwnWatches:
         deletes_only: bool = False,
         on_gap: Callable[[], None] | None = None,
     ) -> None:
-        """Have `on_batch` called with what happens to the key from now on. on_gap: called when events may have been missed."""
+        """Call `on_batch` with all later events of the key. on_gap: called when events may have been missed."""
 
         def take(item: Item) -> None:
             if isinstance(item, Began):
@@ -50,7 +50,7 @@ class OwnWatches:
                 self._context.tasks.run(self._on_began)
             elif isinstance(item, Batch):
                 on_batch(item)
-            else:  # the watch has ended, its history was compacted away perhaps: read, then watch from there
+            else:  # the watch has ended, perhaps because its history was compacted: read, then watch from there
                 revision = self._context.client.revision(key)
                 self._read()
                 self._open(key, take, revision + 1, deletes_only)

@@ -1,15 +1,15 @@
-"""One node's part in a job on etcd: it carries out what `rounds` decides. Knows nothing of torch.
+"""One node's part in a job on etcd: it carries out the decisions of `rounds`. Knows nothing of torch.
 
-A participant is made of parts, each for one subject:
+A participant consists of parts, each for one subject:
 
-    tasks.TaskRunner            runs all of its work on the rendezvous thread, and tries again what etcd cannot do now
+    tasks.TaskRunner            runs all work on the rendezvous thread, and tries again what etcd cannot do now
     registration.Registration   the node's own record and lease
     header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
     own_assignment.OwnAssignment  the node's part in the round
     election.Election           whether the node leads; if so it has a leader.Leader
     recovery.Recovery           writes again what etcd has lost
 
-`keys` lists all keys. A node costs a fixed number of operations a round; only the leader reads all nodes.
+`keys` lists all keys. A node costs a fixed number of operations per round; only the leader reads all nodes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Participant:
         Args:
             dispatcher: its thread does all of this node's work.
             on_change: called on that thread when a property has changed; it must return at once.
-            policy: asked when this node leads; None: it has no agent.
+            policy: asked when this node leads; None: the node has no agent.
         """
         self.client = client
         self._on_change = on_change
@@ -94,7 +94,7 @@ class Participant:
         self._watches = OwnWatches(context, self._go_on, header.read)
         self._offered = ""  # key of this node's last offer
 
-    # What the agent reads, from any thread.
+    # Read by the agent, from any thread.
 
     @property
     def header(self) -> Header:
@@ -108,12 +108,12 @@ class Participant:
 
     @property
     def failure(self) -> Exception | None:
-        """Why this node can take no further part; None while it can."""
+        """Why this node can take no further part in the job; None while it can."""
         return self.tasks.failure
 
     @property
     def full(self) -> QuotaExceeded | None:
-        """The error of an etcd that takes no writes now and so holds up this node; None while it takes them."""
+        """The error of an etcd that accepts no writes now and so holds up this node; None while it accepts them."""
         return self.tasks.full
 
     @property
@@ -121,18 +121,18 @@ class Participant:
         """See `Registration.lease`."""
         return self.registration.lease
 
-    # What the agent says, from any thread.
+    # Called by the agent, from any thread.
 
     def ready(self, node: Node) -> None:
         """Wait for the next round as `node`."""
         self.tasks.post(lambda: self._ready(node))
 
     def done(self) -> None:
-        """The workers of this node have finished the round without a failure."""
+        """Record that the workers of this node have finished the round without a failure."""
         self.tasks.post(self._done)
 
     def report(self, round_: int, text: str, follows: bool = False) -> None:
-        """The workers of this node have been stopped.
+        """Record that the workers of this node have been stopped.
 
         Args:
             text: what failed in this round, a record of `failures.ledger`.
@@ -141,11 +141,11 @@ class Participant:
         self._update(lambda node: dataclasses.replace(node, reported=round_, report=text, follows=follows))
 
     def stalled(self, round_: int, stalled: bool) -> None:
-        """Whether all workers of this node stall in this round. When those of all nodes do, the round ends."""
+        """Record whether all workers of this node stall in this round. If those of all nodes do, the round ends."""
         self._update(lambda node: dataclasses.replace(node, stalled=round_ if stalled else 0))
 
     def saved(self, number: int, step: int) -> None:
-        """The save on demand with this number is complete."""
+        """Record that the save on demand with this number is complete."""
         self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
@@ -159,19 +159,19 @@ class Participant:
         self._change_header(round_, lambda header: with_save(header, reason))
 
     def chosen(self, round_: int, text: str) -> None:
-        """The node of rank 0 has looked: all nodes of round `round_` resume from this."""
+        """Publish the choice of the node of rank 0: all nodes of round `round_` resume from this."""
         self._change_header(round_, lambda header: dataclasses.replace(header, resume=text))
 
     def offer(self, seal: str, rank: int, text: str) -> None:
-        """Tell the node of rank 0 what this one could resume from on its own disk. seal: of the round."""
+        """Tell the node of rank 0 what this node could resume from on its own disk. seal: of the round."""
         self.tasks.post(lambda: self._offer(seal, rank, text))
 
     def offers_of(self, seal: str) -> str:
-        """The prefix of the keys of all offers of a round."""
+        """Return the prefix of the keys of all offers of a round."""
         return self._context.keys.offers(seal)
 
     def leave(self, timeout_s: float) -> None:
-        """Take this node out: its lease is revoked, so that the others know at once. Returns when that is done, or too late."""
+        """Take this node out by revoking its lease, so that the others know at once. Return after timeout_s at the latest."""
         if self.failure is not None:  # the rendezvous thread does nothing more for this node
             return self._leave(timeout_s)
         left = threading.Event()
@@ -198,7 +198,7 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self.registration.node = node
         self._assignment.joined = None
-        self.tasks.run(self._go_on)  # tried again by itself: what this node says of itself by then is kept
+        self.tasks.run(self._go_on)  # retried on its own; a retry keeps what the node has since changed in its record
 
     def _go_on(self) -> None:
         if self.registration.node is None:
@@ -242,7 +242,7 @@ class Participant:
         self._on_change()
         self.tasks.post(self.election.follow)
 
-    # For the header record: its Listener.
+    # The header record's Listener.
 
     def on_header(self) -> None:
         self._assignment.consider()
@@ -259,9 +259,9 @@ class Participant:
             self.registration.update(lambda node: dataclasses.replace(node, done=joined[0].round))
 
     def _offer(self, seal: str, rank: int, text: str) -> None:
-        """In place of what was offered in the round before."""
+        """Put an offer in place of the one in the round before."""
         session = self.registration.session
-        if session is None or seal != self.header.seal:  # tried again, and too late
+        if session is None or seal != self.header.seal:  # a retry that comes too late
             return
         key = self._context.keys.offer(seal, rank)
         before = [Delete(self._offered)] if self._offered not in ("", key) else []

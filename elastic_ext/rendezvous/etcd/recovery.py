@@ -1,18 +1,18 @@
-"""Writes again what is lost in etcd while the nodes of the job live.
+"""Restores what etcd has lost while the nodes of the job live.
 
-Leases end when etcd is out of reach for longer than they last, and anybody may delete a key. A record that is not there is a
-state like any other:
+Leases end when etcd is unreachable for longer than they last, and anybody may delete a key. A missing record is a state like any
+other:
 
-    nodes/ID        its node writes it again, under a new lease where the old one is gone; the election goes by the new key
+    nodes/ID        its node writes it again, under a new lease if the old one is gone; the election goes by the new key
     job             the leader writes it again, under the old lease or a new one; another node that misses it, somewhat later
-    round           the same. What is written is what the node remembers. A header that `precedes` what a node remembers was
-                    brought back by one that had missed events: it is replaced. So the newest that any node knows comes back.
+    round           the same: the node writes the header that it remembers. A header that `precedes` it was brought back by a
+                    node that had missed events, and is replaced. So the newest header that any node knows comes back.
     assign/ID       its node writes it again, while the header is still of that round
-    last, ledger, charges, refused: what is lost is forgotten
+    last, ledger, charges, refused: lost records are forgotten
 
 Invariant: each of these writes compares that the record is still missing.
 
-A round that runs goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
+A running round goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
 members time to come back (`Outage.returning_until`) before it breaks the round.
 """
 
@@ -35,7 +35,7 @@ from elastic_ext.rendezvous.round_records import encode
 
 
 class Recovery:
-    """One node's share of it. For the rendezvous thread."""
+    """One node's share of the recovery. For the rendezvous thread."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Recovery:
         outage: Outage,
         leads: Callable[[], bool],
     ) -> None:
-        """leads: whether this node is the leader."""
+        """leads: returns whether this node is the leader."""
         self._context = context
         self._job_records = job_records
         self._header = header
@@ -57,17 +57,17 @@ class Recovery:
         self._leads = leads
 
     def restore_soon(self) -> None:
-        """The leader restores now; if it lives, there is nothing left to do for another node but its own keys."""
+        """Restore now on the leader, later on another node: if the leader lives, that node has only its own keys to restore."""
         if self._leads():
             self._context.tasks.post(self.restore)
         else:
             self._context.tasks.retry(self.restore)
 
     def restore(self) -> None:
-        """Write again what of the job's records and of this node's is missing and known here. Does nothing where all is there.
+        """Write again the job's records and this node's that are missing but known here. If none is missing, do nothing.
 
         Raises:
-            LostRace: another node writes at the same time; to be tried again.
+            LostRace: another node has written at the same time; the caller must try again.
         """
         context, header = self._context, self._header
         if self._registration.node is None or self._registration.created == 0:
@@ -76,7 +76,7 @@ class Recovery:
         read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
         found, assignment, own = (reading.kv for reading in read.readings)
         header.observe(found, read.revision)
-        header.job = header.value.job  # it has the same settings
+        header.job = header.value.job  # the job has the same settings
         if rounds.brings_back(header.readable(found) if found is not None else None, header.value):
             header.write_again()
         self._restore_assignment(assignment)
@@ -95,20 +95,20 @@ class Recovery:
             raise LostRace("the header changed while this node's part was written again")
 
     def write_own_key(self) -> None:
-        """The node's own key is gone or written over. The record tells which round its workers are in: nothing else may know of
-        that round.
+        """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may
+        know of that round.
         """
         node, joined = self._registration.node, self._assignment.joined
         if node is not None and self._registration.session is not None:
             self._registration.write_again(dataclasses.replace(node, round=joined[0].round if joined is not None else 0))
 
     def on_own_key_deleted(self, batch: Batch) -> None:
-        """Take in events of the watch on the deletes of the node's own key."""
+        """Take in events of the watch for deletes of the node's own key."""
         if batch.revision > self._registration.created and self._registration.node is not None:
             self.restore_soon()
 
     def lease_lost(self) -> None:
-        """A write has failed because its lease is gone: this node's own, or that of the job's records."""
+        """Recover from a write that failed because its lease is gone: this node's own, or that of the job's records."""
         session = self._registration.session
         if session is None or self._registration.node is None:
             return
@@ -118,14 +118,14 @@ class Recovery:
             self.restore()
 
     def register_again(self, lost: LeaseSession) -> None:
-        """The lease is lost, this process is not: the same node with a new lease."""
+        """Register the same node under a new lease: the old lease is lost, but this process lives."""
         registration, tasks = self._registration, self._context.tasks
         if registration.session is not lost or registration.node is None:
             return
         lost.orphan()
         registration.grant()
-        if registration.created == 0:  # it was about to enter; that is tried again
+        if registration.created == 0:  # it was about to enter; that is retried
             return
         self._outage.expect_members()
-        tasks.run(self.write_own_key)  # each is tried again by itself: this lease is not lost again
+        tasks.run(self.write_own_key)  # each is retried on its own, so that this lease is not lost again
         tasks.run(self.restore)

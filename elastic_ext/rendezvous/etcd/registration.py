@@ -1,4 +1,4 @@
-"""A node's own record in etcd, under the node's own lease: both together are its membership of the job."""
+"""A node's own record in etcd, under the node's own lease: together they are its membership in the job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from elastic_ext.rendezvous.round_records import Node, encode
 
 logger = logging.getLogger(__name__)
 
-FRESH_SHARE = 0.6  # of the lease time left: the last renewal was not missed (one is due every third)
+FRESH_SHARE = 0.6  # of the lease time: with more than this left, no renewal was missed (one is due every third)
 
 
 class Registration:
-    """For the rendezvous thread, but for `lease`.
+    """This node's record and lease. For the rendezvous thread, except `lease`.
 
     Attributes:
         node: the record as it should be; None before the node has entered and after it has left.
-        session: the lease; None likewise.
-        created: create revision of the node's key; 0 before it has entered.
+        session: the lease; None at the same times.
+        created: create revision of the node's key; 0 before the node has entered.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Registration:
     ) -> None:
         """
         Args:
-            on_lost: the lease is lost, this process is not.
-            on_created: the node's key was created, first or again. Gets the key `last` as it was before; None: not known.
+            on_lost: called when the lease is lost while this process lives.
+            on_created: called when the node's key was created, first or again, with the previous key `last`; None: unknown.
         """
         self.node: Node | None = None
         self.session: LeaseSession | None = None
@@ -42,11 +42,11 @@ class Registration:
         self._context = context
         self._on_lost = on_lost
         self._on_created = on_created
-        self._written: Node | None = None  # the record as etcd has it
+        self._written: Node | None = None  # the record in etcd
 
     @property
     def lease(self) -> tuple[int | None, float]:
-        """Its id, and the monotonic time until which the others certainly see this node alive. Both of one moment; any thread."""
+        """The lease id, and until when (monotonic) the others certainly see this node alive. A consistent pair; any thread."""
         session = self.session
         return (session.lease_id, session.alive_until) if session is not None else (None, float("inf"))
 
@@ -62,7 +62,7 @@ class Registration:
         return self.session
 
     def renew_if_due(self) -> None:
-        """After an outage a round may be there before the next renewal is due: the fence would see this node as cut off."""
+        """Renew the lease if needed: a round may start after an outage before a renewal is due, and the fence would close."""
         session = self.session
         if session is None or session.alive_until - time.monotonic() > FRESH_SHARE * session.ttl_s:
             return
@@ -73,7 +73,7 @@ class Registration:
         session.renewed(kept.sent_at, ttl_s)
 
     def operations(self) -> list[Op]:
-        """What creates this node's key: read who did so last, write the key, name this node as the last."""
+        """Return the operations that create this node's key: read the last node's name, write the key, become the last node."""
         put, last = self._put(), self._context.keys.last_node
         return [Get(last), put, Put(last, self._context.config.node_id, lease_id=put.lease_id)]
 
@@ -83,7 +83,7 @@ class Registration:
         return Put(self._context.own_key, encode(self.node), lease_id=self.session.lease_id)
 
     def write(self) -> None:
-        """Write the record, if etcd does not have it so."""
+        """Write the record unless etcd already has it."""
         if self._written is self.node:
             return
         if self.node is None or self.session is None:
@@ -102,22 +102,22 @@ class Registration:
         """Note that the node's key was created at this revision. last: see on_created."""
         self.created = revision
         self._written = self.node
-        # As a task of its own: tried again by itself until it is done. And after all that a starting job waits for.
+        # A separate task: it is retried on its own until done, and runs after everything that a starting job waits for.
         self._context.tasks.post(lambda: self._on_created(last) if revision == self.created else None)
 
     def write_again(self, node: Node) -> None:
-        """Write this record although etcd had it: the key is gone or written over."""
+        """Write this record although etcd had it: the key is gone or overwritten."""
         self.node = node
         self._written = None
         self.write()
 
     def update(self, change: Callable[[Node], Node]) -> None:
-        """Change the record, once. Only the writing is tried again: no later change is taken back, whatever fails."""
+        """Change the record once. Only the write is retried, so no failure undoes a later change."""
         if self.node is not None and (node := change(self.node)) != self.node:
             self.node = node
             self._context.tasks.run(self.write)
 
     def withdraw(self) -> LeaseSession | None:
-        """Take no further part. Returns the lease, for the caller to revoke."""
+        """Take no further part. Return the lease for the caller to revoke."""
         session, self.session, self.node = self.session, None, None
         return session

@@ -15,33 +15,33 @@ from elastic_ext.rendezvous.round_records import Header
 
 logger = logging.getLogger(__name__)
 
-TRIES = 3  # of rounds in a row
-CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for calls after that, torch's default
+TRIES = 3  # of consecutive rounds
+CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for later calls, torch's default
 
 
 class StoreConnector:
-    """One agent's; it counts the stores in a row that did not answer."""
+    """One agent's connector; it counts consecutive stores that did not answer."""
 
     def __init__(self, changed: threading.Condition, break_round: Callable[[str], None]) -> None:
         """
         Args:
-            changed: notified when `over` may return something else.
-            break_round: called with the reason where the store does not answer.
+            changed: notified when the result of `over` may have changed.
+            break_round: called with the reason if the store does not answer.
         """
         self._changed = changed
         self._break_round = break_round
         self._unreachable = 0
 
     def connect(self, header: Header, over: Callable[[], object | None]) -> TCPStore | None:
-        """Connect to the store of this round; None: it does not answer, or the round is over.
+        """Connect to the store of this round; return None if it does not answer or the round is over.
 
-        Its host may have died just now, and torch tries for minutes: a thread does, and this one goes on once the round is over.
+        Its host may just have died, and torch tries for minutes: a thread does that; this call returns once the round is over.
 
         Args:
-            over: None while the round runs.
+            over: returns None while the round runs.
 
         Raises:
-            RendezvousConnectionError: this is the last of TRIES stores in a row that did not answer.
+            RendezvousConnectionError: this is the last of TRIES consecutive stores that did not answer.
         """
         answer: Future[TCPStore] = Future()
         threading.Thread(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
@@ -54,7 +54,7 @@ class StoreConnector:
             self._unreachable = 0
             return answer.result()
         self._unreachable += 1
-        if self._unreachable == TRIES:  # the others are better off without this node
+        if self._unreachable == TRIES:  # the other nodes are better off without this one
             raise RendezvousConnectionError(
                 f"the stores of {TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}"
                 f": {error}; expected that this host reaches all others of the job"
@@ -68,7 +68,7 @@ class StoreConnector:
             store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
             store.set_timeout(STORE)
             answer.set_result(store)
-        except (RuntimeError, ValueError) as error:  # what torch raises for a store that does not answer
+        except (RuntimeError, ValueError) as error:  # torch raises these for a store that does not answer
             answer.set_exception(error)
         with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Asks a job that runs on etcd for a save on demand, from outside of the job. Knows nothing of torch."""
+"""Requests a save on demand from a running job on etcd, from outside the job. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from elastic_ext.rendezvous.round_records import Header, Node, State, decode
 
 @dataclass(frozen=True)
 class Outcome:
-    """step: of the checkpoint that is complete; None: there is none, and the reason says why."""
+    """step: of the complete checkpoint; None if there is none, and then the reason says why."""
 
     step: int | None
     reason: str
 
 
 def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> Outcome | None:
-    """The outcome of the request that `requested` carries; None: it is under way.
+    """Return the outcome of the request in `requested`; None while it is under way.
 
     Args:
-        header: as it is now; None: it is gone, with its job.
-        nodes: all nodes that are there.
+        header: the current one; None if it is gone, and the job with it.
+        nodes: all current nodes.
     """
     for node in nodes:
-        # A node's record is about the round that it is in; a node that waits for a later one has left it.
+        # A node's record is about its current round; a node that waits for a later round has left this one.
         if node.after < requested.round and node.saved >= requested.save:
             return Outcome(node.saved_step, f"step {node.saved_step} is saved")
     if header is None:
@@ -54,7 +54,7 @@ def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> 
 
 
 def save(client: EtcdClient, run_id: str, reason: str, timeout_s: float) -> Outcome:
-    """Ask for a save, and wait until it is complete, has become impossible, or the time is over.
+    """Request a save, and wait until it is complete or has become impossible, or the time is over.
 
     Raises UsageError: etcd refuses, or the records are of another version.
     """
@@ -97,7 +97,7 @@ def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float
             for kind, kv in _changes(item):
                 nodes = []
                 if kv.key == keys.header.encode():
-                    # One that cannot be read changes nothing: the job's leader writes it again as it was.
+                    # An unreadable header changes nothing: the job's leader writes the previous one again.
                     header = (reader.header(kv) or header or requested) if kind == "put" else None
                 elif kv.key.startswith(keys.nodes.encode()) and kind == "put" and reader.id_of(keys.nodes, kv.key):
                     nodes += [node for node in [reader.node(kv)] if node is not None]
@@ -109,7 +109,7 @@ def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float
 
 
 def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:
-    """What was done to each key, "put" or "delete"; keys of a snapshot count as put."""
+    """Yield the change to each key, "put" or "delete"; keys of a snapshot count as put."""
     if isinstance(item, Snapshot):
         yield from (("put", kv) for kv in item.kvs)
     elif item is not None:

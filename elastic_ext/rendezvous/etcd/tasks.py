@@ -1,4 +1,4 @@
-"""Runs the work of one node on the rendezvous thread. An error means another try, or the end of this node's part in the job."""
+"""Runs the work of one node on the rendezvous thread. An error leads to a retry, or ends this node's part in the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Task = Callable[[], None]
 
 
 class LostRace(ElasticExtError):
-    """Another node wrote first: the task is tried again, on what is there by then."""
+    """Another node wrote first: the task is retried on what it wrote."""
 
 
 class Refused(ElasticExtError):
@@ -31,7 +31,7 @@ class TaskRunner:
 
     Attributes (readable from any thread):
         failure: why this node can take no further part in the job; None while it can.
-        full: the error of an etcd that takes no writes now and so holds up work of this node; None while it takes them.
+        full: the error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TaskRunner:
         """
         Args:
             in_job: whether the node has registered.
-            on_lease_lost: work to run once a write has failed because its lease is gone.
+            on_lease_lost: work to run after a write has failed because its lease is gone.
             on_timer: work to run at the time given to `wake_at`.
             on_failure: called when `failure` is set.
         """
@@ -59,27 +59,27 @@ class TaskRunner:
         self._on_lease_lost = on_lease_lost
         self._on_timer = on_timer
         self._on_failure = on_failure
-        self._retried: set[Task] = set()  # tasks that wait for their next try
-        self._held_up: set[Task] = set()  # tasks that etcd was too full for at their last try
+        self._retried: set[Task] = set()  # tasks that wait for their retry
+        self._held_up: set[Task] = set()  # tasks whose last try a full etcd refused
 
     def post(self, task: Task) -> None:
-        """Run a task on the rendezvous thread; from any thread, returns at once."""
+        """Run a task on the rendezvous thread. Any thread may call this; it returns at once."""
         self._dispatcher.post(self, task)
 
     # Everything below is for the rendezvous thread only.
 
     def wake_at(self, at: float | None) -> None:
-        """Run `on_timer` at this monotonic time; None: do not."""
+        """Run `on_timer` at this monotonic time; None: do not run it."""
         self._dispatcher.wake_at(self, at)
 
     def on_timer(self) -> None:
         self._on_timer()
 
     def run(self, task: Task) -> None:
-        """Run a task now. Try it again later if etcd cannot do it now; end this node's part if etcd never can.
+        """Run a task now. Retry it later if etcd cannot do it now; end this node's part if etcd never can.
 
-        A full etcd counts as the first for a node that is in the job (somebody will make room, and until then the node must not
-        be missing where it leads), and as the second for a node that enters.
+        For a node in the job a full etcd counts as the first: somebody will make room, a leader must not be absent until then.
+        For a node that enters, it counts as the second.
         """
         if self.failure is not None:
             return
@@ -101,12 +101,12 @@ class TaskRunner:
                 self.retry(task)
             else:
                 self._fail(error)
-        except Exception as error:  # the top of the rendezvous thread: the agent must learn of it
+        except Exception as error:  # top of the rendezvous thread: the agent must learn of it
             logger.exception("the rendezvous of node %s failed", self._node_id)
             self._fail(error)
 
     def retry(self, task: Task) -> None:
-        """Run a task in RETRY_S. A task that waits already (such as the leader's look, which each event asks for) waits once."""
+        """Run a task in RETRY_S. A task that already waits (such as the leader's look, which each event requests) waits once."""
         if task in self._retried:
             return
         self._retried.add(task)

@@ -1,4 +1,4 @@
-"""The end of a round whose workers failed: the leader has its agent judge the reports, and writes one verdict for all nodes."""
+"""The end of a failed round: the leader has its agent judge the reports, and writes one verdict for all nodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEDGER_TTL_S = 7 * 24 * 3600  # after the last failure
 
 @dataclass(frozen=True)
 class RoundReports:
-    """What nodes have reported about the end of a round.
+    """The nodes' reports about the end of a round.
 
     Attributes:
-        texts: records of `failures.ledger`, by id of the node.
-        orders: etcd's revision of each, by id.
+        texts: records of `failures.ledger`, by node id.
+        orders: etcd's revision of each, by node id.
         lost: members of the round that are gone.
-        nodes: how many there are now.
+        nodes: the current number of nodes.
         charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
     """
 
@@ -38,14 +38,14 @@ class RoundReports:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the agent of the leader makes of the reports.
+    """The judgement of the leader's agent on the reports.
 
     Attributes:
-        state: of the job after it: BROKEN if it goes on, else CLOSED.
+        state: of the job after it: BROKEN if the job goes on, else CLOSED.
         verdict, ledger: records of `failures.ledger`.
         charged: the restart counts against the budget, for `window_s` seconds (0: without end).
         refunded: no earlier restart counts any more.
-        refused: host that may not come back for `refused_s` seconds; "": none.
+        refused: host that may not come back for `refused_s` seconds; "" if none.
     """
 
     state: State
@@ -60,13 +60,13 @@ class Judgement:
 
 
 class LeaderPolicy(Protocol):
-    """What the leader asks its own agent; on the rendezvous thread."""
+    """The leader's questions to its own agent, on the rendezvous thread."""
 
     def may_grow(self, round_: int) -> bool:
-        """Whether nodes that wait may join this round now, which runs; False: later."""
+        """Return whether waiting nodes may join this running round now; False: later."""
 
     def judge(self, reports: RoundReports, ledger: str) -> Judgement:
-        """One judgement for all nodes. ledger: the job's; "": a new one."""
+        """Return one judgement for all nodes. ledger: the job's; "": a new one."""
 
 
 class NoAgent:
@@ -82,8 +82,8 @@ class NoAgent:
 def write_verdict(
     context: NodeContext, header: HeaderRecord, still_leading: Compare, policy: LeaderPolicy, reports: RoundReports
 ) -> bool:
-    """Judge, and write the verdict with the ledger that it rests on in one transaction. Returns False if the header or the ledger
-    has changed, or this node leads no more: then nothing is decided.
+    """Judge, and write the verdict and its ledger in one transaction. Return False if the header or the ledger has changed or
+    this node no longer leads: then nothing is decided.
 
     reports: without their charges, which are read here.
     """
@@ -93,10 +93,10 @@ def write_verdict(
     reports = dataclasses.replace(reports, charges=len(charges))
     judgement = policy.judge(reports, ledger.value.decode(errors="replace") if ledger is not None else "")
     puts: list[Op] = [Put(keys.ledger, judgement.ledger, lease_id=_ledger_lease(context, ledger))]
-    if judgement.refunded:  # before, for a transaction may not delete and write in one range
+    if judgement.refunded:  # before, since a transaction may not delete and write in one range
         client.txn([header.unchanged, still_leading], [Delete(keys.charges, prefix=True)])
     if judgement.charged and judgement.window_s:
-        # No clock is compared: etcd itself takes the charge away when its time is over.
+        # No clock is compared: etcd itself deletes the charge when its time is over.
         lease = client.lease_grant(judgement.window_s)
         puts.append(Put(keys.charge(reports.round), "", lease_id=lease.lease_id))
     if judgement.refused:
@@ -110,7 +110,7 @@ def write_verdict(
 
 
 def _ledger_lease(context: NodeContext, ledger: KeyValue | None) -> int:
-    """The ledger outlives the job, for a scheduler that starts it again."""
+    """Return the ledger's lease. The ledger outlives the job, for a scheduler that starts the job again."""
     if ledger is not None and ledger.lease_id:
         context.client.lease_keep_alive([ledger.lease_id])
         return ledger.lease_id

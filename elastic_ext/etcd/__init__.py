@@ -6,7 +6,7 @@
         for item in client.watch_with_snapshot("/job/"):
             ...
 
-Nothing here knows of torch. Importing this package imports neither grpc nor etcd3; the first client does.
+Nothing here depends on torch. Importing this package imports neither grpc nor etcd3; the first client does.
 
 Files import each other in one direction: errors, messages, values; vendor, endpoints; calls; lease, lease_renewer; watch, stream,
 snapshot; client.

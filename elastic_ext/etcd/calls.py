@@ -1,4 +1,4 @@
-"""One unary call, sent to one endpoint after another until one answers within the deadline; and the token it carries."""
+"""One unary call, sent to one endpoint after another until one answers within the deadline; and its auth token."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# With this a member without a leader (minority, election) answers UNAVAILABLE at once; without it the call would hang.
+# With this, a member without a leader (minority, election) answers UNAVAILABLE at once; otherwise the call would hang.
 HAS_LEADER = ("hasleader", "true")
 
 _RENEWALS_PER_CALL = 2
 _MIN_ATTEMPT_S = 0.2
-_PAUSE_S = (0.05, 1.0)  # between two tours of all endpoints: the first pause, and the longest
-_CONNECT_S = 0.5  # for a connection, from the second tour on
+_PAUSE_S = (0.05, 1.0)  # between two passes over all endpoints: the first pause, and the longest
+_CONNECT_S = 0.5  # for a connection, from the second pass on
 _FRESH_S = 1.0  # a write goes out only to an endpoint that has answered within this time
 
 
 @dataclass(frozen=True)
 class User:
-    """The password is in no repr."""
+    """A user and password. The repr leaves the password out."""
 
     name: str
     password: str = field(repr=False)
@@ -47,7 +47,7 @@ class CallFailed(Exception):
 
 
 class Tokens:
-    """The token of the user, shared by all threads. One thread at a time authenticates; the others wait for its result."""
+    """The user's token, shared by all threads. One thread at a time authenticates; the others wait for its result."""
 
     def __init__(self, user: User | None) -> None:
         self.user = user
@@ -58,7 +58,7 @@ class Tokens:
         return f"Tokens({self.user!r})"
 
     def metadata(self, connection: Connection, timeout_s: float) -> list[tuple[str, str]]:
-        """Metadata of a call; empty without a user. Asks the server for a token if there is none yet.
+        """Return the metadata of a call; empty without a user. Ask the server for a token if there is none yet.
 
         Raises:
             CallFailed: the server did not give one.
@@ -75,7 +75,7 @@ class Tokens:
             self._lock.release()
 
     def drop(self, metadata: list[tuple[str, str]]) -> None:
-        """The server refused this token. Does nothing if another thread has already replaced it."""
+        """Drop a token that the server refused. Do nothing if another thread has already replaced it."""
         with self._lock:
             if dict(metadata).get("token") == (self._token or None):
                 self._token = None
@@ -85,7 +85,7 @@ class Tokens:
         rpc = etcdrpc()
         request = rpc.AuthenticateRequest(name=user.name, password=user.password)
         try:
-            # Not through etcd3: its constructor authenticates once, for good.
+            # Not through etcd3: its constructor authenticates only once.
             token: str = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
         except CallFailed as error:
             if error.failure.kind is not Kind.AUTH_OFF:
@@ -103,16 +103,16 @@ def answer(connection: Connection, send: Callable[[], T]) -> T:
     try:
         return send()
     except (grpc.RpcError, vendor.etcd3().Etcd3Exception) as error:
-        # etcd3 replaces some of gRPC's errors with its own, which have no text; gRPC's is then the context.
+        # etcd3 replaces some of gRPC's errors with its own, which have no text; gRPC's error is then the context.
         cause: Any = error if isinstance(error, grpc.RpcError) else error.__context__
         failure = errors.classify(cause.code().name, cause.details() or "", connection.name)
     raise CallFailed(failure)
 
 
 def prove(connection: Connection, timeout_s: float, again: bool) -> None:
-    """Raise CallFailed unless the server answers, UnsupportedVersion if it is too old.
+    """Raise CallFailed unless the server answers, and UnsupportedVersion if it is too old.
 
-    So a write goes out only on a connection that works: a dead host costs it a detour, and its outcome stays known.
+    So a write goes out only on a working connection: a dead host costs it a detour, and its outcome stays known.
 
     again: the endpoint has just failed, so wait a moment for the connection. Otherwise the call would fail at once while gRPC
     believes the endpoint is down; and old versions of gRPC (1.48, 1.62) connect only while a call waits.
@@ -127,14 +127,14 @@ def prove(connection: Connection, timeout_s: float, again: bool) -> None:
             raise
         if error.failure.kind is Kind.VERSION:
             raise errors.fatal_error(error.failure, "status", None) from None
-        # Any other answer will do: the server is alive.
+        # Any other answer shows that the server is alive.
     else:
         errors.check_version(status.version, connection.name)
     connection.answered_at = time.monotonic()
 
 
 class Caller:
-    """Gives every unary call its deadline, its endpoint and its token. Safe to share among threads.
+    """Gives every unary call its deadline, its endpoint and its token. Thread-safe.
 
     Attributes:
         timeout_s: default for each call.
@@ -157,19 +157,19 @@ class Caller:
         attempt_s: float | None = None,
         leader: bool = True,
     ) -> T:
-        """Send until an endpoint answers.
+        """Send the call until an endpoint answers.
 
         Args:
             what: the call, for messages, as in `get /a/b`.
-            send: gets an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
+            send: called with an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
             repeatable: the call may be sent again even if it may have been carried out. A call that the server has certainly not
                 taken is sent again in any case.
             timeout_s: for all attempts together.
-            attempt_s: limit for one attempt; by default the time left, shared among the endpoints not tried yet.
-            leader: fail fast on a member without a leader.
+            attempt_s: limit for one attempt; by default the remaining time, shared among the endpoints not tried yet.
+            leader: whether to fail fast on a member without a leader.
 
         Raises:
-            EtcdError: as its subclasses say.
+            EtcdError: see its subclasses.
         """
         run = _Run(what, time.monotonic() + (timeout_s or self.timeout_s), timeout_s or self.timeout_s, repeatable)
         while True:
@@ -204,7 +204,7 @@ class Caller:
         return result
 
     def _after(self, failure: RpcFailure, connection: Connection, run: _Run) -> None:
-        """Return if the call is to be sent again, else raise."""
+        """Return if the call is to be sent again; otherwise raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
         if failure.kind is Kind.TOKEN and self.tokens.user is not None and run.renewals < _RENEWALS_PER_CALL:
@@ -216,7 +216,7 @@ class Caller:
         if self.closed.is_set():
             raise errors.ClientClosed(f"{run.what}: the etcd client was closed")
         if failure.silent and not run.sent:
-            failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt has seen the reason
+            failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt saw the reason
         self.endpoints.failed(connection, silent=failure.silent)
         run.failures[failure.endpoint] = failure
         run.tried += 1
@@ -230,7 +230,7 @@ class Caller:
 
 
 def _until(end: float) -> float:
-    """Seconds left, never 0: gRPC would not even try."""
+    """Return the seconds left, never 0: gRPC would not even try."""
     return max(0.001, end - time.monotonic())
 
 
@@ -254,7 +254,7 @@ class _Run:
 
 
 def pause_s(tour: int) -> float:
-    """Seconds to wait after this many tours without success (from 0): doubled each time, capped, with jitter."""
+    """Return how many seconds to wait after the unsuccessful pass `tour` (from 0): doubled each time, capped, with jitter."""
     first, last = _PAUSE_S
     pause: float = min(last, first * 2 ** min(tour, 16))
     return pause * random.uniform(0.5, 1.0)

@@ -1,12 +1,12 @@
 """EtcdClient: the calls of etcd v3 that elastic_ext needs, each with a deadline, over any number of endpoints.
 
-Reads are repeated on another endpoint within the deadline. Transactions that write are repeated only if the server has certainly
+Reads are repeated on another endpoint within the deadline. Writing transactions are repeated only if the server has certainly
 not taken them: one that fails with `Unavailable.maybe_applied` may have been carried out. A caller that must know reads again. A
 caller that must not write twice compares (`unchanged`, `absent`), so that a second try does no harm.
 
-etcd3 does the connection (channel, certificates, stubs) and the plain calls. This module does those where etcd3 loses something:
-ranges (no limit, no revision, a prefix that ends in 0xff fails), transactions (no header revision), keep-alive (one lease at a
-time), status (asks for the members as well) and authentication (once, in its constructor).
+etcd3 handles the connection (channel, certificates, stubs) and the plain calls. This module handles those where etcd3 falls
+short: ranges (no limit, no revision, a prefix ending in 0xff fails), transactions (no header revision), keep-alive (one lease at
+a time), status (also asks for the members) and authentication (once, in its constructor).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below
 
 
 class EtcdClient:
-    """Safe to share among threads; one per process is enough. Never fork with one open: gRPC's threads do not survive it.
+    """Client for one cluster. Thread-safe; one per process is enough. Never fork with one open: gRPC's threads do not survive it.
 
     Every method takes `timeout_s` for all attempts together and raises subclasses of `errors.EtcdError`.
 
@@ -62,13 +62,13 @@ class EtcdClient:
         timeout_s: float = 5.0,
         first: int | None = None,
     ) -> None:
-        """Nothing is sent yet.
+        """Create the client without sending anything yet.
 
         Args:
-            endpoints: `host:port`, with or without http(s)://, a comma list or several; default port 2379.
+            endpoints: `host:port`, with or without http(s)://, as a comma list or several strings; default port 2379.
             tls: certificates; https:// without it trusts the system's CAs.
             timeout_s: default for each call.
-            first: index of the endpoint to begin with, by default one at random.
+            first: index of the endpoint to begin with; random by default.
         """
         if (user is None) != (password is None):
             raise ConfigError("etcd: expected both a user and a password, got one of them")
@@ -90,7 +90,7 @@ class EtcdClient:
         self.close()
 
     def close(self) -> None:
-        """End all calls, watches and keep-alives at once; leases are left to expire. May be called twice."""
+        """End all calls, watches and keep-alives at once; leases are left to expire. Calling it twice is allowed."""
         self._closed.set()
         self._endpoints.close()  # first: it cancels the calls that the two threads may be in
         self.watches.close()
@@ -99,15 +99,15 @@ class EtcdClient:
     # Keys
 
     def get(self, key: Key, *, revision: int = 0, timeout_s: float | None = None) -> Reading:
-        """The key as of now (linearizable), or as of `revision`; `.kv` is None if it does not exist."""
+        """Read the key now (linearizable) or as of `revision`; `.kv` is None if it does not exist."""
         return self._range(to_bytes(key), b"", {"revision": revision}, f"get {_show(key)}", timeout_s)
 
     def revision(self, key: Key, *, timeout_s: float | None = None) -> int:
-        """The store's revision now. key: any key that the user may read."""
+        """Return the store's current revision. key: any key that the user may read."""
         return self._range(to_bytes(key), b"", {"count_only": True}, "get the revision", timeout_s).revision
 
     def get_prefix(self, prefix: Key, *, keys_only: bool = False, timeout_s: float | None = None) -> Reading:
-        """All keys with this prefix in their order, as of one revision, however many there are."""
+        """Read all keys with this prefix, in order, as of one revision, however many there are."""
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         while True:
             try:
@@ -117,7 +117,7 @@ class EtcdClient:
                     raise
 
     def last_created_before(self, prefix: Key, create_revision: int, *, timeout_s: float | None = None) -> Reading:
-        """Of the keys with this prefix created before a revision, the one created last; `.kv` is None if there is none."""
+        """Read the last-created key with this prefix, of those created before a revision; `.kv` is None if there is none."""
         start, end = range_of_prefix(prefix)
         request = etcdrpc().RangeRequest
         options = {
@@ -157,9 +157,9 @@ class EtcdClient:
         *,
         timeout_s: float | None = None,
     ) -> TxnResult:
-        """Do one list of operations if all comparisons hold, else the other, in one revision.
+        """Run one list of operations if all comparisons hold, otherwise the other, in one revision.
 
-        etcd's limit is 128 operations in a list. Raises LeaseLost if a `Put` names a lease that does not exist (any more).
+        etcd's limit is 128 operations per list. Raises LeaseLost if a `Put` names a lease that does not exist (any more).
         """
         request = etcdrpc().TxnRequest(
             compare=[compare.message() for compare in compares],
@@ -176,7 +176,7 @@ class EtcdClient:
         return self._caller.call(what, send, repeatable=not writes, timeout_s=timeout_s)
 
     def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
-        """See `SnapshotWatch`: the keys first, then their changes."""
+        """Deliver the keys first, then their changes: see `SnapshotWatch`."""
         return SnapshotWatch(self, prefix, on_item)
 
     # Leases
@@ -193,7 +193,7 @@ class EtcdClient:
         return self._caller.call("grant a lease", send, repeatable=True, timeout_s=timeout_s)
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
-        """Delete the lease and its keys; does nothing if there is no such lease."""
+        """Delete the lease and its keys; do nothing if there is no such lease."""
         try:
             self._caller.call(
                 f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), repeatable=True, timeout_s=timeout_s
@@ -219,7 +219,7 @@ class EtcdClient:
     # The cluster
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """Status of the member in use now; a member without a leader answers, too."""
+        """Return the status of the member in use; a member without a leader answers as well."""
         request = etcdrpc().StatusRequest()
 
         def send(etcd: Any) -> Status:
@@ -230,7 +230,7 @@ class EtcdClient:
         return self._caller.call("status", send, repeatable=True, timeout_s=timeout_s, leader=False)
 
     def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
-        """All alarms of the cluster that are raised now."""
+        """Return all alarms that are now raised in the cluster."""
         kinds = etcdrpc().AlarmMember.DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
 
         def send(etcd: Any) -> tuple[Alarm, ...]:

@@ -1,4 +1,4 @@
-"""The addresses of etcd, one gRPC channel for each, and which of them to use now."""
+"""The addresses of etcd, one gRPC channel for each, and the choice of the one to use now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 2379
 
-# Measured on etcd 3.4 and 3.5. gRPC's own back-off grows to 120 s, so that the first good call came 36 s after a 75 s outage.
+# Measured on etcd 3.4 and 3.5. gRPC's own back-off grows to 120 s: the first good call came 36 s after a 75 s outage.
 # Without the two http2 options a frozen server is noticed after 60 s or more; pings closer than 5 s draw a GOAWAY from etcd.
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -33,7 +33,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # 30 s by default; a restarted pod comes back under a new address
     ("grpc.max_receive_message_length", -1),  # 4 MiB by default; etcd puts up to 1,000 revisions into one watch response
-    ("grpc.enable_http_proxy", 0),  # an image's http_proxy is for the outside, not for the cluster's own etcd
+    ("grpc.enable_http_proxy", 0),  # an image's http_proxy is for outside traffic, not for the cluster's own etcd
 )
 
 
@@ -42,7 +42,7 @@ class Tls:
     """Paths of PEM files.
 
     Attributes:
-        ca: of the server's certificate; by default the system's list.
+        ca: CA of the server's certificate; by default the system's list.
         cert, key: the client's own, both or neither.
         server_name: name in the server's certificate, if it is not the endpoint's host.
     """
@@ -55,7 +55,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """host: a name or an address, IPv6 without brackets. tls: None means TLS if TLS settings were given."""
+    """One address. host: a name or an IP address, IPv6 without brackets. tls: None: use TLS if TLS settings were given."""
 
     host: str
     port: int
@@ -66,7 +66,7 @@ class Endpoint:
 
     @property
     def grpc_host(self) -> str:
-        """The host as gRPC wants it: IPv6 in brackets."""
+        """The host as gRPC expects it: IPv6 in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
@@ -80,7 +80,7 @@ def parse_endpoint(text: str) -> Endpoint:
     """Parse `host`, `host:port` or `[v6]:port`, with or without http:// or https://. The default port is 2379.
 
     Raises:
-        ConfigError: it is none of these. The message leaves out text that may hold a password (`user:secret@host`).
+        ConfigError: the text is none of these. The message omits text that may hold a password (`user:secret@host`).
     """
     if "@" in text:
         raise ConfigError("an etcd endpoint holds a user or password: expected host:port, give the user and password apart")
@@ -92,7 +92,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_endpoints(endpoints: str | Iterable[str]) -> tuple[Endpoint, ...]:
-    """Parse a comma list or several texts; duplicates count once. Raises ConfigError."""
+    """Parse a comma list or several strings; drop duplicates. Raises ConfigError."""
     texts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
     parsed = tuple(dict.fromkeys(parse_endpoint(text) for text in texts if text.strip()))
     if not parsed:
@@ -121,10 +121,10 @@ class Connection:
         return self._client.channel
 
     def bound(self, timeout_s: float, metadata: Sequence[tuple[str, str]]) -> Any:
-        """The etcd3 client for one call, with the deadline and metadata (token) of that call.
+        """Return the etcd3 client for one call, with that call's deadline and metadata (token).
 
-        A shallow copy, as etcd3 keeps both in attributes, which threads with other deadlines must not see. Its call credentials
-        stay empty: gRPC refuses them on a channel without TLS. Metadata travels on any channel.
+        It is a shallow copy: etcd3 keeps both in attributes, which threads with other deadlines must not see. Its call
+        credentials stay empty: gRPC refuses them on a channel without TLS. Metadata travels on any channel.
         """
         client = copy.copy(self._client)
         client.timeout = timeout_s
@@ -153,7 +153,7 @@ def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
 
 
 def _check_pem(path: str, mark: bytes) -> None:
-    """Raises ConfigError. gRPC takes any bytes, and each call then fails with a text that names no file."""
+    """Raise ConfigError unless the file holds `mark`. gRPC takes any bytes; each call then fails with a text that names no file."""
     try:
         with open(path, "rb") as file:
             found = mark in file.read()
@@ -178,9 +178,9 @@ def _options(tls: Tls | None) -> list[tuple[str, Any]]:
 
 
 class Endpoints:
-    """All connections, of which one is in use. Any thread that sees it fail moves all threads to the next.
+    """All connections, of which one is in use. Any thread that sees it fail moves all threads to the next one.
 
-    The first is drawn at random, so that the agents of a job spread over the members.
+    The first is chosen at random, so that the agents of a job spread over the members.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], tls: Tls | None, first: int | None = None) -> None:
@@ -199,7 +199,7 @@ class Endpoints:
             return self._connections[self._index]
 
     def observe(self, on_silent: Callable[[Connection], None]) -> None:
-        """on_silent: called with a connection on which a call got no answer, on the thread that made the call."""
+        """Register on_silent: called with a connection on which a call got no answer, on the thread of that call."""
         self._observers.append(on_silent)
 
     def failed(self, connection: Connection, silent: bool) -> None:

@@ -13,19 +13,19 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 
 
 class EtcdError(ElasticExtError):
-    """Base of this family. Raised itself if etcd refused a request as wrong (too large, too many operations)."""
+    """Base class of these errors. Raised itself if etcd refused a request as invalid (too large, too many operations)."""
 
 
 class ConfigError(EtcdError, UsageError):
-    """The client cannot be made from what it was given: endpoints, files, installed packages."""
+    """The client cannot be created from its inputs: endpoints, files, installed packages."""
 
 
 class ClientClosed(EtcdError):
-    """The client was closed, before the call or during it."""
+    """The client was closed before or during the call."""
 
 
 class Unavailable(EtcdError):
-    """No endpoint answered within the deadline; trying again later may help.
+    """No endpoint answered within the deadline; a later retry may help.
 
     Attributes:
         maybe_applied: the request may have reached a server and may have been carried out.
@@ -37,7 +37,7 @@ class Unavailable(EtcdError):
 
 
 class TlsError(EtcdError):
-    """A certificate was refused, the server's by us or ours by the server, on every endpoint."""
+    """Every endpoint failed on a certificate: we refused the server's, or the server refused ours."""
 
 
 class AuthError(EtcdError):
@@ -45,7 +45,7 @@ class AuthError(EtcdError):
 
 
 class Compacted(EtcdError):
-    """The history asked for is gone: read the keys again, then watch from there.
+    """The requested history is gone: read the keys again, then watch from there.
 
     Attributes:
         revision: the server's compaction revision; 0 if it did not say.
@@ -61,7 +61,7 @@ class LeaseLost(EtcdError):
 
 
 class QuotaExceeded(EtcdError):
-    """etcd's database is full (NOSPACE alarm): it answers reads and deletes only, until an operator acts."""
+    """etcd's database is full (NOSPACE alarm): until an operator acts, it answers only reads and deletes."""
 
 
 class UnsupportedVersion(EtcdError):
@@ -69,7 +69,7 @@ class UnsupportedVersion(EtcdError):
 
 
 class Kind(enum.Enum):
-    """What a failed call means for its caller. Decided by `_KINDS`; the values are for people."""
+    """What a failed call means for its caller. `_KINDS` decides it; the values are for people."""
 
     NOT_TAKEN = "the request was not taken: it may be repeated"
     UNSURE = "the request may have been carried out"
@@ -84,14 +84,14 @@ class Kind(enum.Enum):
     REFUSED = "refused as wrong"
 
 
-# gRPC status code, part of its text (any case; "" fits all), kind. The first row that fits counts. The texts are those of
-# etcd's api/v3rpc/rpctypes/error.go (3.4, 3.5) and of gRPC's core, which has no code of its own for a failed handshake.
+# gRPC status code, part of its text (case-insensitive; "" matches all), kind. The first matching row counts. The texts are those
+# of etcd's api/v3rpc/rpctypes/error.go (3.4, 3.5) and of gRPC's core, which has no code of its own for a failed handshake.
 _KINDS: list[tuple[str, str, Kind]] = [
     ("UNAVAILABLE", "ssl_error", Kind.TLS),
-    ("UNAVAILABLE", "ssl handshake failed", Kind.TLS),  # all that grpcio before 1.60 says
+    ("UNAVAILABLE", "ssl handshake failed", Kind.TLS),  # the full text in grpcio before 1.60
     ("UNAVAILABLE", "certificate", Kind.TLS),
     ("UNAVAILABLE", "hostname verification", Kind.TLS),
-    ("UNAVAILABLE", "tsi_data_corrupted", Kind.TLS),  # TLS 1.3: the server's refusal of our certificate comes after the handshake
+    ("UNAVAILABLE", "tsi_data_corrupted", Kind.TLS),  # TLS 1.3: the server refuses our certificate after the handshake
     ("UNAVAILABLE", "failed to connect to all addresses", Kind.NOT_TAKEN),
     ("UNAVAILABLE", "connections to all backends failing", Kind.NOT_TAKEN),
     ("UNAVAILABLE", "errors resolving", Kind.NOT_TAKEN),
@@ -119,12 +119,12 @@ _KINDS: list[tuple[str, str, Kind]] = [
     ("UNIMPLEMENTED", "", Kind.VERSION),
 ]
 
-TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoint, or the same one later, may do better
+TRANSIENT = frozenset({Kind.NOT_TAKEN, Kind.UNSURE, Kind.TLS})  # another endpoint, or the same one later, may succeed
 
 
 @dataclass(frozen=True)
 class RpcFailure:
-    """How one call to one endpoint failed. text: one short line. silent: there was no answer at all."""
+    """The failure of one call to one endpoint. text: one short line. silent: there was no answer at all."""
 
     kind: Kind
     endpoint: str
@@ -141,7 +141,7 @@ def classify(code: str, details: str, endpoint: str) -> RpcFailure:
 
 
 def essence(details: str) -> str:
-    """The informative part of an error text. etcd puts it after its own name, gRPC at the end, after the address."""
+    """Return the informative part of an error text. etcd puts it after its own name, gRPC at the end, after the address."""
     text = " ".join(details.split())
     for lead in ("etcdserver: ", "last error: ", "Failed to connect to remote host: "):
         text = text.rpartition(lead)[2]
@@ -150,7 +150,7 @@ def essence(details: str) -> str:
 
 
 def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
-    """The error for a failure that neither another endpoint nor waiting will fix. what: the call, as in `get /a/b`."""
+    """Return the error for a failure that neither another endpoint nor waiting will fix. what: the call, as in `get /a/b`."""
     seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
     who = f"user {user!r}" if user else "no user given"
     if failure.kind in (Kind.AUTH, Kind.TOKEN):
@@ -167,7 +167,7 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
 
 
 def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool) -> EtcdError:
-    """The error for a call that ran out of time, or whose certificates were refused everywhere.
+    """Return the error for a call that ran out of time, or whose certificates were refused everywhere.
 
     failures: the last one of each endpoint. timeout_s: of the whole call.
     """
@@ -177,7 +177,7 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
     if maybe_applied:
         advice = "it may have been carried out: read again before a second try, or compare in it"
         return Unavailable(f"{what}: sent, but the answer of etcd did not come ({seen}); {advice}", maybe_applied=True)
-    # A server with TLS answers a client without it in this way, and the other way round; so does a server that is just stopping.
+    # A server with TLS answers a client without it like this, and vice versa; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
     hint = ", http:// against https://, the client certificate" if cut_off else ""
     advice = f"check the addresses{hint} and that etcd runs"
@@ -185,7 +185,7 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
 
 
 def check_version(version: str, endpoint: str) -> None:
-    """Raise UnsupportedVersion for a server older than 3.4 (watch ids chosen by the client came with it)."""
+    """Raise UnsupportedVersion for a server older than 3.4, which introduced watch ids chosen by the client."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     if not (major.isdigit() and minor.isdigit()):

@@ -1,4 +1,4 @@
-"""A lease that is kept alive in the background until it is given up, revoked or lost."""
+"""A lease that is kept alive in the background until it is abandoned, revoked or lost."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from elastic_ext.etcd.values import Lease
 logger = logging.getLogger(__name__)
 
 LATE_SHARE = 0.5  # a renewal is due after a third of the TTL, and one that fails is retried at once
-MIN_TTL_S = 2  # etcd raises shorter ones to one and a half election timeouts, 2 s by default
+MIN_TTL_S = 2  # etcd raises shorter TTLs to one and a half election timeouts, 2 s by default
 
 
 @dataclass(frozen=True)
 class Term:
-    """What is known of one lease. Times are monotonic seconds.
+    """The known state of one lease. Times are monotonic seconds.
 
     Attributes:
         next_at: when to renew it.
-        alive_until: until then the server certainly keeps it.
-        patient: silence of the server is no reason to give it up.
+        alive_until: until when the server certainly keeps it.
+        patient: the server's silence is no reason to give it up.
     """
 
     lease_id: int
@@ -44,7 +44,7 @@ class Renewer(Protocol):
 
 
 class LeaseClient(Protocol):
-    """What a session needs of its client."""
+    """The part of a client that a session needs."""
 
     @property
     def renewer(self) -> Renewer: ...
@@ -55,20 +55,20 @@ class LeaseClient(Protocol):
 
 
 class LeaseSession:
-    """Granted by the constructor, renewed every third of its TTL by the client's renewer.
+    """A lease granted by the constructor and renewed every third of its TTL by the client's renewer.
 
-    Lost means: the server says that the lease is gone; or, unless `patient`, `alive_until` has passed without an answer. Trouble
-    on the way to the server before that time is no loss. A lost lease stays lost; the caller grants a new one if it wants.
+    Lost means: the server says that the lease is gone; or, unless `patient`, `alive_until` has passed without an answer.
+    Connection trouble before that time is no loss. A lost lease stays lost; the caller grants a new one if it wants.
 
     A lease outlives an outage of all members: etcd gives each lease its full TTL again when a leader is elected. A `patient`
-    session uses that: it goes on asking, and only the server's answer ends it; `alive_until` lies in the past meanwhile.
+    session uses that: it keeps asking, and only the server's answer ends it; meanwhile `alive_until` lies in the past.
 
     Attributes:
         lease_id: for `Put(..., lease_id=)`.
         ttl_s: as granted by the server.
         lost: set when the lease is lost.
         lost_reason: one line, once lost.
-        late_at: when a renewal last came `late`, monotonic; None: never.
+        late_at: when a renewal last came `late`, monotonic; None if never.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class LeaseSession:
 
     @property
     def alive_until(self) -> float:
-        """Monotonic seconds until which the lease is certainly alive on the server.
+        """Monotonic time until which the lease is certainly alive on the server.
 
-        Counted from just before the last successful renewal was sent: the server began to count later than that.
+        It counts from just before the last successful renewal was sent: the server began to count later than that.
         """
         return self.term.alive_until
 
     @property
     def late(self) -> bool:
-        """More than LATE_SHARE of the lease's time is over: etcd does not answer, or this process stood still."""
+        """Whether more than LATE_SHARE of the lease time is over: etcd does not answer, or this process stood still."""
         return time.monotonic() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
-        """Delete the lease and its keys now. Raises EtcdError if that fails; then the lease expires by itself."""
+        """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires by itself."""
         self.orphan()
         self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
 
@@ -131,17 +131,17 @@ class LeaseSession:
     # For the renewer
 
     def renewed(self, sent_at: float, ttl_s: int) -> None:
-        """A renewal succeeded. sent_at: monotonic, before its request was sent."""
+        """Record a successful renewal. sent_at: monotonic, before its request was sent."""
         if self.late:
             self.late_at = time.monotonic()
         self.term = _term(self.lease_id, sent_at, ttl_s, self.term.patient)
 
     def retry_at(self, at: float) -> None:
-        """A renewal failed; try again at this monotonic time."""
+        """Record a failed renewal, to be retried at this monotonic time."""
         self.term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
 
     def end(self, reason: str) -> None:
-        """The lease is lost. reason: one line."""
+        """Mark the lease as lost. reason: one line."""
         logger.warning("etcd lease %x is lost: %s", self.lease_id, reason)
         self.lost_reason = reason
         self.lost.set()

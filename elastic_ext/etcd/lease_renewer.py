@@ -1,6 +1,6 @@
 """Keeps all leases of a client alive, from one daemon thread.
 
-A lease is due a third of its TTL after the last renewal. Leases that are due at about the same time share one short stream.
+A lease is due a third of its TTL after the last renewal. Leases due at about the same time share one short stream.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 _MIN_ATTEMPT_S = 0.2
 _MAX_RETRY_S = 0.5
 _JOIN_S = 2.0
-_PER_CALL = 200  # leases: with thousands of them, a slow call should not lose all
+_PER_CALL = 200  # leases: with thousands of leases, one slow call should not lose all
 
 
 class KeepAlive(Protocol):
-    """`EtcdClient.lease_keep_alive`."""
+    """The signature of `EtcdClient.lease_keep_alive`."""
 
     def __call__(
         self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
@@ -35,12 +35,12 @@ class KeepAlive(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do now.
+    """The renewer's next actions.
 
     Attributes:
         due: ids of leases to renew.
         given_up: ids of leases whose server has been silent for too long.
-        wait_s: seconds until there is something to do; None: no lease needs anything.
+        wait_s: seconds until the next action; None: no lease needs one.
     """
 
     due: tuple[int, ...]
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan(terms: Iterable[Term], now: float) -> Plan:
-    """now: monotonic seconds."""
+    """Return what to do at `now`, in monotonic seconds."""
     terms = list(terms)
     given_up = {term.lease_id for term in terms if not term.patient and now >= term.alive_until}
     kept = [term for term in terms if term.lease_id not in given_up]
@@ -88,12 +88,12 @@ class LeaseRenewer:
                 self._changed.notify()
 
     def remove(self, session: LeaseSession) -> None:
-        """Stop renewing this session; does nothing if it is not there."""
+        """Stop renewing this session; do nothing if it is not there."""
         with self._changed:
             self._sessions.pop(session.lease_id, None)
 
     def close(self) -> None:
-        """Call this after `closed` is set."""
+        """Wake and end the thread. Call this after `closed` is set."""
         with self._changed:
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -1,7 +1,7 @@
-"""The part of etcd's v3 wire protocol that is used here, as tables: messages with their fields, enums, and calls.
+"""The part of etcd's v3 wire protocol used here, as tables: messages with their fields, enums, and calls.
 
 Source: api/etcdserverpb/rpc.proto and api/mvccpb/kv.proto of etcd 3.4 and 3.5. Only field numbers, types and the paths of the
-calls travel; package and file names do not, so all messages share one private package here.
+calls go over the wire; package and file names do not, so all messages share one private package here.
 
 The classes are built at run time in a descriptor pool of our own: generated code would be tied to a range of protobuf
 versions, and the default pool refuses a second `auth.proto` (aetcd, pyetcd and etcd3 itself would clash with ours).
@@ -13,7 +13,7 @@ import functools
 import types
 from typing import Any
 
-# message, then field:type=number. `type[]` is repeated, a trailing `|name` makes the field a member of that oneof.
+# message, then field:type=number. `type[]` is repeated; a trailing `|name` makes the field a member of that oneof.
 _MESSAGES = """
 KeyValue key:bytes=1 create_revision:int64=2 mod_revision:int64=3 version:int64=4 value:bytes=5 lease:int64=6
 Event type:Event.EventType=1 kv:KeyValue=2
@@ -76,7 +76,7 @@ Compare.CompareTarget VERSION CREATE MOD VALUE LEASE
 WatchCreateRequest.FilterType NOPUT NODELETE
 """
 
-# service.method request response; `*` marks a stream. KV.Put: of benchmarks. Cluster: etcd3 needs the stub.
+# service.method request response; `*` marks a stream. KV.Put is for benchmarks; etcd3 needs the stub of Cluster.
 _CALLS = """
 KV.Range RangeRequest RangeResponse
 KV.Put PutRequest PutResponse
@@ -96,7 +96,7 @@ _PACKAGE = "elastic_ext_etcdpb"
 
 @functools.lru_cache(maxsize=1)
 def etcdrpc() -> types.ModuleType:
-    """A module with the message classes, the values of AlarmType and the stubs, named as in etcd3's own `etcdrpc`."""
+    """Return a module with the message classes, the values of AlarmType and the stubs, named as in etcd3's own `etcdrpc`."""
     from google.protobuf import descriptor_pool, message_factory  # type: ignore[import-untyped]
 
     file = file_descriptor()
@@ -119,7 +119,7 @@ def etcdrpc() -> types.ModuleType:
 
 
 def file_descriptor() -> Any:
-    """The tables as one FileDescriptorProto."""
+    """Return the tables as one FileDescriptorProto."""
     from google.protobuf import descriptor_pb2
 
     file = descriptor_pb2.FileDescriptorProto(name="elastic_ext_etcd.proto", package=_PACKAGE, syntax="proto3")

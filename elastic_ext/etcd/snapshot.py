@@ -1,4 +1,4 @@
-"""The keys under a prefix, then their changes: no gap, nothing twice, and again from the start when history is lost."""
+"""The keys under a prefix, then their changes: no gap, no duplicates, and a restart from the keys when history is lost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ BEGAN_S = 0.1  # a reading waits this long for the watch to begin, which usually
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All keys with the prefix as of `revision`. It replaces everything known before: a key that is not here is gone."""
+    """All keys with the prefix as of `revision`. It replaces everything known before: a missing key is gone."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
 
 
 class SnapshotClient(WatchClient, Protocol):
-    """What a snapshot watch needs of its client."""
+    """The part of a client that a snapshot watch needs."""
 
     def get_prefix(self, prefix: Key, *, timeout_s: float | None = None) -> Reading: ...
 
 
 class SnapshotWatch:
-    """Gives a `Snapshot`, then `Batch`es of what changed since; after a compaction a `Snapshot` again.
+    """A watch that gives a `Snapshot`, then `Batch`es of later changes; after a compaction a `Snapshot` again.
 
     Reading happens on the caller's thread, in `get`.
     """
@@ -62,12 +62,12 @@ class SnapshotWatch:
         return self._watch is not None and self._watch.live
 
     def get(self, timeout_s: float | None = None) -> Snapshot | Batch | None:
-        """The next item; None after timeout_s or if the watch is closed.
+        """Return the next item; None after timeout_s or if the watch is closed.
 
-        timeout_s holds for the reading of a snapshot, too; 0 stands for the client's default there.
+        timeout_s also limits the reading of a snapshot, where 0 stands for the client's default.
 
         Raises:
-            EtcdError: the snapshot could not be read, and the next `get` tries again; or the watch ended for another reason than
+            EtcdError: the snapshot could not be read, and the next `get` tries again; or the watch ended for a reason other than
                 compaction.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -84,23 +84,23 @@ class SnapshotWatch:
                 if (batch := self._since_reading(item)) is not None:
                     return batch
             elif isinstance(item, Began):
-                self._due = item.revision > self._revision  # what was written in between was neither read nor watched
+                self._due = item.revision > self._revision  # writes in between were neither read nor watched
             else:
                 self._watch.close()
                 if isinstance(item, Compacted):
                     self._watch = None
                 elif isinstance(item, EtcdError):
-                    self._items.put(item)  # the end stays the end
+                    self._items.put(item)  # every later `get` raises it again
                     raise item
         return None
 
     def _begin(self) -> Watch:
-        """Watch from now on; the reading comes after that.
+        """Watch from now on; the reading follows.
 
         etcd serves a watch from an older revision only ten times a second until it has caught up (syncWatchersLoop of
         mvcc/watchable_store.go). When many nodes came at once, that was most of the wait.
         """
-        # Each watch has its own queue: items left from the one before are older than the reading that follows.
+        # Each watch has its own queue: items left from the previous one are older than the following reading.
         items = self._items = queue.SimpleQueue()
 
         def take(item: Item) -> None:
@@ -108,16 +108,16 @@ class SnapshotWatch:
             if self._on_item is not None:
                 try:
                     self._on_item()
-                except Exception:  # foreign code; the item is there all the same
+                except Exception:  # foreign code; the item is queued in any case
                     logger.exception("on_item of the etcd watch on %r failed", self._prefix)
 
         self._due = True
         watch = Watch(self._client, self._prefix, prefix=True, start_revision=FROM_NOW, callback=take)
         if self._closed:
             watch.close()
-        with contextlib.suppress(queue.Empty):  # it begins later; if somebody writes before, the keys are read once more
+        with contextlib.suppress(queue.Empty):  # it may begin later; if somebody writes before, the keys are read again
             if not isinstance(first := items.get(timeout=BEGAN_S), Began):
-                items.put(first)  # the end of the watch, and nothing follows it
+                items.put(first)  # the end of the watch; nothing follows it
         return watch
 
     def _read(self, timeout_s: float | None) -> Snapshot:
@@ -126,7 +126,7 @@ class SnapshotWatch:
         return Snapshot(reading.revision, reading.kvs)
 
     def _since_reading(self, batch: Batch) -> Batch | None:
-        """The batch without the events that the last reading contains; None if none are left."""
+        """Return the batch without the events that the last reading contains; None if none are left."""
         events = tuple(event for event in batch.events if event.kv.mod_revision > self._revision)
         return Batch(batch.revision, events) if events else None
 
@@ -135,7 +135,7 @@ class SnapshotWatch:
             yield item
 
     def close(self) -> None:
-        """May be called from any thread. Wakes callers of `get`."""
+        """Close the watch and wake callers of `get`. Any thread may call this."""
         self._closed = True
         if self._watch is not None:
             self._watch.close()

@@ -1,4 +1,4 @@
-"""The stream that all watches of a client share: opened again whatever breaks it, each watch from where it stood."""
+"""The stream shared by all watches of a client: whatever breaks it, it is reopened, and each watch resumes where it stood."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_ext.etcd.watch import Watch
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 2.0
-_STEADY_S = 1.0  # a stream that lasted longer was a good one: its end is no reason to wait
+_STEADY_S = 1.0  # a stream that lasted longer was good: its end is no reason to wait
 
 
 class _Broken(Exception):
@@ -35,14 +35,14 @@ class _Broken(Exception):
 class _Call:
     """One call of etcd's Watch, from its opening until it breaks. Not thread-safe.
 
-    Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. That is the
-    only way to tell which watch was refused: the server then answers with the id -1.
+    Invariant: creates are answered in the order they were sent, so the n-th `created` belongs to the n-th create. Only this tells
+    which watch was refused: the server then answers with the id -1.
     """
 
     def __init__(self, connection: Connection, token: list[tuple[str, str]]) -> None:
         self.connection = connection
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._unanswered: deque[Watch] = deque()  # their creates were sent
+        self._unanswered: deque[Watch] = deque()  # whose creates were sent
         self._opened_at = time.monotonic()
         stub = etcdrpc().WatchStub(connection.channel)
         self.responses = stub.Watch(iter(self._requests.get, None), metadata=[*token, calls.HAS_LEADER])
@@ -52,11 +52,11 @@ class _Call:
         self._requests.put(watch.request())
 
     def created(self) -> Watch:
-        """The watch that the next `created` of the server belongs to."""
+        """Return the watch that the server's next `created` belongs to."""
         return self._unanswered.popleft()
 
     def remove(self, watch: Watch) -> None:
-        """Stop serving this watch; does nothing if it is not there."""
+        """Stop serving this watch; do nothing if it is not there."""
         rpc = etcdrpc()
         self._requests.put(rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=watch.watch_id)))
 
@@ -76,7 +76,7 @@ class WatchStream:
     """The one stream of a client. Its thread starts with the first watch."""
 
     def __init__(self, caller: Caller, revision: Callable[[bytes], int]) -> None:
-        """caller: of the client. revision: reads the store's revision; the argument is a key that the user may read."""
+        """caller: the client's. revision: reads the store's revision; its argument is a key that the user may read."""
         self._caller = caller
         self._revision = revision
         self._ids = itertools.count(1)
@@ -84,8 +84,8 @@ class WatchStream:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._call: _Call | None = None
-        self._refused: Watch | None = None  # with the token before; if it is refused again, that is final
-        self._failures = 0  # in a row, of streams that did not last
+        self._refused: Watch | None = None  # with the previous token; a second refusal is final
+        self._failures = 0  # consecutive streams that did not last
         self._trouble: str | None = None
         caller.endpoints.observe(self._on_silent)
 
@@ -109,7 +109,7 @@ class WatchStream:
                 self._call.remove(watch)
 
     def close(self) -> None:
-        """Call this after the client was marked closed."""
+        """Wake the thread and end the stream. Call this after the client was marked closed."""
         with self._changed:
             self._changed.notify()
             if self._call is not None:
@@ -122,7 +122,7 @@ class WatchStream:
             self._thread.join(_JOIN_S)
 
     def _on_silent(self, connection: Connection) -> None:
-        """A call to the endpoint in use got no answer: move now, gRPC's pings would take 13 s to notice."""
+        """Break the stream if a call to its endpoint got no answer: gRPC's pings would take 13 s to notice."""
         with self._changed:
             if self._call is not None and self._call.connection is connection:
                 self._call.cancel()
@@ -143,7 +143,7 @@ class WatchStream:
         except Exception as error:
             logger.exception("the thread of the etcd watches failed")
             with self._changed:
-                self._thread = None  # the next watch gets a new one
+                self._thread = None  # the next watch gets a new thread
             self._end_all(EtcdError(f"the thread of the etcd watches failed: {error!r}"))
 
     def _await_work(self) -> bool:
@@ -153,7 +153,7 @@ class WatchStream:
             return not self._caller.closed.is_set()
 
     def _serve(self) -> None:
-        """Open the stream and deliver what it brings. Ends with an exception, or by returning once the client is closed."""
+        """Open the stream and deliver what it brings. Raise an exception, or return once the client is closed."""
         import grpc  # type: ignore[import-untyped]
 
         connection = self._caller.endpoints.current()
@@ -238,7 +238,7 @@ class WatchStream:
             self._end(watch, AuthError(f"{seen}; give the right user, with a role that may read these keys"))
 
     def _check_history(self, watch: Watch, revision: int) -> None:
-        """A server that was set up again or restored has fewer revisions than we saw; the watch would wait for them in silence.
+        """Detect a lost history: a new or restored server has fewer revisions than we saw, and the watch would wait silently.
 
         A member that lags behind looks the same at first, so the cluster is asked.
         """

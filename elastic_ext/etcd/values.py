@@ -19,7 +19,7 @@ def to_bytes(text: Key) -> bytes:
 def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
     """Return (key, range_end) of all keys that start with `prefix`; an empty prefix means all keys.
 
-    The end is the prefix up to its last byte that is not 0xff, with that byte increased. If there is no such byte, the byte 0
+    The end is the prefix up to its last byte that is not 0xff, with that byte incremented. If there is no such byte, the byte 0
     stands for "no end" (etcd's clientv3, GetPrefixRangeEnd).
     """
     start = to_bytes(prefix)
@@ -30,7 +30,7 @@ def range_of_prefix(prefix: Key) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class KeyValue:
-    """lease_id: 0 if the key has no lease. version: number of writes since the key was created, from 1."""
+    """A key and its value. lease_id: 0 without a lease. version: number of writes since the key was created, from 1."""
 
     key: bytes
     value: bytes
@@ -46,7 +46,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Event:
-    """A key was put or deleted. After a deletion `kv` holds the key, and as mod_revision the revision of the deletion."""
+    """A put or deletion of a key. After a deletion `kv` holds the key, with the revision of the deletion as mod_revision."""
 
     kind: Literal["put", "delete"]
     kv: KeyValue
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Reading:
-    """Answer to a get. revision: of the store at the time of reading. count: number of keys in the range, returned or not."""
+    """The answer to a get. revision: of the store at the time. count: number of keys in the range, returned or not."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
@@ -77,14 +77,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Written:
-    """Answer to a put, at `revision`."""
+    """The answer to a put, at `revision`."""
 
     revision: int
 
 
 @dataclass(frozen=True)
 class Deleted:
-    """Answer to a delete, at `revision`. deleted: number of keys."""
+    """The answer to a delete, at `revision`. deleted: number of keys."""
 
     revision: int
     deleted: int
@@ -92,7 +92,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class TxnResult:
-    """succeeded: the comparisons held. responses: one per operation, in order. revision: after the transaction."""
+    """The answer to a transaction, at `revision`. succeeded: the comparisons held. responses: one per operation, in order."""
 
     succeeded: bool
     revision: int
@@ -105,7 +105,7 @@ class TxnResult:
 
     @classmethod
     def parse(cls, response: Any) -> TxnResult:
-        revision = response.header.revision  # the answers within carry no useful header of their own
+        revision = response.header.revision  # the inner answers carry no useful header of their own
         return cls(response.succeeded, revision, tuple(_parse_op(op, revision) for op in response.responses))
 
 
@@ -120,7 +120,7 @@ def _parse_op(op: Any, revision: int) -> Reading | Written | Deleted:
 
 @dataclass(frozen=True)
 class Put:
-    """Write a key. lease_id: the key goes with this lease; 0 for none."""
+    """Write a key. lease_id: the key is deleted with this lease; 0 for none."""
 
     key: Key
     value: Key
@@ -185,18 +185,18 @@ class Compare:
 
 
 def absent(key: Key) -> Compare:
-    """The key does not exist."""
+    """Return the condition that the key does not exist."""
     return Compare(key, "create", "=", 0)
 
 
 def unchanged(key: Key, mod_revision: int) -> Compare:
-    """The key was last written at this revision; 0: it does not exist."""
+    """Return the condition that the key was last written at this revision; 0: that it does not exist."""
     return Compare(key, "mod", "=", mod_revision)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """ttl_s: as granted; the server raises a TTL that is too short. sent_at: monotonic, just before the request was sent."""
+    """A lease. ttl_s: as granted; the server raises a TTL that is too short. sent_at: monotonic, just before the request."""
 
     lease_id: int
     ttl_s: int
@@ -205,7 +205,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class KeptAlive:
-    """ttl_s: by lease id; 0 or less if the lease is gone. sent_at: monotonic, just before the request was sent."""
+    """A renewal. ttl_s: by lease id; 0 or less if the lease is gone. sent_at: monotonic, just before the request."""
 
     sent_at: float
     ttl_s: Mapping[int, int]
@@ -225,7 +225,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Alarm:
-    """kind: NOSPACE or CORRUPT."""
+    """A raised alarm. kind: NOSPACE or CORRUPT."""
 
     member_id: int
     kind: str

@@ -1,8 +1,8 @@
-"""Loads etcd3 0.12.0 with message classes that work on every protobuf, without a trace in the process.
+"""Loads etcd3 0.12.0 with message classes that work on every protobuf, leaving no trace in the process.
 
-etcd3's generated code fails on protobuf 4 and later, and the environment variable that cures it slows down all protobuf code of
-the process. So this imports etcd3 with `etcd3.etcdrpc` replaced by our own module, and takes it out of sys.modules again: a
-user's own `import etcd3` gets the same as without us.
+etcd3's generated code fails on protobuf 4 and later, and the environment variable that cures it slows down all protobuf code in
+the process. So this module imports etcd3 with `etcd3.etcdrpc` replaced by our own module, and removes it from sys.modules again:
+a user's own `import etcd3` gets the same as without us.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _loaded: types.ModuleType | None = None
 
 
 def etcd3() -> types.ModuleType:
-    """etcd3, private to this package: Etcd3Client, Etcd3Exception. Loaded at the first call.
+    """Return etcd3, private to this package: Etcd3Client, Etcd3Exception. Load it at the first call.
 
     Raises:
-        ConfigError: etcd3 is not installed, has another version, or another distribution took its place.
+        ConfigError: etcd3 is not installed, has another version, or was replaced by another distribution.
     """
     global _loaded
     with _lock:
@@ -57,7 +57,7 @@ def _is_etcd3(name: str) -> bool:
 
 
 def check_owner() -> None:
-    """Raise ConfigError unless the top-level module `etcd3` is that of the distribution etcd3 0.12.0.
+    """Raise ConfigError unless the top-level module `etcd3` belongs to the distribution etcd3 0.12.0.
 
     etcd3-py and some forks install a package of the same name, over it or before it on the path.
     """
@@ -82,13 +82,13 @@ def check_owner() -> None:
 
 
 def _module_folder() -> Path | None:
-    # Not importlib.util.find_spec, which would look at a user's own module in sys.modules.
+    # importlib.util.find_spec would look at a user's own module in sys.modules.
     spec = importlib.machinery.PathFinder.find_spec("etcd3")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def _unchanged(distribution: importlib.metadata.Distribution, path: Path) -> bool:
-    """False if the file differs from its checksum. True if there is none: packages of Linux distributions have none."""
+    """Return False if the file differs from its checksum; True if it has none, as in packages of Linux distributions."""
     for entry in distribution.files or []:
         if entry.as_posix() == "etcd3/client.py" and entry.hash is not None:
             digest = hashlib.new(entry.hash.mode, path.read_bytes()).digest()

@@ -1,7 +1,7 @@
-"""Watches that survive what happens to connections and servers: nothing lost, nothing twice.
+"""Watches that survive failures of connections and servers: nothing is lost or delivered twice.
 
 All watches of a client share one stream and one daemon thread (`stream.py`). Each watch knows the revision it wants next;
-whatever breaks the stream, it is opened again, on the next endpoint if need be, and each watch goes on from that revision.
+whatever breaks the stream, it is reopened, on the next endpoint if need be, and each watch goes on from that revision.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Batch:
-    """Events in their order, of whole revisions: all changes that one transaction made to the watched keys come together."""
+    """Events in order, of whole revisions: all changes that one transaction made to the watched keys come together."""
 
     revision: int
     events: tuple[Event, ...]
@@ -30,9 +30,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Began:
-    """First item of a watch from FROM_NOW: everything written after `revision` is delivered.
+    """The first item of a watch from FROM_NOW: everything written after `revision` is delivered.
 
-    The caller reads what was there before. A reading of that revision or a later one misses nothing.
+    The caller reads what existed before. A reading at that revision or later misses nothing.
     """
 
     revision: int
@@ -40,8 +40,8 @@ class Began:
 
 Item: TypeAlias = Batch | Began | EtcdError
 
-# As start_revision: from the moment the server has the watch. The server need not let such a watch catch up with the past, which
-# it does for others only ten times a second.
+# start_revision of a watch that starts when the server has it. The server need not let such a watch catch up with the past, which it
+# does for others only ten times a second.
 FROM_NOW = 0
 
 
@@ -54,7 +54,7 @@ class Stream(Protocol):
 
 
 class WatchClient(Protocol):
-    """What a watch needs of its client."""
+    """The part of a client that a watch needs."""
 
     @property
     def watches(self) -> Stream: ...
@@ -65,16 +65,16 @@ class WatchClient(Protocol):
 class Watch:
     """The changes of a key, or of all keys with a prefix, from a revision on.
 
-    Delivers `Batch`es, after a `Began` if it is FROM_NOW. If it ends by itself, the last item is an error: `Compacted` (read
-    again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if its thread
-    or callback failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` tells of it.
+    Delivers `Batch`es, after a `Began` if it is FROM_NOW. If the watch ends by itself, the last item is an error: `Compacted`
+    (read again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if its
+    thread or callback failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` shows it.
 
-    Use it as an iterator, with `get`, or give a callback: it gets each item on the stream's thread, which serves all watches of
-    the client, and must return at once.
+    Use it as an iterator, with `get`, or with a callback. The callback gets each item on the stream's thread, which serves all
+    watches of the client, and must return at once.
 
     Attributes:
         next_revision: everything before it has been delivered.
-        live: a server with a leader holds the watch at the moment; False while the stream is being opened again.
+        live: a server with a leader now holds the watch; False while the stream is being reopened.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Watch:
         callback: Callable[[Item], None] | None = None,
         deletes_only: bool = False,
     ) -> None:
-        """Returns at once, unless start_revision is missing: then the client is asked for the revision now.
+        """Start the watch. Returns at once, unless start_revision is missing: then it asks the client for the current revision.
 
         Args:
             start_revision: the first revision to deliver: that of a reading or transaction + 1. By default everything written
@@ -113,23 +113,23 @@ class Watch:
 
     @property
     def closed(self) -> bool:
-        """It delivers no more than what is queued for `get`."""
+        """Whether it delivers no more than what is queued for `get`."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """May be called from any thread, any number of times. Wakes callers of `get` and of the iterator."""
+        """Close the watch and wake callers of `get` and of the iterator. Any thread may call this, any number of times."""
         self._stream.remove(self)
         self.end(None)
 
     def get(self, timeout_s: float | None = None) -> Batch | None:
-        """The next batch; None after timeout_s or if the watch is closed. Each call raises the error that ended the watch."""
+        """Return the next batch; None after timeout_s or if the watch is closed. Every call raises the error that ended it."""
         try:
             item = self._items.get(timeout=timeout_s) if timeout_s != 0 else self._items.get_nowait()
         except queue.Empty:
             return None
         if isinstance(item, Batch):
             return item
-        self._items.put(item)  # the end stays the end, for every reader
+        self._items.put(item)  # every later call, of any reader, gets it again
         if item is None:
             return None
         raise item
@@ -141,13 +141,13 @@ class Watch:
     # For the stream
 
     def began(self, revision: int) -> None:
-        """The server has the watch, from this revision on."""
+        """Note that the server has the watch, from this revision on."""
         if self.next_revision == FROM_NOW:
             self.next_revision = revision + 1
             self._call(Began(revision))
 
     def request(self) -> Any:
-        """The WatchRequest that creates this watch."""
+        """Return the WatchRequest that creates this watch."""
         rpc = etcdrpc()
         create = rpc.WatchCreateRequest(
             key=self.key,
@@ -161,7 +161,7 @@ class Watch:
         return rpc.WatchRequest(create_request=create)
 
     def take(self, response: Any) -> None:
-        """Events, or a progress notice without any."""
+        """Take in events, or a progress notice without any."""
         events = tuple(Event.parse(event) for event in response.events if event.kv.mod_revision >= self.next_revision)
         if events:
             self.next_revision = events[-1].kv.mod_revision + 1
@@ -183,7 +183,7 @@ class Watch:
             self._items.put(batch)
 
     def _call(self, item: Item) -> bool:
-        """Pass the item to the callback. False: there is none."""
+        """Pass the item to the callback. Return False if there is none."""
         if self._callback is None:
             return False
         try:

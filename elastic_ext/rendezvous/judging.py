@@ -76,7 +76,7 @@ class LedgerFile:
         """Raise UsageError if the path names something other than a file."""
         self._path = Path(path) if path else None
         self._run_id = run_id
-        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would replace it by a file
+        if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would replace it with a file
             raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
         self.ledger = self._read()
 

@@ -159,7 +159,7 @@ class HeaderRecord:
         return unchanged(self._context.keys.header, self.revision)
 
     def write(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> bool:
-        """Replace the known header by this one. Return False if etcd holds another one. See `swap`."""
+        """Replace the known header with this one. Return False if etcd holds another one. See `swap`."""
         written = self._swap(header, compares, puts)
         if written.succeeded:
             self._saw(header, written.revision)

@@ -153,7 +153,7 @@ def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
 
 
 def _check_pem(path: str, mark: bytes) -> None:
-    """Raise ConfigError unless the file holds `mark`. gRPC takes any bytes; each call then fails with a text that names no file."""
+    """Raise ConfigError unless the file holds `mark`. gRPC takes any bytes; each call then fails without naming a file."""
     try:
         with open(path, "rb") as file:
             found = mark in file.read()

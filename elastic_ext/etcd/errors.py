@@ -69,7 +69,7 @@ class UnsupportedVersion(EtcdError):
 
 
 class Kind(enum.Enum):
-    """What a failed call means for its caller. `_KINDS` decides it; the values are for people."""
+    """The meaning of a failed call for its caller. `_KINDS` decides it; the values are for people."""
 
     NOT_TAKEN = "the request was not taken: it may be repeated"
     UNSURE = "the request may have been carried out"

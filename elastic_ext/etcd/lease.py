@@ -24,7 +24,7 @@ class Term:
 
     Attributes:
         next_at: when to renew it.
-        alive_until: until when the server certainly keeps it.
+        alive_until: time until which the server certainly keeps it.
         patient: the server's silence is no reason to give it up.
     """
 

@@ -40,8 +40,8 @@ class Began:
 
 Item: TypeAlias = Batch | Began | EtcdError
 
-# start_revision of a watch that starts when the server has it. The server need not let such a watch catch up with the past, which it
-# does for others only ten times a second.
+# start_revision of a watch that starts when the server has it. The server need not let such a watch catch up with the past, as
+# it does for others only ten times a second.
 FROM_NOW = 0
 
 

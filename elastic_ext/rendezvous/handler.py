@@ -22,7 +22,7 @@ __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """Why the workers of a round must stop. reason: one line, for people."""
+    """The end of a round, after which its workers must stop. reason: one line, for people."""
 
     kind: EndKind
     reason: str

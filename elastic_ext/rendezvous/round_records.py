@@ -31,7 +31,7 @@ class State(str, Enum):
 
 
 class EndKind(str, Enum):
-    """How a round ends while its workers run. Code decides by this, never by the reason, which is for people."""
+    """The ways in which a round ends while its workers run. Code decides by this, never by the reason, which is for people."""
 
     STALLED = "stalled"  # no worker of the job makes progress any more
     BROKEN = "broken"  # a node's workers failed, a node was lost or leaves, or nodes wait to join

@@ -1,4 +1,4 @@
-"""How the nodes of a round on `ext_c10d` agree on what to resume from: through the job's store, as for verdicts.
+"""Lets the nodes of a round on `ext_c10d` agree on what to resume from, through the job's store, as for verdicts.
 
 Torch's store has no authentication: anybody who reaches its port can write to it. So readers accept only the name of one of the
 job's own checkpoints (`checkpoints.choice.resolution`). A job on one machine does not need this.

@@ -34,7 +34,7 @@ LEAVE_TIMEOUT_S = 3.0  # for the event of a leaving node
 
 
 class EventKind(str, Enum):
-    """What has happened. Code decides by this, never by the reason."""
+    """The kinds of events. Code decides by this, never by the reason."""
 
     SAVE = "save"  # a save on demand is requested; all other kinds end the round
     FAILED = "failed"  # workers have failed
@@ -58,7 +58,7 @@ class RoundEvent:
 
     @property
     def end(self) -> RoundEnd:
-        """How this event ends the round."""
+        """The end of the round by this event."""
         return RoundEnd(EndKind.STALLED if self.kind is EventKind.STALLED else EndKind.BROKEN, self.reason)
 
 

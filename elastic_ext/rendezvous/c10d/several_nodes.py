@@ -68,7 +68,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Waits:
-    """How long this node waits for the others, in seconds.
+    """The limits on this node's waits for the others, in seconds.
 
     Attributes:
         settle_s: for reports of other nodes, before it judges.

@@ -29,7 +29,7 @@ CHECK_S = 0.1  # between two checks during a wait; torch's rendezvous, which a c
 CONNECT_S = 12.0  # covers name resolution; after a dropped packet a resolver retries its name server after 5 s
 NOTHING = "-"  # a wait that ends without an answer leaves this in the unset keys
 WAIT = timedelta(days=365)  # a store's wait needs some limit
-# What torch and a socket raise if a store does not answer.
+# Exceptions of torch and of a socket if a store does not answer.
 FAILS = (RuntimeError, ValueError, OSError, RendezvousConnectionError)
 
 T = TypeVar("T")

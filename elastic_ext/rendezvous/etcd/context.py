@@ -1,4 +1,4 @@
-"""What all parts of one node's rendezvous share, from the node's start to its end."""
+"""State shared by all parts of one node's rendezvous, from the node's start to its end."""
 
 from __future__ import annotations
 

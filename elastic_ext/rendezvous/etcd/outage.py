@@ -1,4 +1,4 @@
-"""How long a leader waits for members that it does not see because etcd was unreachable or has lost records."""
+"""The time that a leader gives members that it does not see because etcd was unreachable or has lost records."""
 
 from __future__ import annotations
 

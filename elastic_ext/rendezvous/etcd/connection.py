@@ -159,7 +159,7 @@ class JobConnection:
     # The end.
 
     def last_will(self) -> LastWill | None:
-        """Return what the reaper needs to revoke this node's lease; None without a lease. Secrets go only through its pipe."""
+        """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.lease
         if lease_id is None:
             return None

@@ -27,7 +27,7 @@ class Runner(Protocol):
 
 
 class Dispatcher:
-    """The thread. An agent has one runner on it, its participant's; a simulation has many."""
+    """The thread and its queue. An agent has one runner on it, its participant's; a simulation has many."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Runner, Callable[[], None]] | None] = queue.SimpleQueue()

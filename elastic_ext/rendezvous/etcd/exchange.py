@@ -1,4 +1,4 @@
-"""Lets the nodes of a round on etcd agree on what to resume from, by offers under the nodes' leases, and a choice in the header.
+"""Lets the nodes of a round on etcd agree on what to resume from, by offers under the nodes' leases and a choice in the header.
 
 The round's store is not used: torch's TCPStore takes writes from anybody who reaches its port, and every rank would load what is
 chosen there. Usually the choice costs one transaction, and each node learns of it through its watch on the header.

@@ -94,7 +94,7 @@ class Fence:
         self._on_change = on_change
         self.closed = False
         self._round: RoundStore | None = None
-        self._store: tuple[RoundStore, TCPStore] | None = None  # open from the first trouble until the end of its round
+        self._store: tuple[RoundStore, TCPStore] | None = None  # with its round; open from the first trouble on
         self._written = WELL  # this node's last written state; a written BACK counts as WELL
         self._late = False  # in this trouble half of the lease time has passed
         self._all_down_at: float | None = None  # start of the last look in this trouble that saw all nodes in trouble

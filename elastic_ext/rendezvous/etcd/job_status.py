@@ -66,7 +66,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
-    """Return the key without the prefix `folder`; None if it is another key, or the rest is no name."""
+    """Return the key without the prefix `folder`; None if it is another key, or the rest is not a name."""
     return reader.id_of(folder, kv.key) if kv.key.startswith(folder.encode()) else None
 
 

@@ -46,7 +46,7 @@ ROOT = "/elastic_ext/"
 
 
 class JobKeys:
-    """The keys of one job. Attributes named by plural nouns are prefixes and end in a slash."""
+    """The keys of one job. Attributes with plural names are prefixes and end in a slash."""
 
     def __init__(self, run_id: str) -> None:
         """run_id: must have passed `run_id.checked`; otherwise two jobs could share keys."""

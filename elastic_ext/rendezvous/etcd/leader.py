@@ -135,7 +135,7 @@ class Leader:
             self.write_header(dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind))
 
     def write_header(self, header: Header) -> bool:
-        """Write the header. Return False if this node no longer leads, or etcd holds another header than the known one."""
+        """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""
         written = self._header.write(header, [self._still_leading])
         if not written:
             self._look_again()

@@ -10,7 +10,7 @@ other:
     assign/ID       its node writes it again, while the header is still of that round
     last, ledger, charges, refused: lost records are forgotten
 
-Invariant: each of these writes compares that the record is still missing.
+Invariant: each of these writes is conditional on the record still being missing.
 
 A running round goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
 members time to come back (`Outage.returning_until`) before it breaks the round.

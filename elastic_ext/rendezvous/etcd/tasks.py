@@ -19,7 +19,7 @@ Task = Callable[[], None]
 
 
 class LostRace(ElasticExtError):
-    """Another node wrote first: the task is retried on what it wrote."""
+    """Another node wrote first: the task is retried on what etcd then holds."""
 
 
 class Refused(ElasticExtError):

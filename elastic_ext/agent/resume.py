@@ -1,4 +1,4 @@
-"""The checkpoint that a round resumes from: nodes agree on it, pin it, pass it to the workers, and quarantine it if it is bad."""
+"""The checkpoint that a round resumes from. Nodes agree on it, pin it, pass it to workers, and quarantine it if it is bad."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file with one that holds this text; the umask sets its mode. On OSError, leave nothing behind.
+    """Replace a file with one that holds this text; the umask sets its mode. Raises OSError, and then leaves no part file.
 
     Invariants: readers see the whole old file or the whole new one. No link is followed, neither in place of the file nor of the
     temporary file, whose name nobody can guess and which only this call creates.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _StandardLibrary:
-    """A finder that looks for names of the standard library on the original path only.
+    """A finder that finds names of the standard library on the original path, or raises ModuleNotFoundError.
 
     Some of those modules exist only on other platforms (msvcrt), and libraries try to import them.
     """

@@ -51,7 +51,7 @@ def save_at(number: int) -> str:
 
 
 def health(restarts: str, number: int) -> str:
-    """Return the prefix of a health barrier. restarts: TORCHELASTIC_RESTART_COUNT, as stock torchrun keeps one store for all."""
+    """Return the prefix of a health barrier. restarts: TORCHELASTIC_RESTART_COUNT, since stock torchrun reuses one store."""
     return f"health/{restarts}/{number}"
 
 

@@ -239,7 +239,7 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         return RunResult(WorkerState.FAILED)
 
     def all_nodes_finished(self) -> bool:
-        """Wait for the other nodes after this node's workers finished. Return False if the round ends first; all restart."""
+        """Wait for the other nodes after this node's workers finished. Return False if the round ends first."""
         self._exit_barrier()
         return True
 

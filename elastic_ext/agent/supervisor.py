@@ -44,7 +44,7 @@ from elastic_ext.workers.logs import WorkerLogs
 logger = logging.getLogger(__name__)
 
 MEMBERSHIP = "membership"  # kind of a restart without a failure
-# This host lacks descriptors, processes, memory or room for files; another host may have them.
+# Errors of a host that lacks descriptors, processes, memory or room for files; another host may have them.
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 
 

@@ -5,7 +5,7 @@ Importing this package does not import torch: every torchrun on the machine load
 
 import importlib
 
-TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing: helper programs import this, too
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without importing typing, since helper programs import this package
 if TYPE_CHECKING:
     from typing import Any
 
@@ -26,12 +26,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> "Any":
-    """Import a name that training scripts use when it is first asked for. Any: type checkers must let scripts call it."""
-    if name == "errors":  # for `except elastic_ext.errors.RanksMissing`, without an import of it
+    """Import a name for training scripts on first use. The return type Any makes type checkers accept calls of it."""
+    if name == "errors":  # for `except elastic_ext.errors.RanksMissing` without an import
         return importlib.import_module("elastic_ext.errors")
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")
-    from elastic_ext.base import log_records  # here: the bootstrap of workers imports nothing but itself
+    from elastic_ext.base import log_records  # imported here, because the workers' bootstrap imports nothing but itself
 
     log_records.install()
     return getattr(importlib.import_module(_LAZY[name]), name)

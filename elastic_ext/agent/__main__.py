@@ -1,6 +1,6 @@
-"""`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous. Takes every torchrun option."""
+"""`python -m elastic_ext.agent`: torchrun with our agent and the embedded rendezvous. It takes every torchrun option."""
 
-# No __future__: nothing may be imported before sys.path is in order.
+# No __future__ import: nothing may be imported before sys.path is in order.
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
@@ -71,7 +71,7 @@ def settle(args: Namespace) -> Namespace:
 
 
 def _configure_logging() -> None:
-    """Show our own log from INFO on, and that of other libraries, as torch does, from LOGLEVEL on (WARNING by default)."""
+    """Show our own log from INFO up. Show that of other libraries from LOGLEVEL up (WARNING by default), as torch does."""
     level = os.environ.get("LOGLEVEL", "").upper()
     log_records.install()
     logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level=level or "WARNING")
@@ -84,7 +84,7 @@ def _run(args: Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a job and return the exit code of the command: see `failures.policy` and `agent.exits`; 78 for wrong usage."""
+    """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
     _configure_logging()
     with usage_errors_exit():
         args = settle(parser().parse_args(argv))
@@ -93,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(args)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)  # torch's text as it is, without the launcher's own frames before it
+        print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
         return exits.of(error) or 1
     except SignalException as error:
         print(f"elastic_ext: stopped by {error.sigval.name}", file=sys.stderr)
         return exits.of(error) or 1
-    except KeyboardInterrupt:  # before torch has its handlers
+    except KeyboardInterrupt:  # before torch has installed its handlers
         print("elastic_ext: stopped by SIGINT", file=sys.stderr)
         return EX_USER
     return 0

@@ -1,8 +1,8 @@
-"""The seam between the agent's loop and whatever works beside the workers.
+"""The seam between the agent's loop and everything that works beside the workers.
 
 Checkpoint copier, standby pool, hang watch, saves on demand, reaper, host evidence: each is a `Companion`. The loop calls all of
-them at the same three moments of a round and knows nothing else of them. Where one of them can do more (give a worker's process,
-a descriptor to wait for, evidence of a failure), whoever needs that calls it by name.
+them at the same three moments of a round and knows nothing else about them. Some can do more (provide a worker's process, a
+descriptor to wait for, evidence of a failure); the code that needs that calls them by name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class LocalWorkers:
 
     Attributes:
         processes: their processes.
-        progress: the progress table; None if there was no room for it, so nothing is known of their progress.
+        progress: the progress table; None if there was no room for it, so that their progress is unknown.
         ranks: their global ranks.
-        error_files, stacks_files: where they leave their error files and their stacks.
+        error_files, stacks_files: paths to which they write their error files and their stacks.
     """
 
     processes: WorkerProcesses
@@ -41,13 +41,13 @@ class LocalWorkers:
 
 
 class Companion:
-    """Works beside the workers. Override the moments that matter; each must return quickly."""
+    """A part of the agent that works beside the workers. Override the moments that matter; each must return quickly."""
 
     def workers_started(self, workers: LocalWorkers) -> None:
-        """All workers of a new round run."""
+        """Called when all workers of a new round run."""
 
     def look(self, workers: LocalWorkers) -> None:
-        """Something has happened or a look was due, and the workers run on."""
+        """Called after an event, or when a look is due, while the workers keep running."""
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        """The round is over. The progress table can be read for the last time."""
+        """Called when the round is over. This is the last chance to read the progress table."""

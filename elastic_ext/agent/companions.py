@@ -1,4 +1,4 @@
-"""Whatever works beside the workers for as long as the agent runs: opened before the first round, closed after the last."""
+"""The parts that work beside the workers as long as the agent runs: opened before the first round, closed after the last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Copying(Companion):
-    """Tells the checkpoint copier of saves."""
+    """Tells the checkpoint copier about saves."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
@@ -42,11 +42,11 @@ class Copying(Companion):
         self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        self._copier.look()  # the last thing that a worker did may have been a save
+        self._copier.look()  # a worker may have saved just before it ended
 
 
 class EvidenceGathering(Companion):
-    """Tells the host evidence when a round starts: whatever was there before has nothing to do with it."""
+    """Tells the host evidence when a round starts, because earlier events have nothing to do with that round."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -72,10 +72,10 @@ class JobCompanions:
         token: marks every process that this agent starts, for the reaper.
         metrics_url: address of the metrics; None if they are not served.
         wakeup: readable when a signal arrives or the rendezvous has an event.
-        wake_pipe: readable when a worker has something to say.
-        flight_recorder: None if hangs are not looked for, or without NCCL.
+        wake_pipe: readable when a worker has news.
+        flight_recorder: None without NCCL, or if hang detection is off.
         copier: None without a local tier.
-        each: those that meet the loop as a `Companion`, in the order in which it calls them. A new companion is a line here.
+        each: those that the loop calls as a `Companion`, in this order. A new companion is one more line here.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class JobCompanions:
         extras: bool,
         stack: ExitStack,
     ) -> None:
-        """Open all. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of what
-        follows; then the reaper, before the processes that it has to end.
+        """Open all of them. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of
+        the others; then the reaper, before the processes that it has to end.
 
         Args:
-            extras: whether there are descriptors for warm standbys and for the workers' stderr.
-            stack: closes in reverse order whatever `finish` does not end.
+            extras: whether enough descriptors are left for warm standbys and for the workers' stderr.
+            stack: closes everything that `finish` does not end, in reverse order.
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
@@ -124,18 +124,18 @@ class JobCompanions:
             self.each.append(Copying(self.copier))
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
-        """End the processes that this agent has started; return the checkpoints that are on this node only.
+        """End the processes that this agent started; return the checkpoints that exist on this node only.
 
         Args:
-            clean: whether the job has ended well. Unless it has, nothing that was started here is alive when this returns.
-            copy_s: seconds that copying checkpoints may still take; None: as long as it makes progress.
+            clean: whether the job ended well. If it did not, no process that was started here is alive when this returns.
+            copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
         self.warm_starts.close()
         try:
-            if self.copier is not None:  # before the reaper, which would end it
+            if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
-        finally:  # also if a signal has ended the wait
+        finally:  # even if a signal ended the wait
             self.reaper.close(clean)
         return left
 
@@ -143,7 +143,7 @@ class JobCompanions:
 def _serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
     if not settings.metrics:
         return None
-    # A port that nobody chose must be seen, and torchrun shows only warnings.
+    # The user must see a port that nobody chose, and torchrun shows only warnings.
     announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
     server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
     stack.callback(server.close)

@@ -1,6 +1,6 @@
-"""Exit codes that schedulers understand, and the verdict where they look for it, whoever started the agent.
+"""Exit codes that schedulers understand, and the verdict where schedulers look for it, no matter who started the agent.
 
-Torch turns every end of a job into exit code 1. Here the exception that ends the process carries the code: torchrun needs no
+Torch exits with code 1 whatever ended the job. Here the exception that ends the process carries the exit code: torchrun needs no
 change, and a program that calls `elastic_launch` still gets its ChildFailedError.
 
 The verdict file and Kubernetes' termination message hold the verdict of the job as JSON, as `failures.ledger` defines it.
@@ -30,12 +30,12 @@ from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_cod
 logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
-MOST_BYTES = 4096  # Kubernetes keeps no more of it
+MOST_BYTES = 4096  # Kubernetes keeps no more than this
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr is never replaced, though it may lead to a file
 
 
 class Failures(dict[int, ProcessFailure]):
-    """Torch's failures with the exit code of the process. Torch hands them on in its ChildFailedError as they are."""
+    """Torch's failures with the exit code of the process. Torch passes this object on unchanged in its ChildFailedError."""
 
     def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
         super().__init__(failures)
@@ -47,11 +47,11 @@ BY_HAND = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other come
 _CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
 _preset = "design"
-_code: int | None = None  # of a verdict that ends the job; it stays although a signal arrives while the agent leaves
+_code: int | None = None  # of a verdict that ends the job; a signal that arrives while the agent leaves does not change it
 
 
 def use(preset: str) -> None:
-    """Have an unhandled exception of a job end this process with the code of its cause. preset: of policy.EXIT_CODES."""
+    """Make an unhandled exception of a job end this process with the code of its cause. preset: a key of policy.EXIT_CODES."""
     global _preset, _code
     _preset, _code = preset, None
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
@@ -66,7 +66,7 @@ def decided(code: int | None) -> None:
 
 
 def of_verdict() -> int | None:
-    """Return the code of the verdict that has ended the job; None if there is none."""
+    """Return the code of the verdict that has ended the job; None before any verdict has."""
     return _code
 
 
@@ -90,7 +90,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
     _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = of(error)
     if code is not None:
-        raise SystemExit(code)  # the interpreter respects it here, too
+        raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
 
 
 def publish(verdict: Mapping[str, object], path: str | None) -> None:
@@ -103,7 +103,7 @@ def publish(verdict: Mapping[str, object], path: str | None) -> None:
 
 
 def _redacted(value: object) -> object:
-    """Redact the texts of a JSON value one by one, so that a mask never swallows a quote."""
+    """Redact the texts of a JSON value one by one, so that a mask never removes a quotation mark."""
     if isinstance(value, Mapping):
         return {name: _redacted(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,13 +112,13 @@ def _redacted(value: object) -> object:
 
 
 def _write(path: Path, text: str, replace: bool) -> None:
-    """replace: put a new file in the place of the old one, unless that is a pipe or a device."""
+    """Write a text. replace: put a new file in place of the old one, unless that is a pipe or a device."""
     try:
         stream = path.parent in STREAMS
         if replace and not stream and (path.is_file() or not path.exists()):
             write_whole(path, text)
             return
-        # A pipe without a reader would block for ever.
+        # Opening a pipe without a reader would block forever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if replace else os.O_TRUNC))
         with open(descriptor, "w", encoding="utf-8") as file:
             if replace and not stream and stat.S_ISREG(os.fstat(descriptor).st_mode):

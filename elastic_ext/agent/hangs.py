@@ -1,4 +1,4 @@
-"""Hangs of one round: does this node's part stall, and where is each worker once the whole job hangs?"""
+"""Hangs of one round: whether the workers of this node stall, and where each one is when the whole job hangs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STACKS_KEPT = 1000  # characters for the verdict, from the end: the main thread 
 
 
 class HangHandling(Companion):
-    """Claims that all workers of this node stall, and takes the claim back. The job hangs when all nodes claim it.
+    """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall.
 
     Attributes:
         hung: the workers that the others waited for, by local rank; set by `examine`.
     """
 
     def __init__(self, watch: HangWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
-        """recorder: NCCL's flight recorder, where there is NCCL."""
+        """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, Stuck] = {}
         self._watch, self._handler, self._recorder = watch, handler, recorder
 
@@ -38,7 +38,7 @@ class HangHandling(Companion):
 
     @property
     def step_s(self) -> Mapping[int, float]:
-        """Recent seconds per step, by local rank; empty if unknown. Read by any thread."""
+        """Recent seconds per step, by local rank; empty if unknown. Any thread may read it."""
         return self._watch.step_s
 
     def next_look_s(self) -> float:
@@ -61,7 +61,7 @@ class HangHandling(Companion):
             logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers go on: ", assessment.reason)
 
     def examine(self, workers: LocalWorkers) -> list[str]:
-        """The whole job hangs: find out where each worker is, log it, and return it, one text a worker, for the verdict."""
+        """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
         culprits = detector.culprits(list(stuck.values()))
         self.hung = {local_rank: each for local_rank, each in stuck.items() if each in culprits}
@@ -77,9 +77,9 @@ class HangHandling(Companion):
 
 
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:
-    """Log which workers did not end in time and where they were: this is the one moment to learn why.
+    """Log which workers did not end in time and where they were: only now can the reason be found.
 
-    Returns one text for the verdict for each worker that has shown its stacks.
+    Returns one text for the verdict for each worker that dumped its stacks.
     """
     texts = []
     for local_rank in local_ranks:

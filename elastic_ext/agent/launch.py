@@ -1,4 +1,4 @@
-"""Checks what the user asked to run, and puts it behind the bootstrap."""
+"""Checks the command that the user wants to run, and puts the bootstrap in front of it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from elastic_ext.workers.standby.spec import StandbySpec
 logger = logging.getLogger(__name__)
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
-UNLIMITED = 2**31 - 1  # what torch counts down from where there is no limit; its metrics divide by this + 1
+UNLIMITED = 2**31 - 1  # torch counts down from this if there is no limit; its metrics divide by this + 1
 IN_MEMORY = "/dev/shm"
 FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory
-# Descriptors that an agent opens during its run; measured on one node, with some to spare. Per worker: its pidfd and two
-# connections to the store of the round. Extras: warm standbys, the pipes of stderr and the memory that keeps their ends.
+# Descriptors that an agent opens during its run; measured on one node, plus a margin. Per worker: its pidfd and two connections
+# to the store of the round. Extras: warm standbys, the pipes of stderr and the memory that keeps the last of their output.
 DESCRIPTORS, DESCRIPTORS_PER_WORKER = 24, 3
 EXTRAS, EXTRAS_PER_WORKER = 16, 5
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -50,7 +50,7 @@ class PythonProgram:
 
 
 def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]) -> PythonProgram | None:
-    """Return the Python program of a command line; None for functions, other programs, and interpreter options unknown here."""
+    """Return the Python program of a command line; None for functions, other programs and unknown interpreter options."""
     if not isinstance(entrypoint, str) or not (entrypoint == sys.executable or _PYTHON.fullmatch(os.path.basename(entrypoint))):
         return None
     rest = list(args)
@@ -66,7 +66,7 @@ def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[A
 
 
 def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
-    """Return the spec that the agent runs: with our budget, and behind the bootstrap.
+    """Return the spec that the agent runs: with our restart budget and the bootstrap.
 
     Raises:
         UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
@@ -88,18 +88,18 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
 
 
 def max_restarts(spec: WorkerSpec, settings: Settings) -> int:
-    """Return the job's budget of restarts; NO_LIMIT if it has no limit. spec: a prepared one."""
+    """Return the job's restart budget, or NO_LIMIT. spec: from `prepare`."""
     return int(spec.max_restarts) if settings.max_restarts is None else settings.max_restarts
 
 
 def has_bootstrap(spec: WorkerSpec) -> bool:
-    """Whether the workers run through the bootstrap. spec: a prepared one."""
+    """Return whether the workers run through the bootstrap. spec: from `prepare`."""
     program = python_program(spec.entrypoint, spec.args)
     return program is not None and program.program == BOOTSTRAP
 
 
 def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
-    """Return what warm standbys are needed for, or the reason why there are none. spec: a prepared one. token: of the agent."""
+    """Return the spec of the warm standbys, or the reason why there are none. spec: from `prepare`. token: the agent's."""
     if not settings.standby or not settings.bootstrap:
         return "off"
     program = python_program(spec.entrypoint, spec.args)
@@ -118,10 +118,10 @@ def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | 
 
 
 def make_run_dir(workers: int) -> str:
-    """Make the agent's private directory: in memory if that has room for the files of this many workers, else on disk.
+    """Make the agent's private directory: in memory if there is room for the files of this many workers, else on disk.
 
     Raises:
-        UsageError: there is room nowhere.
+        UsageError: neither has room.
     """
     troubles = []
     for parent in (IN_MEMORY, None):  # None: where Python puts temporary files
@@ -143,21 +143,21 @@ def _files(workers: int) -> int:
 
 
 def _check_room(directory: str, workers: int) -> None:
-    """Raise OSError if there is no room. A file system that does not count its inodes has as many as it needs."""
+    """Raise OSError if there is no room. A file system that does not count its inodes never runs out of them."""
     room = os.statvfs(directory)
     if room.f_files and room.f_favail < _files(workers):
         raise OSError(errno.ENOSPC, f"{room.f_favail} free inodes, {_files(workers)} needed")
 
 
 def extras_fit(workers: int, left: int) -> bool:
-    """Whether there are descriptors for warm standbys and the tails of stderr, too.
+    """Return whether enough descriptors are left for warm standbys and the tails of stderr.
 
     Args:
-        workers: of this agent.
-        left: how many more files it may open.
+        workers: number of workers of this agent.
+        left: how many more files the agent may open.
 
     Raises:
-        UsageError: there are too few for the workers themselves.
+        UsageError: too few are left for the workers themselves.
     """
     needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
     if left < needed:
@@ -169,12 +169,12 @@ def extras_fit(workers: int, left: int) -> bool:
 
 
 def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hide secrets from a worker, which inherits every variable that it is not given."""
+    """Return variables that hide secrets from a worker, which inherits every variable that is not set for it."""
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
 def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
-    """Return the line with which the agent introduces itself. metrics: address of the metrics; None if they are not served."""
+    """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "resumes from nothing: no checkpoint_dir is set"
     elif resumed.path:
@@ -190,7 +190,7 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
 def _check_checkpoint_dir(directory: str, pattern: str) -> None:
     try:
         discovery.newest_complete(directory, discovery.Wanted(pattern=pattern))
-    except OSError as error:  # the storage does not answer now; it must before the first round
+    except OSError as error:  # the storage does not answer yet; it must by the first round
         logger.warning("checkpoint_dir %s cannot be listed now: %s", directory, error)
 
 
@@ -200,7 +200,7 @@ def _check_command(entrypoint: Callable[..., Any] | str | None) -> None:
 
 
 def _check_script(program: PythonProgram) -> None:
-    # The worker looks up a module, with a sys.path of its own; "${...}" is one of torch's macros.
+    # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
     if program.is_module or "${" in program.program:
         return
     if not os.path.exists(program.program):

@@ -1,7 +1,7 @@
 """The seam to stock torchrun: entry points of the group `torchrun.handlers`.
 
-Torch calls each entry point in every torchrun on the machine, selected or not, while it imports its own rendezvous package. So
-nothing here may import torch, or anything slow, before a creator is called.
+Every torchrun on the machine calls each entry point, selected or not, while torch imports its own rendezvous package. So nothing
+here may import torch, or anything slow, before a creator is called.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point of `--rdzv-backend=ext_c10d`."""
+    """Return the creator for `--rdzv-backend=ext_c10d`; this is its entry point."""
     return create_c10d
 
 
 def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point of `--rdzv-backend=ext_etcd`."""
+    """Return the creator for `--rdzv-backend=ext_etcd`; this is its entry point."""
     return create_etcd
 
 
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the rendezvous on etcd, and have torch's launcher construct our agent for it."""
+    """Create the etcd rendezvous, and make torch's launcher construct our agent for it."""
 
     def handler_class() -> Handler:
         from elastic_ext.agent.resume import newest_checkpoint
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
-        # Not by our agent: `grow_at=checkpoint` holds under any.
+        # Passed here, not by our agent, because `grow_at=checkpoint` holds under any agent.
         return lambda params, settings: EtcdRendezvous(params, settings, lambda: newest_checkpoint(settings))
 
     return _create(params, handler_class)
 
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    """Create the embedded rendezvous, and have torch's launcher construct our agent for it."""
+    """Create the embedded rendezvous, and make torch's launcher construct our agent for it."""
 
     def handler_class() -> Handler:
         from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous

@@ -1,4 +1,4 @@
-"""After a round has failed: the evidence of each worker of this node, and what it means by itself."""
+"""The evidence of each worker of this node after a failed round, and the diagnosis of each one by itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class EndedRound:
 
     Attributes:
         node: the name of this host.
-        host: what this host says about the time of the round.
-        stderr: the last of what the workers wrote there.
+        host: the evidence of this host from the time of the round.
+        stderr: the last lines that the workers wrote to stderr.
         warm: workers whose processes were warm standbys.
         hung: workers that the others waited for.
-        torch_failures: torch's record of a function's processes that failed, by global rank.
-        asked_to_end: a worker that was asked to end counts as failed, however it ended: none has failed by itself.
+        torch_failures: torch's record of failed processes of a function entrypoint, by global rank.
+        asked_to_end: count a worker that was asked to end as failed, however it ended, because none failed by itself.
     """
 
     node: str
@@ -62,7 +62,7 @@ def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedW
 
 
 def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_file: ErrorFile) -> int | None:
-    """The exit code of a worker that failed; None if it did not."""
+    """Return the exit code of a worker that failed; None if it did not fail."""
     if exit_ is None:
         return -signal.SIGKILL
     asked_to_end = ended.asked_to_end and exit_.asked_ns is not None
@@ -70,7 +70,7 @@ def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_f
         return None
     if exit_.exitcode is not None:
         return exit_.exitcode
-    # A function's process that torch or its forkserver has reaped: torch tells of one that failed.
+    # Torch or its forkserver has reaped the process of a function entrypoint; torch records those that failed.
     failure = ended.torch_failures.get(ended.workers.ranks[local_rank])
     if failure is not None:
         return int(failure.exitcode)
@@ -85,10 +85,10 @@ def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list
 
 
 def failed_by_itself(workers: LocalWorkers) -> bool:
-    """Whether one of the workers that were told to end had failed before.
+    """Return whether one of the workers that were told to end had failed before.
 
-    A worker that ends with an exception closes its connections, so the others can fail because of it, and break the round, before
-    its process is gone. Their failures must not hide its own.
+    A worker that ends with an exception closes its connections. The others can fail because of that, and break the round, before
+    its process is gone. Their failures must not hide its failure.
     """
     return any(
         exit_.exitcode is not None
@@ -109,7 +109,7 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
         signal=signal_name,
         exception=error_file.exception,
         stderr_tail=ended.stderr.tail(local_rank) or "",
-        # The count is of a whole memory group: it says nothing about a worker that ended in another way.
+        # The count covers the whole memory cgroup: it says nothing about a worker that ended in another way.
         oom_kills=host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
         xids=host.xids,
         gpu_recovery=host.gpu_recovery,
@@ -124,7 +124,7 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
 
 
 def _of_hang(ended: EndedRound, local_rank: int) -> Evidence:
-    """Leave out how it ended: this agent ended it."""
+    """Return the evidence without how the worker ended, because this agent ended it."""
     hung = ended.hung[local_rank]
     return Evidence(
         rank=hung.rank,

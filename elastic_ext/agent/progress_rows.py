@@ -1,4 +1,4 @@
-"""The workers' progress as rows of the metrics. Pure."""
+"""The workers' progress as rows of the metrics. Pure functions only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failure as the user reads it and as torch records it: the cause first, its traceback once."""
+"""A failure as the user reads it and as torch records it: the cause comes first, its traceback appears once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ext.failures.policy import Action, Decision
 
 @dataclass(frozen=True)
 class FailedWorker:
-    """One worker that failed. exitcode: as in subprocess, minus the number of the signal that killed it."""
+    """One worker that failed. exitcode: as in subprocess, the negative signal number if a signal killed it."""
 
     local_rank: int
     pid: int
@@ -32,14 +32,14 @@ class FailedWorker:
 
 
 def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
-    """Return the text for the log, decision and cause first.
+    """Return the text for the log. The decision and the cause come first.
 
-    On a stop, the traceback is left to torch's own text, which comes last.
+    On a stop, torch prints the traceback in its own text, which comes last.
 
     Args:
         cause, others: the workers that failed on this node.
-        verdict: of the job.
-        decision: of this node.
+        verdict: the verdict of the job.
+        decision: the decision for this node.
         node: id of this node.
     """
     lines = [f"elastic_ext: {decision.action.value}: {decision.reason} (kind {decision.kind}, rule {decision.rule})"]
@@ -61,7 +61,7 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdi
 
 
 def from_elsewhere(verdict: JobVerdict) -> str:
-    """Return the text for the log of a node on which nothing has failed."""
+    """Return the text for the log of a node on which nothing failed."""
     decision = verdict.decision
     return shown(
         f"elastic_ext: {decision.action.value}: {decision.reason} on {verdict.host} "
@@ -80,7 +80,7 @@ def failure_elsewhere(verdict: JobVerdict) -> dict[int, ProcessFailure]:
 def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dict[int, ProcessFailure]:
     """Return torch's record of the failures, by global rank.
 
-    Torch takes the failure with the earliest timestamp for the root cause, and the first one among equals: the cause is both.
+    Torch treats the failure with the earliest timestamp as the root cause, or the first among equals: the cause is both.
     """
     first = _process_failure(cause)
     failures = {cause.rank: first}
@@ -95,7 +95,7 @@ def process_failures(cause: FailedWorker, others: Sequence[FailedWorker]) -> dic
 
 def _process_failure(worker: FailedWorker) -> ProcessFailure:
     failure = ProcessFailure(local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.exitcode, error_file="")
-    # For all failures without a file, torch has one and the same dict, and writes into it.
+    # Torch shares one dict among all failures without a file, and writes into it.
     failure.error_file_data = dict(failure.error_file_data)
     data = worker.error_file.data
     if data is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint that a round resumes from: agreed between the nodes, pinned, told to the workers, blamed."""
+"""The checkpoint that a round resumes from. Nodes agree on it, pin it, pass it to workers, and quarantine it if it is bad."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 class ResumePoint(Companion):
     """The checkpoint that one round resumes from.
 
-    In the local tier it is pinned until the workers have loaded it, so that the copier cannot prune it under them.
+    A checkpoint in the local tier is pinned until the workers have loaded it, so that the copier cannot prune it before.
 
     Attributes:
-        checkpoint: which one, and why.
+        checkpoint: the chosen checkpoint, and why it was chosen.
     """
 
     def __init__(self, settings: Settings, checkpoint: Resumption, pin: Pin | None) -> None:
@@ -35,11 +35,11 @@ class ResumePoint(Companion):
 
     @property
     def step(self) -> int | None:
-        """Step that the round starts from, 0 for the beginning; None if unknown."""
+        """The step that the round starts from; 0 is the beginning, None is unknown."""
         return self.checkpoint.at if self._settings.checkpoint_dir is not None else None
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that tell workers what to resume from."""
+        """Return the environment variables that tell workers which checkpoint to resume from."""
         if self._settings.checkpoint_dir is None:
             return {}
         return {
@@ -49,7 +49,7 @@ class ResumePoint(Companion):
         }
 
     def log(self) -> None:
-        """Log what the round resumes from, where checkpoints are used at all."""
+        """Log what the round resumes from, if the job uses checkpoints."""
         if self._settings.checkpoint_dir is None:
             return
         checkpoint = self.checkpoint
@@ -70,12 +70,12 @@ class ResumePoint(Companion):
         """Let the copier prune the checkpoint. A second call does nothing."""
         if self._pin is not None:
             self._pin.release()
-            self._pin = None  # only now: a signal may interrupt the release, and this is called again then
+            self._pin = None  # only now: a signal may interrupt release(), which is then called again
 
     def quarantine(self, decision: Decision, round_: int) -> None:
-        """Quarantine the checkpoint that a failure of this round is blamed on.
+        """Quarantine the checkpoint that is blamed for a failure of this round.
 
-        It must be marked before the next round is sealed, and this node is part of that.
+        It must be marked before the next round is sealed. This node calls this before it joins that round.
         """
         reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
         try:
@@ -85,10 +85,10 @@ class ResumePoint(Companion):
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> ResumePoint:
-    """Return what this round resumes from, the same on every node.
+    """Return the checkpoint that this round resumes from; it is the same on every node.
 
     Raises:
-        RoundOver: the round ended before all of its nodes knew.
+        RoundOver: the round ended before all of its nodes knew the choice.
         Others: see `resolution.agree`.
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
@@ -105,7 +105,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
 
 
 def newest_checkpoint(settings: Settings) -> str | None:
-    """Return the path of the newest complete checkpoint in `checkpoint_dir`; None if there is none. Called from any thread."""
+    """Return the path of the newest complete checkpoint in `checkpoint_dir`; None if there is none. Any thread may call this."""
     if settings.checkpoint_dir is None:
         return None
     newest = discovery.newest_complete(settings.checkpoint_dir, discovery.Wanted(pattern=settings.checkpoint_pattern)).resume

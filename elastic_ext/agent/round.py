@@ -1,4 +1,4 @@
-"""One round on this node: everything that is born when its workers start and dies when the round ends."""
+"""One round on this node: everything that is created when its workers start and closed when the round ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from elastic_ext.workers.stderr.tails import StderrTails
 class RunningRound:
     """The workers of this node from their start to the end of the round, with their companions.
 
-    Made when all workers run, closed once. Invariant: after stop() no worker runs and none is sent a signal.
+    It is made when all workers run, and closed once. Invariant: after stop() no worker runs and none is sent a signal.
 
     Attributes:
         workers: their processes, progress and files.
         resume: the checkpoint that they were told to resume from.
-        hangs: None where hangs are not looked for.
-        saves: None where workers cannot be asked to save.
+        hangs: None if hang detection is off.
+        saves: None if workers cannot be asked to save.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunningRound:
         """
         self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
         self._leaving, self._warm = leaving, warm
-        self._stacks: list[str] = []  # where workers were that did not end by themselves, for the verdict
+        self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
         self._companions = [*others, *filter(None, (saves, hangs, resume))]
         for companion in self._companions:
             companion.workers_started(workers)
@@ -74,14 +74,14 @@ class RunningRound:
         return self.hangs is not None and self.hangs.stalled
 
     def look(self) -> None:
-        """Let each companion look at the workers, which run on."""
+        """Let each companion look at the workers, which keep running."""
         for companion in self._companions:
             companion.look(self.workers)
 
     def stop(self, grace_s: float, show_stacks: bool = True) -> None:
-        """Stop the workers that still run; kill those that outlive the grace, in seconds.
+        """Stop the workers that still run; kill those that outlive grace_s seconds.
 
-        show_stacks: first ask those that outlive it where they are.
+        show_stacks: before killing those, dump their stacks.
         """
 
         def on_stragglers(local_ranks: list[int]) -> None:
@@ -91,29 +91,29 @@ class RunningRound:
         self.workers.processes.stop(grace_s, on_stragglers, leaving=self._leaving)
 
     def examine_hung(self) -> None:
-        """Find out where each worker is, while it still runs."""
+        """Find out where each worker hangs, while it still runs."""
         assert self.hangs is not None
         self._stacks += self.hangs.examine(self.workers)
 
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
-        """Return the evidence of how the workers ended, on this node and by torch's result."""
+        """Return the evidence of how the workers of this node ended. result: torch's."""
         hung = self.hangs.hung if self.hangs is not None else {}
         asked_to_end = result.state is WorkerState.UNHEALTHY
         return EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
-        """Return the report of this node on its failure, for the verdict of the job."""
+        """Return this node's report on its failure, for the verdict of the job."""
         share = MOST_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
         return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path))
 
     def progress_rows(self) -> list[WorkerProgress]:
-        """Return the workers' progress for the metrics. Called from any thread."""
+        """Return the workers' progress for the metrics. Any thread may call this."""
         step_s = self.hangs.step_s if self.hangs is not None else {}
         return progress_rows(self.workers.read_progress(), step_s, time.monotonic_ns())
 
     def close(self) -> None:
-        """End what belongs to this round only. The workers have been stopped, or are left to torch, which stops them."""
+        """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""
         for companion in self._companions:
             companion.workers_ended(self.workers)
         self.workers.processes.close()

@@ -1,7 +1,7 @@
-"""Saves on demand, the agent's side: is there time for one before this agent must be gone, and what became of it?
+"""Saves on demand, the agent's side: whether there is time for one before this agent is killed, and how it ended.
 
-`plan` decides over plain values. `SaveOnDemand` shows a request to the workers of this node and tells the other agents so,
-through the store of the round: each agent adds 1 to `save/NUMBER/acks`, and the last one sets `save/NUMBER/go`.
+`plan` decides from plain values. `SaveOnDemand` shows a request to the workers of this node and acknowledges it to the other
+agents through the store of the round: each agent adds 1 to `save/NUMBER/acks`, and the last one sets `save/NUMBER/go`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
-STEPS_TO_AGREE = 3  # a request is seen after one step at most, agreed for the next, and one is under way
+STEPS_TO_AGREE = 3  # workers see a request within one step and agree on the next; one more is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
-END_S = 1.0  # for the thread that acknowledges requests to end
+END_S = 1.0  # time for the thread that acknowledges requests to end
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether to ask for a checkpoint. wait_s: how long to wait for it; 0: do not ask. reason: for people."""
+    """Whether to ask for a checkpoint. wait_s: how long to wait for it, 0 to not ask. reason: for the log."""
 
     wait_s: float
     reason: str
@@ -45,7 +45,7 @@ def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
     Args:
         grace_s: seconds until this agent is killed.
         stop_s: seconds of these that stopping the workers may take.
-        workers: progress of the workers of this node.
+        workers: the progress of each worker of this node.
     """
     if not workers or not all(worker.asks_for_saves for worker in workers):
         return Plan(0.0, "the training script does not ask for saves on demand")
@@ -59,24 +59,24 @@ def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
 
 
 def _step_s(worker: Progress) -> float:
-    """Mean seconds of an optimizer step; 0 if unknown."""
+    """Return the mean seconds of an optimizer step; 0 if unknown."""
     return (worker.last_step_ns - worker.first_step_ns) / 1e9 / (worker.steps - 1) if worker.steps > 1 else 0.0
 
 
 def grace_s(
     platform_grace_s: float | None, pod_grace_s: float | None, shutdown_timeout_s: float, environ: Mapping[str, str], now: float
 ) -> float:
-    """Return the seconds until this agent, which was told to leave, is killed: the least of all known times.
+    """Return the seconds until this agent, which was told to leave, is killed: the shortest of all known times.
 
-    A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed halfway is
-    lost.
+    A pod may be deleted with less grace than usual (`kubectl delete --grace-period=5`), and a save that is killed before it ends
+    is lost.
 
     Args:
-        platform_grace_s: the setting.
-        pod_grace_s: the grace that Kubernetes gives the pod that it deletes.
-        shutdown_timeout_s: torchrun's `--shutdown-timeout`, which users set for a clean end; for want of the other two.
-        environ: Slurm says there when the job ends. It may kill the job earlier, so this only shortens the time.
-        now: Unix time. This host's clock is compared with Slurm's, which runs the job here.
+        platform_grace_s: the setting platform_grace.
+        pod_grace_s: the grace that Kubernetes gives this pod when it deletes it.
+        shutdown_timeout_s: torchrun's `--shutdown-timeout`, which users set for a clean end; used if the other two are None.
+        environ: holds the end time of a Slurm job. Slurm may kill the job earlier, so this only shortens the time.
+        now: Unix time. This host's clock is compared with Slurm's end time for the job.
     """
     end = slurm.read_environment(environ).end_time
     known = [seconds for seconds in (platform_grace_s, pod_grace_s) if seconds is not None] or [shutdown_timeout_s]
@@ -86,13 +86,13 @@ def grace_s(
 
 
 def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
-    """Ask the platform, and return what `grace_s` makes of it."""
+    """Ask the platform, and return the result of `grace_s`."""
     pod_grace_s = deletion_grace_s(os.environ, settings.pod_file, settings.pod_api)
     return grace_s(settings.platform_grace, pod_grace_s, shutdown_timeout_s, os.environ, time.time())
 
 
 class SaveResult(Enum):
-    """What became of a save on demand."""
+    """The result of a save on demand."""
 
     SAVED = "saved"
     FAILED = "failed"
@@ -101,15 +101,15 @@ class SaveResult(Enum):
 class SaveOnDemand(Companion):
     """The saves on demand of one round.
 
-    Invariants: a request stands in the progress slots of all workers of a node before that node acknowledges it; each node
-    acknowledges every number, also one that it has never seen because a greater one came at once.
+    Invariants: a request is in the progress slots of all workers of a node before that node acknowledges it; each node
+    acknowledges every number, even one that it has never seen because a greater one followed at once.
     """
 
     def __init__(self, job: Rendezvous, progress: ProgressTable, nodes: int, store_at: tuple[str, int]) -> None:
-        """nodes: of the round. store_at: host and port of its store."""
+        """nodes: number of nodes in the round. store_at: host and port of its store."""
         self._job, self._progress, self._nodes, self._store_at = job, progress, nodes, store_at
         self._shown = 0  # the last number in the workers' slots
-        self._reported = 0  # the last number that this node has told the job to be saved
+        self._reported = 0  # the last number that this node has reported as saved
         self._acks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -117,7 +117,7 @@ class SaveOnDemand(Companion):
         self.update(workers)
 
     def update(self, workers: LocalWorkers) -> SaveResult | None:
-        """Show the workers the job's last request, and tell the job once it is saved. Returns at once; None: not known yet."""
+        """Show the workers the job's last request, and report it once it is saved. Returns at once, with None while unknown."""
         wanted = self._job.save_wanted
         if not wanted:
             return None
@@ -131,15 +131,15 @@ class SaveOnDemand(Companion):
     def save_before_leaving(
         self, signal_name: str, grace_s: float, stop_s: float, workers: LocalWorkers, wakeup: Wakeup, wake_pipe: WakePipe
     ) -> float | None:
-        """The platform takes this node away: have the job save a checkpoint if there is time, and wait for it.
+        """Ask the job for a checkpoint and wait for it, if there is time before the platform takes this node away.
 
-        The end of the round ends the wait, and so does another signal, by its exception.
+        The end of the round ends the wait; so does the exception of another signal.
 
         Args:
-            signal_name: of the signal to this agent.
+            signal_name: name of the signal that this agent got.
             grace_s: seconds until this agent is killed.
             stop_s: seconds of these that stopping the workers may take.
-            wakeup, wake_pipe: readable when the job or a worker of this node has something to say.
+            wakeup, wake_pipe: readable when the job or a worker of this node has news.
 
         Returns the seconds waited; None if the job was not asked.
         """
@@ -177,7 +177,7 @@ class SaveOnDemand(Companion):
         for each in range(self._shown + 1, number + 1):
             self._acks.put(each)
         self._shown = number
-        if self._thread is None:  # a store that hangs must hold up nobody
+        if self._thread is None:  # a store that hangs must not block the loop
             self._thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
             self._thread.start()
 
@@ -194,14 +194,14 @@ class SaveOnDemand(Companion):
                 return
 
     def _result(self, number: int) -> SaveResult | None:
-        """One worker of this node is enough to know: all ranks save or fail together."""
+        """Return the result from any worker of this node, since all ranks save or fail together; None while unknown."""
         workers = self._progress.read_all()
         if any(progress.save_kept >= number for progress in workers):
             return SaveResult.SAVED
         return SaveResult.FAILED if any(progress.save_failed >= number for progress in workers) else None
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        # A thread that came back from torch's C++ code while the process ends would abort it.
+        # A thread that returned from torch's C++ code while the process ends would abort the process.
         self._acks.put(None)
         if self._thread is not None:
             self._thread.join(END_S)

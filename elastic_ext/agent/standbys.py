@@ -1,4 +1,4 @@
-"""How the workers of a round are started: by warm standbys where there are any, else the usual way, counted with the reason."""
+"""Starts the workers of a round from warm standbys if there are any, else the usual way, and counts the reason."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class WarmStarts(Companion):
     """The standby pool of this agent, or the reason why it has none."""
 
     def __init__(self, pool: StandbyPool | None, cold: ColdReason, logs: WorkerLogs, metrics: AgentMetrics) -> None:
-        """cold: counted for each worker that is started without a pool."""
+        """cold: the reason to count for each worker that is started without a pool."""
         self._pool, self._cold, self._logs, self._metrics = pool, cold, logs, metrics
 
     def before_start(self) -> None:
-        """Have a worker of the coming round write down its imports. Call it when `logs.tell` holds the other messages."""
+        """Make a worker of the next round record its imports. Call this when `logs.tell` holds the other messages."""
         if self._pool is not None:
-            self._pool.learn(self._logs.modules_file)  # of the round before: it may have been written at the very end
+            self._pool.learn(self._logs.modules_file)  # of the previous round: a worker may have written it at the very end
             self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
 
     @property
     def start(self) -> Start | None:
-        """Asked for the process of each worker that is started; None: there are no standbys."""
+        """The function that torch asks for the process of each worker; None without standbys."""
         return self._pool.start if self._pool is not None else None
 
     def after_start(self, pids: Mapping[int, int]) -> frozenset[int]:
-        """All workers have been started; return the local ranks of those that were warm standbys."""
+        """Count the workers that have been started; return the local ranks of those that were warm standbys."""
         if self._pool is None:
             for _ in pids:
                 self._metrics.worker_started("cold", self._cold.value)
@@ -52,7 +52,7 @@ class WarmStarts(Companion):
             self._pool.learn(self._logs.modules_file)
 
     def rest(self, reason: str) -> None:
-        """Start the workers of the next round the usual way."""
+        """Make the workers of the next round start the usual way."""
         if self._pool is not None:
             self._pool.rest(reason)
 
@@ -65,7 +65,7 @@ class WarmStarts(Companion):
 def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLogs, metrics: AgentMetrics) -> WarmStarts:
     """Start the standby pool if the settings want one and the host has room for it.
 
-    Call it before the first rendezvous: meanwhile the standbys import what workers need.
+    Call this before the first rendezvous, so that the standbys import what workers need during it.
     """
     wanted = launch.standbys(spec, settings, token)
     if isinstance(wanted, str):
@@ -73,7 +73,7 @@ def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLo
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
     try:
         pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
-    except (OSError, RuntimeError) as error:  # no descriptor, no thread
+    except (OSError, RuntimeError) as error:  # out of descriptors or threads
         logger.warning("no warm standbys: they could not be started: %s", error)
         return WarmStarts(None, ColdReason.LACKING, logs, metrics)
     return WarmStarts(pool, ColdReason.LACKING, logs, metrics)

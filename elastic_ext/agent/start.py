@@ -1,4 +1,4 @@
-"""The start of a round: from the checkpoint that it resumes from to workers that run."""
+"""The start of a round, from its checkpoint to running workers."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class RoundStart:
     def __init__(
         self, handler: Rendezvous, settings: Settings, logs: WorkerLogs, companions: JobCompanions, group: WorkerGroup
     ) -> None:
-        """group: torch's, after the rendezvous."""
+        """group: torch's worker group, after the rendezvous."""
         self._handler, self._settings, self._logs = handler, settings, logs
         self._companions, self._group = companions, group
 
     def run(
         self, resumed: ResumePoint, start_processes: Callable[[], Mapping[int, int]], own_groups: Callable[[], bool]
     ) -> RunningRound:
-        """Start the workers; if that fails, release all that was made for them. The order matters:
+        """Start the workers; if that fails, release everything that was made for them. The order matters:
 
         1. The copier learns what the round resumes from, before a worker can save.
-        2. The progress table is made, because workers are told its path.
-        3. Workers' variables and messages are set, because torch has `WorkerLogs` put them into the environment while it starts.
+        2. The progress table is made, because the workers need its path.
+        3. Workers' variables and messages are set, because torch calls `WorkerLogs` for the environment while it starts them.
         4. Torch starts the processes, or standbys become them. Each gets the user's limit of open files at once.
-        5. Pidfds are opened first of all: from then on no signal can reach a reused pid.
+        5. Pidfds are opened before anything else: from then on no signal can reach a reused pid.
         6. The RunningRound begins. The reaper is its first companion, so that nothing that fails later leaves orphans.
 
         Args:
-            start_processes: has torch start them; returns the pids by local rank.
-            own_groups: tells afterwards whether each worker leads a process group of its own.
+            start_processes: makes torch start them; returns the pids by local rank.
+            own_groups: returns, once they are started, whether each worker leads its own process group.
         """
         companions = self._companions
         with ExitStack() as undo:
@@ -66,7 +66,7 @@ class RoundStart:
             self._tell_workers(resumed, progress)
             with started_by(companions.warm_starts.start, descriptors.as_users):
                 pids = start_processes()
-            for pid in pids.values():  # functions, too, which torch starts in its own way
+            for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
                 descriptors.as_users(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
@@ -75,7 +75,7 @@ class RoundStart:
         return running
 
     def _make_progress_table(self) -> ProgressTable | None:
-        """In memory if there is room, else on disk, else none, and the job runs without it."""
+        """Make the table in memory if there is room, else on disk; return None if neither works, and the job runs without it."""
         for directory in (self._logs.run_dir, tempfile.gettempdir()):
             path = os.path.join(directory, f"progress.{self._companions.token}.{self._handler.round - 1}")
             try:
@@ -85,7 +85,7 @@ class RoundStart:
         return None
 
     def _tell_workers(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
-        """Set what workers find in their environment."""
+        """Set the variables and messages that workers find in their environment."""
         spec, companions = self._group.spec, self._companions
         self._logs.variables = {
             "TORCHELASTIC_RESTART_COUNT": str(self._handler.round - 1),
@@ -112,7 +112,7 @@ class RoundStart:
         hangs = saves = None
         if settings.bootstrap and progress is not None:
             saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
-        # Without the bootstrap no progress is ever known, which is no sign of a hang.
+        # Without the bootstrap, workers never report progress, and that is no sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout)
             hangs = HangHandling(watch, self._handler, companions.flight_recorder)

@@ -43,29 +43,29 @@ from elastic_ext.workers.logs import WorkerLogs
 
 logger = logging.getLogger(__name__)
 
-MEMBERSHIP = "membership"  # kind of a restart that no failure caused
-# Descriptors, processes, memory, room for files: another host may have what this one lacks.
+MEMBERSHIP = "membership"  # kind of a restart without a failure
+# Errors of a host that lacks descriptors, processes, memory or room for files; another host may have them.
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 
 
 class Supervisor(TorchAgent):
     """Supervises the workers of one node, from the first round of the job to its end.
 
-    It keeps the job: rendezvous, settings, rules, metrics, companions. Whatever lives for one round only is in a `RunningRound`,
-    made by `RoundStart` and watched by `RoundWatch`; there is none between two rounds.
+    It holds the state of the job: rendezvous, settings, rules, metrics, companions. State that lives for one round only is in a
+    `RunningRound`, which `RoundStart` makes and `RoundWatch` watches. Between two rounds there is no `RunningRound`.
 
     Invariants: the restart count that workers see only grows and is no budget; a membership change is never charged; whenever
     the agent gives up, its result is FAILED.
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
-        self._handler: Rendezvous = cast("Rendezvous", spec.rdzv_handler)  # see OneShot: it is one of ours
+        self._handler: Rendezvous = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
         self._settings: Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
             copier.check(self._settings)
-            # Before the run: an error in it closes the job for all nodes.
+            # Before the run, because an error during it closes the job for all nodes.
             self._extras = launch.extras_fit(spec.local_world_size, descriptors.left())
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
@@ -75,15 +75,15 @@ class Supervisor(TorchAgent):
         self._metrics = AgentMetrics(
             version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
         )
-        self._companions: JobCompanions  # while run() is under way
-        self._resume: ResumePoint | None = None  # of the round that was joined last
+        self._companions: JobCompanions  # set while run() is under way
+        self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
-        self._leave_by: float | None = None  # monotonic: the platform kills this agent; None: it was not told to leave
+        self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it was not told to leave
         self._handler.attached = True
         self._handler.prepare(self.spec, launch.max_restarts(self.spec, self._settings))
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the job on this node; see torch's agent. Unless it ends well, nothing that was started here is alive after it."""
+        """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.use(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
@@ -99,7 +99,7 @@ class Supervisor(TorchAgent):
                 clean = result is not None and not result.is_failed()
             except SignalException as error:
                 self._verdicts.publish_signal(error, self._companions.host)
-                # The job is not closed: the others form a round without this node, at once instead of when its lease expires.
+                # The job stays open: the others form a round without this node at once, not only when its lease expires.
                 self._handler.leave()
                 raise
             finally:
@@ -109,7 +109,7 @@ class Supervisor(TorchAgent):
                 left = self._companions.finish(clean, copy_s)
             return self._verdicts.stop_undelivered(left) if clean and left else result
 
-    # The loop: watch a round until it ends, judge its failure, carry out the decision.
+    # The loop: watch a round until it ends, classify its failure, carry out the decision.
 
     def supervise(self) -> RunResult:
         """Run rounds until the job ends."""
@@ -124,7 +124,7 @@ class Supervisor(TorchAgent):
         except OSError as error:
             if error.errno not in SCARCE:
                 raise
-            self._handler.leave()  # the others go on without it
+            self._handler.leave()  # the others go on without this node
             return self._stop_for(self._verdicts.host_exhausted(error))
         except SignalException as error:
             self._save_before_leaving(error)
@@ -154,7 +154,7 @@ class Supervisor(TorchAgent):
             self._prepare_restart(verdict, decision)
             self._restart(decision.kind)
 
-    # Judge a failure, carry out the verdict.
+    # Classify a failure, carry out the verdict.
 
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
@@ -171,7 +171,7 @@ class Supervisor(TorchAgent):
             return self._handler.conclude(self._running.report(self._handler.host, cause.diagnosis))
 
     def _prepare_restart(self, verdict: JobVerdict, decision: Decision) -> None:
-        """Do what the verdict asks for before the next round, and wait for as long as it says. A signal ends the wait."""
+        """Do what the verdict requires before the next round, and wait as long as it says. A signal ends the wait."""
         if decision.charged:
             self.charge_restart()
         if decision.cold:
@@ -193,14 +193,14 @@ class Supervisor(TorchAgent):
         return self._verdicts.stop(verdict, decision, failures)
 
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
-        """Stop for another reason than a failure of a worker here."""
+        """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
         logger.error("%s", report.from_elsewhere(verdict))
         self._metrics.failed(verdict.decision.kind)
         return self._stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
-        """Unless the user stops the job, have it save a checkpoint in the time that is left."""
+        """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
         self._leave_by = time.monotonic() + grace_s
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
@@ -213,7 +213,7 @@ class Supervisor(TorchAgent):
     # Rounds.
 
     def join_round(self) -> None:
-        """Rendezvous and agree on the checkpoint to resume from. If the round ends before that, start again."""
+        """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
         first = self._resume is None
         while True:
             with self._phase("rendezvous"):
@@ -226,7 +226,7 @@ class Supervisor(TorchAgent):
                 logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
         self._resume.log()
-        if first:  # logged as a warning, because torchrun shows nothing below
+        if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.metrics_url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
 
@@ -237,7 +237,7 @@ class Supervisor(TorchAgent):
         return self._handler.await_all_done()
 
     def start_workers(self) -> dict[int, int]:
-        """Start the workers of the round that was joined; see `RoundStart.run`. Returns their pids by local rank."""
+        """Start the workers of the joined round; see `RoundStart.run`. Return their pids by local rank."""
         assert self._resume is not None, "start_workers before join_round"
         start = RoundStart(self._handler, self._settings, self._logs, self._companions, self.group)
         with self._phase("start"):
@@ -246,15 +246,15 @@ class Supervisor(TorchAgent):
         return self._round.workers.processes.pids
 
     def stop_workers(self) -> None:
-        """Stop the workers if they still run, have torch reap them, and end the round."""
+        """Stop the workers if they still run, let torch reap them, and close the round."""
         self._stop_round()
         super().stop_workers()
         self._close_round()
 
     def _stop_round(self, grace_s: float | None = None) -> None:
-        """Stop the workers that still run; once a round.
+        """Stop the workers that still run, once per round.
 
-        grace_s: instead of the usual grace, in seconds. Workers that outlive it are not asked where they are.
+        grace_s: overrides the usual grace, in seconds; the stacks of workers that outlive it are then not dumped.
         """
         round_ = self._round
         if round_ is None or round_.stopped:
@@ -267,12 +267,12 @@ class Supervisor(TorchAgent):
         self._count_workers("stopped")
 
     def _close_round(self) -> None:
-        """End the round: the only place where it becomes None. A signal may interrupt this; it can be called again."""
+        """Close the round; only this sets it to None. A signal may interrupt this call, and a second call is safe."""
         if self._round is not None:
             self._round.close()
             self._round = None
         elif self._resume is not None:
-            self._resume.release()  # the workers of the round that was joined were never started
+            self._resume.release()  # the workers of the joined round were never started
 
     @property
     def _running(self) -> RunningRound:
@@ -282,7 +282,7 @@ class Supervisor(TorchAgent):
     # Metrics.
 
     def _progress(self) -> list[WorkerProgress]:
-        """Return the rows of the metrics. Called from the threads of the metrics server."""
+        """Return the rows of the metrics. The threads of the metrics server call this."""
         round_ = self._round
         return round_.progress_rows() if round_ is not None else []
 

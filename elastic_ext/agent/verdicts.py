@@ -1,4 +1,4 @@
-"""From a verdict to the end of this agent: its exit code, the verdict file, the result that torch gets."""
+"""The way from a verdict to the end of this agent: exit code, verdict file, and the result for torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from elastic_ext.rendezvous.handler import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-PLATFORM_S = 2.0  # for the platform to answer why the agent was told to stop
+PLATFORM_S = 2.0  # time for the platform to say why the agent was told to stop
 
 
 class Verdicts:
-    """Makes the verdicts that follow from no worker's failure, and stops this agent because of any verdict.
+    """Makes the verdicts that no worker's failure causes, and ends this agent for any verdict.
 
     Invariants: a verdict is published where schedulers look before the agent leaves; the result is FAILED.
     """
@@ -40,21 +40,21 @@ class Verdicts:
     # Verdicts of this node alone.
 
     def no_checkpoint_left(self, reason: str) -> JobVerdict:
-        """Stop: all checkpoints are bad, and beginning from nothing would lose the work."""
+        """Return a stop because all checkpoints are bad, and starting from nothing would lose the work."""
         return self._own(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
 
     def host_exhausted(self, error: OSError) -> JobVerdict:
-        """Stop: this host lacks descriptors, processes, memory or room for files. Another one may have them."""
+        """Return a stop because this host lacks descriptors, processes, memory or room for files. Another host may have them."""
         reason = f"this host lacks what the next round needs: {error}"
         return self._own(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
 
     def kernel_sleep(self) -> JobVerdict:
-        """Stop: a worker has slept in the kernel for too long."""
+        """Return a stop because a worker has slept in the kernel for too long."""
         reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
         return self._own(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
     def _own(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
-        """code: in the preset "design"."""
+        """Return a stop of this node alone. code: the exit code of the preset "design"."""
         return self._about(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
     def _about(self, decision: Decision) -> JobVerdict:
@@ -66,23 +66,23 @@ class Verdicts:
         """Publish the verdict and return the result of the agent.
 
         Args:
-            verdict: of the job.
-            decision: of this node.
+            verdict: the verdict of the job.
+            decision: the decision for this node.
             failures: torch's record of the failures, by global rank.
         """
         return RunResult(WorkerState.FAILED, failures=exits.Failures(failures, self._publish(verdict, decision)))
 
     def stop_undelivered(self, left: tuple[str, ...]) -> RunResult:
-        """Training is done, but these checkpoints are on this node only. An agent that is started here again copies them."""
+        """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
         verdict = self._own(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
         return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
 
     def publish_signal(self, error: SignalException, host: Host) -> None:
-        """A signal ends this agent: ask the platform who sent it, which decides on the exit code; publish what it knows."""
+        """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
         if exits.of_verdict() is not None:
-            return  # the job has ended already
+            return  # the job has already ended
         host.ask()
         platform = host.says(PLATFORM_S).platform
         diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))

@@ -1,4 +1,4 @@
-"""The watch over a running round: wait for events, look at the workers, say how the round ended for this node."""
+"""The watch over a running round: it waits for events, looks at the workers, and says how the round ended for this node."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RoundWatch:
         running: RunningRound,
         stop: Callable[[float | None], None],
     ) -> None:
-        """stop: stops the workers that still run. It gets a grace in seconds instead of the usual one, or None."""
+        """stop: stops the workers that still run, with the given grace in seconds, or the usual one for None."""
         self._agent, self._handler, self._companions = agent, handler, companions
         self._running, self._stop = running, stop
 
     def run(self) -> RunResult | None:
-        """Return how the workers ended; None if the round is over and no worker of this node had failed.
+        """Return how the workers ended; None if the round is over and no worker of this node has failed.
 
         Unless the workers have finished, none runs when this returns.
         """
@@ -66,15 +66,15 @@ class RoundWatch:
         reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
         processes = self._running.workers.processes
         processes.wait(min(looks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
-        raise_again(wakeup.clear())  # before the look, not before the wait: what comes in between must end the next wait
+        raise_again(wakeup.clear())  # after the wait, before the look: an event during the look must end the next wait
         wake_pipe.clear()
         reaper.revive()
 
     def _look(self) -> RunResult:
-        """Return the state of the worker group. If one worker has failed, all have been stopped when this returns."""
+        """Return the state of the worker group. If one worker failed, all are stopped when this returns."""
         processes = self._running.workers.processes
         if self._running.failed:
-            self._handler.break_round(f"workers failed on {self._handler.host}")  # first: the others' workers wait in collectives
+            self._handler.break_round(f"workers failed on {self._handler.host}")  # first: workers elsewhere wait in collectives
             self._companions.host.ask()
             self._stop(None)
             return self._agent.close_failed()
@@ -89,12 +89,12 @@ class RoundWatch:
         return RunResult(WorkerState.HEALTHY)
 
     def _end(self, over: RoundEnd) -> RunResult | None:
-        """Stop the workers of a round that is over; return their failure, or None if none had failed by itself."""
+        """Stop the workers of a round that is over; return their failure, or None if none failed by itself."""
         logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
         if hung:
             self._running.examine_hung()
-        self._stop(0.0 if hung else None)  # a worker that waits for ever cannot end in its own way
+        self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
         if not hung and not postmortem.failed_by_itself(self._running.workers):
             return None
         self._companions.host.ask()

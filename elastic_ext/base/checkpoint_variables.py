@@ -1,6 +1,6 @@
-"""The environment variables by which an agent tells its workers, and its copier, about checkpoints. All are set by the agent.
+"""The environment variables with which an agent tells its workers and its copier about checkpoints. The agent sets all of them.
 
-Version 1; a variable may be added, and keeps its meaning. With `checkpoint_dir` set, a worker finds:
+Version 1: variables may be added, but never change their meaning. With `checkpoint_dir` set, a worker finds:
 
     ELASTIC_EXT_CHECKPOINT_DIR   the setting checkpoint_dir: a path or URL
     ELASTIC_EXT_LOCAL_DIR        the setting local_dir: a path; "" for none

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from elastic_ext.base.printable import shown
 
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
-_PUBLIC = "elastic_ext.errors"  # where scripts find some of them: the name in tracebacks, evidence and the users' rules
+_PUBLIC = "elastic_ext.errors"  # the public module of some errors, which tracebacks, evidence and the users' rules show
 
 
 class ElasticExtError(Exception):
@@ -22,13 +22,13 @@ class ElasticExtError(Exception):
 
 
 class UsageError(ElasticExtError):
-    """A wrong setting, option or path. The command exits with 78 before anything starts."""
+    """A setting, option or path is wrong. The command exits with 78 before anything starts."""
 
     __module__ = _PUBLIC
 
 
 class BadCheckpoints(ElasticExtError):
-    """There are checkpoints, but none can be used. Starting from nothing would lose the work, so the job stops with 65."""
+    """Checkpoints exist, but none is usable. Starting from nothing would lose the work, so the job stops with 65."""
 
 
 class SeamError(ElasticExtError):
@@ -55,9 +55,9 @@ class NodeRefused(ElasticExtError):
 
 @contextmanager
 def usage_errors_exit() -> Iterator[None]:
-    """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use it only where nothing has been started yet."""
+    """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use this only where nothing has been started yet."""
     try:
         yield
     except (UsageError, SeamError) as error:
-        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print() works with a closed stderr, too
+        print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print() works even if stderr is closed
         raise SystemExit(EX_CONFIG) from error

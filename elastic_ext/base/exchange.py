@@ -1,4 +1,4 @@
-"""How the nodes of a round agree on a checkpoint; `checkpoints.choice` uses it, each rendezvous implements it."""
+"""The interface with which nodes agree on a checkpoint. `checkpoints.choice` uses it; each rendezvous implements it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Protocol
 
 
 class Exchange(Protocol):
-    """How the nodes of one round agree on the checkpoint to resume from.
+    """The channel on which the nodes of one round agree on the checkpoint to resume from.
 
-    Each method raises RoundOver if the round ends first, and torch's error for a lost rendezvous if no node can be reached any
-    more.
+    Each method raises RoundOver if the round ends first, and torch's error for a lost rendezvous if it can no longer reach any
+    node.
     """
 
     def offer(self, text: str) -> None:
-        """Publish which checkpoints this node could load from its own disk."""
+        """Publish the checkpoints that this node could load from its own disk."""
 
     def offers(self, timeout_s: float) -> list[str] | None:
-        """On node 0: return the offers of all nodes, by rank; None: a node has no offer, or was late."""
+        """Return the offers of all nodes, by rank; None if a node has no offer or was late. For node 0 only."""
 
     def publish(self, text: str) -> None:
-        """On node 0: publish the choice. Once this returns, no other choice can reach the nodes of this round."""
+        """Publish the choice. Once this returns, no other choice can reach the nodes of this round. For node 0 only."""
 
     def choice(self, timeout_s: float) -> str:
-        """On the other nodes: return the choice that node 0 has published."""
+        """Return the choice that node 0 has published. For the other nodes."""
 
 
 class Alone:
@@ -38,7 +38,7 @@ class Alone:
         return self._offered
 
     def publish(self, text: str) -> None:
-        """Do nothing: there is no other node."""
+        """Do nothing, because there is no other node."""
 
     def choice(self, timeout_s: float) -> str:
         raise AssertionError("the only node is node 0")

@@ -1,4 +1,4 @@
-"""Writing files safely in directories where others may write, e.g. /tmp or a shared directory."""
+"""Safe writing of files in directories to which others may write, e.g. /tmp or a shared directory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by one with this text; the umask gives its mode. Raises OSError, and then leaves nothing behind.
+    """Replace a file with one that holds this text; the umask sets its mode. Raises OSError, and then leaves no part file.
 
-    Invariants: readers see the old file or the new one, whole. No link is followed, neither in place of the file nor in place of
-    the temporary one, whose name nobody can guess and only this call creates.
+    Invariants: readers see the whole old file or the whole new one. No link is followed, neither in place of the file nor of the
+    temporary file, whose name nobody can guess and which only this call creates.
     """
     part = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -1,18 +1,18 @@
-"""Starts a helper program in a child process in which no file of the job's directory can hide a module.
+"""Starts a helper program in a child process where no file of the job's directory can shadow a module.
 
     python -I isolated.py PROGRAM COUNT ENTRY... ARGS...
 
 runs PROGRAM, a module's name or the path of a file, as `__main__` with ARGS. `-I` excludes the working directory, PYTHONPATH and
-the user's site-packages. The COUNT entries come from the agent's sys.path, since elastic_ext and fsspec may be found through
-PYTHONPATH only, or in a checkout. They are searched last, and never for a module of the standard library.
+the user's site-packages. The COUNT entries come from the agent's sys.path, since elastic_ext and fsspec may be importable only
+through PYTHONPATH or from a checkout. They are searched last, and never for a module of the standard library.
 
-Standard library only, and only modules that every interpreter has loaded at start.
+It uses only those modules of the standard library that every interpreter loads at start.
 """
 
 import sys
 from importlib.machinery import PathFinder
 
-TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without importing typing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from importlib.machinery import ModuleSpec
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class _StandardLibrary:
-    """Finds a module with a name of the standard library on the original path, or refuses it.
+    """A finder that finds names of the standard library on the original path, or raises ModuleNotFoundError.
 
-    Some of those modules exist on other platforms only (msvcrt), and libraries try to import them.
+    Some of those modules exist only on other platforms (msvcrt), and libraries try to import them.
     """
 
     def __init__(self, path: "Sequence[str]") -> None:
@@ -40,7 +40,7 @@ class _StandardLibrary:
 
 
 def look_last(entries: "Iterable[str]") -> None:
-    """Append to sys.path. The new entries hide no module that is found without them, and none of the standard library."""
+    """Append to sys.path. The new entries shadow no module that is found without them, and none of the standard library."""
     at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(at, _StandardLibrary(sys.path))
     sys.path += [entry for entry in dict.fromkeys(entries) if entry not in sys.path]
@@ -54,14 +54,14 @@ def command(program: str) -> list[str]:
 
 
 def _entries() -> list[str]:
-    """Return sys.path without the working directory, unless PYTHONPATH names that or elastic_ext is in it."""
+    """Return sys.path without the working directory, unless PYTHONPATH names it or it contains elastic_ext."""
     import os
 
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         here = {os.getcwd(), os.path.realpath(os.curdir)}
     except FileNotFoundError:
-        here = set()  # it was removed
+        here = set()  # the working directory was removed
     named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry} if here else set()
     every = [os.path.abspath(entry) for entry in sys.path if entry] if here else [entry for entry in sys.path if entry]
     kept = [entry for entry in every if entry not in here or entry in named]

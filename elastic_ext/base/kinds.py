@@ -13,7 +13,7 @@ PREEMPTION = "preemption"
 HOST_MEMORY = "host_memory"
 DEVICE_MEMORY = "device_memory"
 STORAGE = "storage"
-NETWORK = "network"  # also a cascade if no other failure is known
+NETWORK = "network"  # also the kind of a cascade if no other failure is known
 HARDWARE = "hardware"
 HANG = "hang"
 CRASH = "crash"
@@ -36,5 +36,5 @@ class Response(Enum):
     RESTART = "restart"  # charged to the budget
     RESTART_FREE = "restart_free"
     REPLACE_NODE = "replace_node"  # this node leaves, the others re-form
-    REQUEUE = "requeue"  # the allocation goes away: leave, so that the scheduler starts the job again
+    REQUEUE = "requeue"  # the allocation ends: leave, so that the scheduler starts the job again
     FOLLOW = "follow"

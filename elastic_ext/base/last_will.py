@@ -1,4 +1,4 @@
-"""How to take a node out of its job after its agent was killed: the rendezvous writes it, the reaper carries it out."""
+"""The steps that take a node out of its job after its agent was killed. The rendezvous writes them, the reaper runs them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class LastWill(TypedDict):
     Keys:
         endpoints: URLs of etcd's members, tried in turn.
         lease: the lease's ID.
-        ca, cert, key: paths of PEM files for TLS; None or "": not used.
-        user, password: for etcd's authentication; None or "": none. They go through the reaper's pipe only.
+        ca, cert, key: paths of PEM files for TLS; None or "" if not used.
+        user, password: for etcd's authentication; None or "" if not used. They go through the reaper's pipe only.
     """
 
     endpoints: list[str]

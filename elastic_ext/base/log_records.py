@@ -1,7 +1,7 @@
 """Makes the log records of this package safe to show, before any other handler gets them.
 
-Arguments of the records (names of files and nodes, reasons, messages of exceptions) come from others. They may hold escape
-sequences of a terminal, line ends that forge records, or credentials in a URL.
+The arguments of records (names of files and nodes, reasons, exception messages) come from outside. They may hold terminal escape
+sequences, line breaks that forge records, or credentials in a URL.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def install() -> None:
 
 
 class _Cleaner(logging.Handler):
-    """Comes before all other handlers: logging calls those of a logger first, then those of its parents."""
+    """A handler that runs before all others: logging calls the handlers of a logger first, then those of its parents."""
 
     def emit(self, record: logging.LogRecord) -> None:
         clean(record)
-        # Where nobody has configured logging, this handler keeps logging from using its handler of last resort.
+        # If nobody has configured logging, this handler would keep logging from using its handler of last resort.
         if _has_no_other(record.name) and logging.lastResort and record.levelno >= logging.lastResort.level:
             logging.lastResort.handle(record)
 
@@ -42,7 +42,7 @@ def _has_no_other(name: str) -> bool:
 
 
 def clean(record: logging.LogRecord) -> None:
-    """Clean a record in place. Its message is ours, but may have been formatted with names from others."""
+    """Clean a record in place. Its message is ours, but may contain names from outside."""
     record.msg = shown_block(record.msg if isinstance(record.msg, str) else str(record.msg))
     if isinstance(record.args, Mapping):
         record.args = {name: _cleaned(value) for name, value in record.args.items()}
@@ -59,7 +59,7 @@ def _cleaned(value: object) -> object:
 
 
 class _Shown:
-    """Stands for any other object in a message."""
+    """A stand-in for any other object in a message."""
 
     def __init__(self, value: object) -> None:
         self._value = value

@@ -14,7 +14,7 @@ _PARTS = re.compile(r"(\*+|\?|\{step\}|\{epoch\})")
 
 @functools.lru_cache(maxsize=16)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a `checkpoint_pattern` as a regular expression. Raises UsageError for a bad one."""
+    """Return a `checkpoint_pattern` as a regular expression. Raises UsageError if it is invalid."""
     if not pattern or "/" in pattern or any(pattern.count(field) > 1 for field in (STEP, EPOCH)) or pattern.count("*") > 4:
         raise UsageError(
             f"checkpoint_pattern {pattern!r}: expected a name, with * (4 at most) and ? as wildcards, and {STEP} and {EPOCH} for "

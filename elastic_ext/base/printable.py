@@ -1,7 +1,7 @@
-"""Makes text from others safe for a terminal or a log: no escape sequences, no forged lines, no credentials.
+"""Makes text from outside safe for a terminal or a log: no escape sequences, no forged lines, no credentials.
 
-`base/log_records.py` cleans all logs of this package, and `ElasticExtError.__str__` all its errors; text that commands print, or
-that torch prints for us, is cleaned where it is printed. Standard library only.
+`base/log_records.py` cleans all logs of this package, and `ElasticExtError.__str__` all its errors. Code that prints text, or
+passes text to torch to print, cleans it itself. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SECRET_OPTION = re.compile(
 )
 
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
-SECRET_CHARACTERS = 6  # shorter values occur in too many other texts
+SECRET_CHARACTERS = 6  # shorter values occur by chance in too many texts
 
 
 def printable(text: str) -> str:
-    """Return `text` as one line, with whatever is not printable (controls, lone surrogates, marks of writing direction) escaped
-    as in a Python literal.
+    """Return `text` as one line. Unprintable characters (controls, lone surrogates, marks of writing direction) are escaped as in
+    a Python literal.
     """
     if text.isprintable():
         return text
@@ -35,9 +35,9 @@ def _escaped(character: str) -> str:
 
 
 def literal(value: object, most: int) -> str:
-    """Return repr() of somebody else's value, up to `most` characters.
+    """Return repr() of a value from outside, up to `most` characters.
 
-    For a value that Python refuses to write (a huge number, deep nesting) only the type is named.
+    For a value that Python cannot format (a huge number, deep nesting), return only the name of its type.
     """
     try:
         text = repr(value)
@@ -47,14 +47,14 @@ def literal(value: object, most: int) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return `text` without credentials in URLs and endpoints: the part before the @, and options named like a secret."""
+    """Return `text` without credentials in URLs and endpoints: the part before the @, and options whose names look secret."""
     if "@" in text:
         text = _BARE_USERINFO.sub("***@", _USERINFO.sub("://***@", text))
     return _SECRET_OPTION.sub(r"\1***", text) if "://" in text else text
 
 
 def masked(text: str, environ: Mapping[str, str]) -> str:
-    """Return `text` without the values of variables that are named like a secret."""
+    """Return `text` without the values of variables whose names look like those of secrets."""
     for name, value in environ.items():
         if len(value) >= SECRET_CHARACTERS and _SECRET_VARIABLE.search(name):
             text = text.replace(value, "***")
@@ -62,20 +62,20 @@ def masked(text: str, environ: Mapping[str, str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return one line for people: `printable` and `redacted`."""
+    """Return one line for people to read: `printable` and `redacted`."""
     return printable(redacted(text))
 
 
 class Block(str):
-    """Text of several lines that a log shows as several lines; any other text becomes one line."""
+    """Text that a log shows on several lines; it shows any other text on one line."""
 
 
 def shown_lines(text: str) -> str:
-    """Return several lines for people; the caller indents them."""
+    """Return several lines for people to read; the caller indents them."""
     return "\n".join(printable(line.expandtabs()) for line in redacted(text).splitlines())
 
 
 def shown_block(text: str) -> Block:
-    """Return several lines for people. All but the first are indented, so none looks like a line of the log itself."""
+    """Return several lines for people to read. All but the first are indented, so none looks like a log record of its own."""
     first, *others = shown_lines(text).split("\n")
     return Block("\n".join([first, *(line if line[:1] in ("", " ") else f"  {line}" for line in others)]))

@@ -1,7 +1,7 @@
-"""The codec of records that cross processes: a frozen dataclass to JSON, and JSON back to it or a RecordError.
+"""The codec of records that cross processes: from a frozen dataclass to JSON, and back to the dataclass or a RecordError.
 
-Anybody with access to a job's etcd or store can write anything there: another job's keys, text that is not UTF-8, lists nested a
-thousand deep, endless numbers. The reader checks every field against its type in the dataclass; the `Annotated` types below add
+Anyone with access to a job's etcd or store can write anything there: another job's keys, text that is not UTF-8, deeply nested
+lists, endless numbers. The reader checks every field against its type in the dataclass; the `Annotated` types below add
 ranges. It ignores unknown fields, so that a field can be added within a schema.
 
 A field's key in JSON is its name, or the name given by `stored_as`. Standard library only.
@@ -23,7 +23,7 @@ from elastic_ext.base.errors import ElasticExtError
 T = TypeVar("T")
 
 MOST_BYTES = 2 << 20  # of a record; etcd takes requests of 1.5 MiB (--max-request-bytes), a torch store any size
-MOST_NAME = 200  # characters of what becomes part of a key: a run id, a host, the id of a node
+MOST_NAME = 200  # characters of any part of a key: a run id, a host name, a node id
 _LEAST, _MOST = -(2**63), 2**63 - 1  # of any whole number
 
 
@@ -37,7 +37,7 @@ class OtherSchema(RecordError):
 
 @dataclass(frozen=True)
 class Within:
-    """The range of a record's number; both ends belong to it."""
+    """The range of a number in a record, both ends included."""
 
     least: float
     most: float
@@ -47,7 +47,7 @@ class Within:
 
 
 def is_name(text: str) -> bool:
-    """Whether this may be part of a key: 1 to MOST_NAME printable characters, none of them a "/"."""
+    """Return whether this may be part of a key: 1 to MOST_NAME printable characters, none of them "/"."""
     return 0 < len(text) <= MOST_NAME and "/" not in text and text.isprintable()
 
 
@@ -58,7 +58,7 @@ def _is_name_or_empty(text: str) -> bool:
 Count = Annotated[int, Within(0, 2**31 - 1)]
 Port = Annotated[int, Within(0, 65535)]
 Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: no worker
-Seconds = Annotated[float, Within(0, 1e9)]  # no clock and no select() takes any number
+Seconds = Annotated[float, Within(0, 1e9)]  # clocks and select() do not accept arbitrary numbers
 ZeroOrOne = Annotated[int, Within(0, 1)]
 Name = Annotated[str, is_name]
 NameOrEmpty = Annotated[str, _is_name_or_empty]
@@ -77,10 +77,10 @@ def _key(of: Field[Any]) -> str:
 
 
 def plain(record: object) -> dict[str, Any]:
-    """Return a record as JSON's values, in the form that `build` reads: enum members by value, tuples as lists.
+    """Return a record as JSON values, in the form that `build` reads: enum members by value, tuples as lists.
 
     Raises:
-        TypeError: it is no dataclass.
+        TypeError: it is not a dataclass.
     """
     if not is_dataclass(record):
         raise TypeError(f"expected a dataclass, got a {type(record).__name__}")
@@ -99,23 +99,23 @@ def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
     """Read a record of this kind and schema.
 
     Args:
-        what: the record, or its key, for the message of an error.
+        what: the record or its key, for error messages.
 
     Raises:
-        OtherSchema: another version has written it.
-        RecordError: it is no such record.
+        OtherSchema: another version wrote it.
+        RecordError: it is not such a record.
     """
     return build(kind, parse(data, what, schema), what)
 
 
 def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
-    """Return a record's fields with the types of JSON; every text can be encoded. Raises like `read`."""
+    """Return a record's fields as JSON values; every text in them can be encoded. Raises the same errors as `read`."""
     try:
         if len(data) > MOST_BYTES:
             raise ValueError(f"{len(data)} bytes, expected {MOST_BYTES} at most")
         text = data if isinstance(data, str) else data.decode()
         found = _DECODER.decode(text)
-        if "\\u" in text or not text.isascii():  # else it cannot hold half a character
+        if "\\u" in text or not text.isascii():  # else it cannot hold a lone surrogate
             found = _encodable(found)
         given = found.pop("schema")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -129,7 +129,7 @@ def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
 
 
 def build(kind: type[T], data: Any, what: str) -> T:
-    """Make a dataclass from JSON's values. Raises RecordError."""
+    """Make a dataclass from JSON values. Raises RecordError."""
     of: Any = kind
     try:
         made: T = _dataclass(of)(data)
@@ -139,7 +139,7 @@ def build(kind: type[T], data: Any, what: str) -> T:
 
 
 def _short(error: BaseException) -> str:
-    """One line that does not repeat the record's content."""
+    """Return one line that does not repeat the record's content."""
     if isinstance(error, UnicodeError):
         return "not UTF-8"
     if isinstance(error, RecursionError):
@@ -151,7 +151,7 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: a leader of thousands of nodes reads most of the time
+_DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: the leader of thousands of nodes spends most of its time reading
 
 
 def _encodable(value: Any) -> Any:
@@ -165,8 +165,8 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-# From a field's type to the function that makes its value from JSON's. Each raises ValueError or TypeError, whose text must not
-# repeat the value, which may be of any length.
+# The functions below map a field's type to a function that makes its value from JSON. Each raises ValueError or TypeError, whose
+# text must not repeat the value, because it may have any length.
 
 Make = Callable[[Any], Any]
 

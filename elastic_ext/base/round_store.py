@@ -1,7 +1,7 @@
-"""Register of our keys in a round's store, and the connection to them.
+"""The register of our keys in a round's store, and the connection to that store.
 
 A round's store is a TCPStore in the agent of group rank 0. It lives for one round. Torch's process groups keep their own keys in
-it, and torch's agent those under `elastic_ext/torchelastic/`. All of ours begin with `elastic_ext/`:
+it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our keys begin with `elastic_ext/`:
 
     key                         value                                       written by              read by
     event/N                     N-th event of the round, from 1: a record   agents (ext_c10d)       agents (ext_c10d)
@@ -17,7 +17,7 @@ it, and torch's agent those under `elastic_ext/torchelastic/`. All of ours begin
     health/RESTARTS/N/count     number of ranks that have reached it        workers                 workers
     health/RESTARTS/N/all       "", once all have                           the last worker         workers
 
-A TCPStore has no authentication: whoever reaches its port can write to it. Readers must survive any value.
+A TCPStore has no authentication: anyone who can reach its port can write to it. Readers must survive any value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STALLED = "stalled"
 
 
 def event(number: int) -> str:
-    """number: from 1."""
+    """Return the key of an event. number: from 1."""
     return f"event/{number}"
 
 
@@ -51,12 +51,12 @@ def save_at(number: int) -> str:
 
 
 def health(restarts: str, number: int) -> str:
-    """Folder of one health barrier. restarts: TORCHELASTIC_RESTART_COUNT; stock torchrun has one store for all attempts."""
+    """Return the prefix of a health barrier. restarts: TORCHELASTIC_RESTART_COUNT, since stock torchrun reuses one store."""
     return f"health/{restarts}/{number}"
 
 
 class Store(Protocol):
-    """The part of a torch Store that is used here; torch's own types are not checked."""
+    """The part of a torch Store that this package uses; torch's own types are not checked."""
 
     def add(self, key: str, amount: int, /) -> int: ...
 
@@ -73,7 +73,7 @@ class Store(Protocol):
 
 def connect(host: str, port: int) -> Store:
     """Open a new connection to the round's store. Raises RuntimeError or ValueError if the store does not answer."""
-    from torch.distributed import PrefixStore, TCPStore  # not at import: processes without torch import this module
+    from torch.distributed import PrefixStore, TCPStore  # not at the top: processes without torch import this module
 
     tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     return cast(Store, PrefixStore(PREFIX, tcp))

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "ELASTIC_EXT_"
 
-# Our variables that are not settings: the first names the file, the agent sets the others for its workers (and a worker may start
-# an agent of its own).
+# Our variables that are not settings: CONFIG names the file, and the agent sets the others for its workers (a worker may start an
+# agent of its own).
 NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_STEP", "LAUNCH", "COPIER"})
 
 # Keys of `--rdzv-conf` that torch's own c10d rendezvous reads (torch/distributed/elastic/rendezvous, 2.8 to 2.15). They are
-# passed on untouched; `timeout` is put there by torchrun itself.
+# passed on unchanged; torchrun itself adds `timeout`.
 TORCH_KEYS = frozenset(
     {
         "timeout",
@@ -46,33 +46,33 @@ TORCH_KEYS = frozenset(
     }
 )
 
-# Kubernetes puts variables for every Service of the namespace into every pod; those of a Service called "elastic-ext" would look
+# Kubernetes sets variables in every pod for every Service of the namespace. Those of a Service named "elastic-ext" would look
 # like settings.
 _KUBERNETES_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
-# METRICS_PORT is a setting, and also a variable of a Service "...-metrics".
+# METRICS_PORT is a setting, but also a variable of a Service named "...-metrics".
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 MOST_BYTES = 1 << 20  # of the settings file
-MOST_CHARACTERS = 200  # of a bad value in a message
+MOST_CHARACTERS = 200  # of an invalid value in a message
 
-_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # blanks and line ends may separate words
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
 
 def values(
     known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the values of the settings that are given somewhere.
+    """Return the values of the settings that some source gives.
 
     Args:
         known: the types of all settings, by key.
-        renamed: old keys and the new ones. An old key works and logs a warning.
-        rdzv_conf: the keys and values of `--rdzv-conf`, torch's own among them.
+        renamed: the new key for each old one. An old key works, but logs a warning.
+        rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own.
         environ: the environment of the agent.
 
     Raises:
-        UsageError: an unknown key (the nearest known one is named), a key given by its old and its new name, a bad value, or a
-            file that cannot be read.
+        UsageError: an unknown key (the message names the nearest known one), a key given by its old and its new name, an invalid
+            value, or an unreadable file.
     """
     found: dict[str, Any] = {}
     for origin, given in (
@@ -128,5 +128,5 @@ def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str)
         if _CONTROL.search(text):
             raise UsageError(f"setting {key}={shown} in {origin}: expected a text without control characters")
         return known[key].parse(text)
-    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # of a file: a number or a table of any size
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # a file may hold a number or a table of any size
         raise UsageError(f"setting {key}={shown} in {origin}: expected {known[key].expected}") from error

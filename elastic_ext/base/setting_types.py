@@ -1,4 +1,4 @@
-"""The types of settings: how a text becomes a value, and what the error message expects. Standard library only."""
+"""The types of settings: how to parse a text, and what the error message says is expected. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SettingType:
     """The type of a setting.
 
     Attributes:
-        parse: makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError for a bad one.
+        parse: makes the value from a text; raises ValueError, KeyError, OverflowError or RecursionError if it is invalid.
         expected: completes "expected ..." in the error message.
-        secret: no message may show a value.
+        secret: messages must not show the value.
     """
 
     parse: Callable[[str], Any]
@@ -93,7 +93,7 @@ def _text(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    """The name becomes part of keys in etcd, followed by a number and a process id."""
+    """Check a name that becomes part of etcd keys, followed by a number and a process id."""
     if not is_name(text) or len(text) > MOST_NAME // 2:
         raise ValueError(text)
     return text
@@ -106,7 +106,7 @@ WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or mor
 MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes a second, 0 or more")
 PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
-# Lists have blanks between their parts, since --rdzv-conf cannot hold commas.
+# The items of lists are separated by spaces, since --rdzv-conf cannot hold commas.
 KIND_LIMITS = SettingType(_kind_limits, f"kinds with a number each, as in 'hang:3 network:20'; the kinds are {', '.join(KINDS)}")
 MODULES = SettingType(_modules, "names of modules with blanks between them")
 PATTERN = SettingType(

@@ -1,4 +1,4 @@
-"""The settings of one agent: read once, validated, frozen. Standard library only.
+"""The settings of one agent: read once, validated and frozen. Standard library only.
 
 `setting_sources` reads them, `setting_types` parses their values.
 """
@@ -32,7 +32,7 @@ from elastic_ext.base.setting_types import (
 
 SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent only, never for its workers
 
-# Keys of the previous release and the names that they have now. An entry stays for one release.
+# From keys of the previous release to their new names. An entry stays for one release.
 RENAMED: dict[str, str] = {}
 
 
@@ -182,11 +182,11 @@ def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     """Return the settings of this agent.
 
     Args:
-        rdzv_conf: the keys and values of `--rdzv-conf`, torch's own among them.
+        rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own.
         environ: the environment of the agent.
 
     Raises:
-        UsageError: an unknown key (the nearest known one is named), a bad value, or a file that cannot be read.
+        UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
     """
     return Settings(**setting_sources.values(_TYPES, RENAMED, rdzv_conf, environ))
 
@@ -229,7 +229,7 @@ def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeo
 
 
 def _torch_time(rdzv_conf: Mapping[str, Any], key: str) -> float | None:
-    """Return one of torch's own times; None where torch's default holds (torch has its own error for a bad value)."""
+    """Return one of torch's own times; None if torch's default applies (torch itself reports an invalid value)."""
     try:
         return float(rdzv_conf[key])
     except (KeyError, TypeError, ValueError):

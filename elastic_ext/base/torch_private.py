@@ -1,9 +1,9 @@
 """Every private name of torch that this package uses, in one place. Verified on torch 2.8 to 2.15.
 
 launcher.api.LocalElasticAgent
-    A module global that `launch_agent` calls. Replaced: torchrun lets a plug-in choose the rendezvous, not the agent.
+    A module global that `launch_agent` calls. Replaced, because a torchrun plug-in can choose the rendezvous but not the agent.
 _invoke_run, _rendezvous, _assign_worker_ranks, _start_workers, _stop_workers, _monitor_workers
-    Overridden: the documented extension points of SimpleElasticAgent are underscored.
+    Overridden. The documented extension points of SimpleElasticAgent have underscores.
 _initialize_workers, _restart_workers, _exit_barrier
     Called: torch's steps between two rounds.
 _worker_group, _remaining_restarts, _pcontext, _shutdown_timeout
@@ -11,14 +11,14 @@ _worker_group, _remaining_restarts, _pcontext, _shutdown_timeout
 _check_uninterruptible_state_timeout, _uninterruptible_state_timeout (2.13 and newer)
     Torch checks it only inside `_monitor_workers`, which stops workers too.
 MultiprocessContext._ret_vals
-    The only event that tells when a function entrypoint has returned.
+    The only event that shows that a function entrypoint has returned.
 multiprocessing.api.get_subprocess_handler, SubprocessHandler._popen, _stdout, _stderr
-    The one place where torch starts a command: a module global that SubprocessContext calls, and the method that makes the
-    process. Replaced while the workers of a round are started, for warm standbys.
+    The only place where torch starts a command: a module global that SubprocessContext calls, and the method that creates the
+    process. Replaced while the workers of a round start, for warm standbys.
 DynamicRendezvousHandler._stop_heartbeats, _op_executor; _RendezvousExitOp
-    The step out of a round that torch takes at the start of next_rendezvous(), here for a node that does not come back.
+    The exit from a round, as at the start of torch's next_rendezvous(). Used for a node that does not come back.
 _RendezvousState, _NodeDesc
-    The classes in the pickled state of torch's rendezvous: no others are unpickled.
+    The classes in the pickled state of torch's rendezvous. No others are unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _expected: set[int] = set()  # ids of the handlers whose agent has not been cons
 
 
 class OneShot(ABCMeta):
-    """Metaclass of our agent: torch's name is swapped back when the agent that it was swapped for is constructed."""
+    """The metaclass of our agent. It restores torch's name once the agent for which it was replaced is constructed."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         spec: Any = kwargs.get("spec", args[0] if args else None)
@@ -79,7 +79,7 @@ class OneShot(ABCMeta):
 
 
 def arm(agent: OneShot, handler: Any) -> None:
-    """Have torch's launcher construct `agent` for this rendezvous handler, once. Safe when several threads start jobs.
+    """Make torch's launcher construct `agent` for this rendezvous handler, once. Safe if several threads start jobs.
 
     Raises:
         SeamError: this torch has no LocalElasticAgent in its launcher.
@@ -93,7 +93,7 @@ def arm(agent: OneShot, handler: Any) -> None:
     if current is LocalElasticAgent or isinstance(current, OneShot):
         with _swap:
             _expected.add(id(handler))
-            # An agent that is never constructed (torch refused the job after all) must not keep the swap alive.
+            # An agent that is never constructed (torch refused the job) must not keep the replacement alive.
             weakref.finalize(handler, _expected.discard, id(handler))
             launcher.LocalElasticAgent = agent
     else:
@@ -101,7 +101,7 @@ def arm(agent: OneShot, handler: Any) -> None:
 
 
 def step_out(handler: RendezvousHandler, timeout_s: float) -> None:
-    """Take this node out of torch's c10d rendezvous without closing it, so that the others need not wait until it seems dead.
+    """Take this node out of torch's c10d rendezvous without closing it, so that the others do not wait until it seems dead.
 
     Raises what torch raises if the store does not answer within `timeout_s` seconds.
     """
@@ -111,7 +111,7 @@ def step_out(handler: RendezvousHandler, timeout_s: float) -> None:
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | None"]
-"""From a command, its environment and files for stdout and stderr to its process; None to let torch start it."""
+"""From a command, its environment, and files for stdout and stderr to its process, or to None to let torch start it."""
 
 _start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
 _started: ContextVar[Callable[[int], None]] = ContextVar("elastic_ext_started", default=lambda pid: None)
@@ -122,7 +122,7 @@ _starts = 0  # number of agents of this process that are starting workers
 def raise_again(signals: Iterable[int]) -> None:
     """Raise SignalException again for signals whose exception has been swallowed.
 
-    Torch raises it from a signal handler, wherever the main thread happens to be: for instance in logging, which catches whatever
+    Torch raises it from a signal handler, wherever the main thread happens to be: for instance in logging, which catches all that
     its handlers raise. Without this, the agent would go on as if there had been no signal.
     """
     for number in signals:
@@ -132,7 +132,7 @@ def raise_again(signals: Iterable[int]) -> None:
 
 
 class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
-    """Torch's handler of one command, whose process may exist already."""
+    """Torch's handler of one command; the process may already exist."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = _start.get()
@@ -145,15 +145,15 @@ class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
 
 @contextmanager
 def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
-    """Inside, ask `start` for the process of each command that this thread has torch start.
+    """Inside this context, ask `start` for the process of each command that torch starts in this thread.
 
     Args:
-        start: see `Start`; None: torch starts all commands.
-        started: called with the pid of each process that torch itself has started, at once.
+        start: see `Start`; None lets torch start all commands.
+        started: called with the pid of each process that torch itself starts, at once.
     """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)
-    if current not in (get_subprocess_handler, _StandbyHandler):  # None, or somebody else's
+    if current not in (get_subprocess_handler, _StandbyHandler):  # None, or another package's
         if start is not None:
             logger.warning("workers are started without warm standbys: torch's get_subprocess_handler is %r", current)
         yield
@@ -174,9 +174,9 @@ def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[
 
 
 class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, unused-ignore]
-    """Torch's agent with its private names under names of ours. The supervisor overrides and calls only these."""
+    """Torch's agent, with our own names for its private ones. The supervisor overrides and calls only these."""
 
-    # Torch calls these, and the supervisor overrides them. Each does what torch would do.
+    # Torch calls these and the supervisor overrides them. By default, each does what torch would do.
 
     def supervise(self) -> RunResult:
         """Run the job from the first round to its end."""
@@ -187,7 +187,7 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         super()._rendezvous(self.group)
 
     def known_workers(self) -> list[Worker] | None:
-        """Return the ranks of this node's workers if the rendezvous knows them; None has torch work them out."""
+        """Return this node's workers with their ranks if the rendezvous knows them; None lets torch compute them."""
         return None
 
     def start_workers(self) -> dict[int, int]:
@@ -206,7 +206,7 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         self.join_round()
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
-        # A rendezvous that knows the ranks need not work them out again through the store.
+        # If the rendezvous knows the ranks, torch need not compute them again through the store.
         known = self.known_workers()
         return known if known is not None else super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
 
@@ -227,11 +227,11 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         self._restart_workers(self.group)
 
     def reap(self) -> RunResult:
-        """Have torch look at the workers: it reaps those that ended and, if one failed, stops all others in its own time."""
+        """Let torch look at the workers: it reaps those that ended and, if one failed, stops all others at its own pace."""
         return super()._monitor_workers(self.group)
 
     def close_failed(self) -> RunResult:
-        """Reap workers that have all ended, one of them badly, and close their logs."""
+        """Reap workers that have all ended, at least one with a failure, and close their logs."""
         if not self.leads_groups:
             return self.reap()  # torch knows more about function entrypoints than we do
         # Not reap(): that would log the first worker it finds as the one that failed.
@@ -239,19 +239,19 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         return RunResult(WorkerState.FAILED)
 
     def all_nodes_finished(self) -> bool:
-        """This node's workers have finished: wait for the others. False if the round ends otherwise, and all start again."""
+        """Wait for the other nodes after this node's workers finished. Return False if the round ends first."""
         self._exit_barrier()
         return True
 
     def asleep_in_kernel(self) -> RunResult | None:
-        """Run torch's check for workers in uninterruptible sleep (2.13+, off by default): UNHEALTHY, or None."""
+        """Run torch's check for workers in uninterruptible sleep (2.13+, off by default); return UNHEALTHY or None."""
         if not self.watches_kernel_sleep:
             return None
         return self._check_uninterruptible_state_timeout(self.group, self._uninterruptible_state_timeout)
 
     @property
     def watches_kernel_sleep(self) -> bool:
-        """Whether the user turned that check on."""
+        """Whether the user turned on the check of `asleep_in_kernel`."""
         return float(getattr(self, "_uninterruptible_state_timeout", 0.0)) > 0
 
     @property
@@ -261,34 +261,34 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
 
     @property
     def spec(self) -> WorkerSpec:
-        """The workers to run, as prepared by us."""
+        """The spec of the workers, as `launch.prepare` returned it."""
         return self._worker_group.spec
 
     @property
     def shutdown_timeout_s(self) -> float:
-        """Seconds that a stop after a signal may take."""
+        """The seconds that a stop after a signal may take."""
         return float(getattr(self, "_shutdown_timeout", STOCK_SHUTDOWN_TIMEOUT_S))
 
     def charge_restart(self) -> None:
-        """Keep torch's own count right, which its metrics and events show."""
+        """Update torch's own count, which its metrics and events show."""
         self._remaining_restarts -= 1
 
     @property
     def remaining_restarts(self) -> int:
-        """Restarts left, by torch's count."""
+        """The restarts that are left by torch's count."""
         return int(self._remaining_restarts)
 
     def shorten_shutdown(self, seconds: float) -> None:
-        """Limit the time of a stop after a signal; torch 2.12 and newer."""
+        """Limit the time that a stop after a signal may take; torch 2.12 and newer."""
         self._shutdown_timeout: int = min(int(self.shutdown_timeout_s), max(1, int(seconds)))
 
     @property
     def leads_groups(self) -> bool:
-        """Whether each worker leads a process group of its own: commands do, functions do not."""
+        """Whether each worker leads its own process group: commands do, functions do not."""
         return isinstance(self._pcontext, SubprocessContext)
 
     @property
     def result_readers(self) -> list[Any]:
-        """Readable when a function entrypoint has returned: its process does not end before its result has been read."""
+        """Readers that are ready when a function entrypoint has returned; its process ends only after its result is read."""
         context: PContext | None = self._pcontext
         return [queue._reader for queue in context._ret_vals.values()] if isinstance(context, MultiprocessContext) else []

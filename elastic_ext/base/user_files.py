@@ -1,4 +1,4 @@
-"""Reads text files that a user names, in bounded time and space, whatever the name stands for."""
+"""Reads text files that a user names, in bounded time and space, whatever kind of file it is."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 
 MAX_BYTES = 64 << 20
 LONGEST_S = 60.0
-WAIT_S = 5.0  # for the writer of a pipe, as in `explain <(program)`
+WAIT_S = 5.0  # time for the writer of a pipe, as in `explain <(program)`
 
 
 def text(path: str, max_bytes: int = MAX_BYTES) -> str:
     """Return the content of a file, or of a pipe or device up to its end.
 
     Raises:
-        OSError: it cannot be read, is longer than max_bytes, is silent for WAIT_S (a pipe), or takes LONGEST_S.
-        ValueError: this is no name of a file, or the content is not UTF-8.
+        OSError: it cannot be read, is longer than max_bytes, sends nothing for WAIT_S (a pipe), or takes longer than LONGEST_S.
+        ValueError: the path is not a valid file name, or the content is not UTF-8.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # open() of a pipe without a writer would block
     try:
@@ -34,7 +34,7 @@ def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
     end = time.monotonic() + LONGEST_S
     while True:
         left_s = min(WAIT_S, end - time.monotonic())
-        # poll() returns nothing for a pipe that had no writer yet, and "ended" for one whose writers have gone.
+        # poll() returns nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
         if left_s <= 0 or not poll.poll(left_s * 1000):
             raise OSError(errno.ETIMEDOUT, f"a pipe or device from which nothing came for {WAIT_S:g} s", path)
         try:

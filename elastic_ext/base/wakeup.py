@@ -1,6 +1,6 @@
-"""A file descriptor that becomes readable when a signal arrives or another thread calls.
+"""A file descriptor that becomes readable when a signal arrives or another thread calls `set`.
 
-Without it, a signal that arrives just before the main thread waits would be handled only when something else ends the wait:
+Without it, Python would handle a signal that arrives just before the main thread waits only when something else ends the wait:
 Python runs signal handlers in the main thread between bytecodes, never inside poll(2).
 """
 
@@ -15,19 +15,19 @@ MOST_MS = 2**31 - 1  # the longest timeout of poll(2), 24 days; callers look aga
 
 
 def milliseconds(timeout_s: float) -> float:
-    """Return a timeout for poll in milliseconds; a setting may be of any size."""
+    """Return a timeout for poll(2) in milliseconds, capped because a setting may have any size."""
     return min(max(0.0, timeout_s) * 1000, MOST_MS)
 
 
 def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
-    """Wait up to timeout_s; whether a read would not block. It avoids select(2), which takes no descriptor above 1,023."""
+    """Wait up to timeout_s; return whether a read would not block. select(2) cannot take descriptors above 1,023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(milliseconds(timeout_s)))
 
 
 class Wakeup:
-    """A context manager. Inside, signals wake the waiter, if this is the main thread."""
+    """A context manager. Inside it, signals wake the waiter if the main thread entered it."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -50,18 +50,18 @@ class Wakeup:
         return self._reader.fileno()
 
     def set(self) -> None:
-        """Wake the waiter; from any thread, any number of times."""
+        """Wake the waiter. Any thread may call this, any number of times."""
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
             pass  # the buffer is already full of wake-ups
 
     def clear(self) -> frozenset[int]:
-        """Forget the wake-ups so far; return the signals among them. Look for events after this call, not before."""
+        """Forget all wake-ups so far and return the signals among them. Look for events after this call, not before."""
         return self._take() - {0}
 
     def signals(self) -> frozenset[int]:
-        """Return the numbers of the signals so far and forget them; wake-ups from `set` stay."""
+        """Return the numbers of the signals so far and forget them, but keep wake-ups from `set`."""
         seen = self._take()
         if 0 in seen:
             self.set()

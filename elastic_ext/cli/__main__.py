@@ -1,4 +1,4 @@
-"""`python -m elastic_ext.cli` is `elastic-ext`, also where the package is not installed."""
+"""`python -m elastic_ext.cli`: the same as `elastic-ext`, even if the package is not installed."""
 
 import sys
 

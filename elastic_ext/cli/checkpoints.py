@@ -21,13 +21,13 @@ from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli.terminal import ProgressBar, complain, say, size_of
 
-EX_DAMAGED = 1  # `verify` or `cp` has found damage
+EX_DAMAGED = 1  # `verify` or `cp` found damage
 EX_NO_SAVE = 75  # EX_TEMPFAIL of sysexits.h: another try may help
 SAVE_TIMEOUT_S = 600.0
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of `elastic-ext`."""
+    """Add this command to `elastic-ext`."""
     options = commands.add_parser("checkpoints", help="list, verify, mark, prune and copy checkpoints")
     options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
@@ -59,7 +59,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def _action(
     actions: argparse._SubParsersAction[Any], name: str, run: Callable[[argparse.Namespace], int], what: str, names: str = ""
 ) -> argparse.ArgumentParser:
-    """Add an action on a directory. names: how many names of checkpoints it takes, as argparse's nargs; "": none."""
+    """Add an action on a directory. names: argparse's nargs for the checkpoint names that it takes, or "" for none."""
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument("directory", metavar="DIR")
     if names:
@@ -207,7 +207,7 @@ def _quarantine(args: argparse.Namespace) -> int:
 
 
 def _lift(args: argparse.Namespace, lift: Callable[[Storage, str], None], state: str) -> int:
-    """Remove marks. The checkpoints themselves may be gone."""
+    """Remove marks, even from checkpoints that are gone."""
     storage = open_storage(args.directory)
     for name in args.names:
         try:
@@ -229,7 +229,7 @@ def _prune(args: argparse.Namespace) -> int:
         print(f"\nnothing was removed; --yes removes {len(doomed)} of {len(plan)}")
         return 0
     with ProgressBar("removing") as bar:
-        # The oldest first: an interrupted prune keeps the newest.
+        # The oldest first, so that an interrupted prune keeps the newest.
         for done, name in enumerate(reversed(doomed), 1):
             pruning.delete(storage, name)
             bar.counts(done, len(doomed))
@@ -252,7 +252,7 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    """TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
+    """Save a checkpoint. TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
     from elastic_ext.rendezvous.etcd.connect import connect
     from elastic_ext.rendezvous.etcd.save_request import save
 

@@ -1,6 +1,6 @@
-"""`elastic-ext doctor`: whether a job could run here, and what it would know about its failures, before one is started.
+"""`elastic-ext doctor`: checks, before a job starts, whether it could run here and what it would know about its failures.
 
-The checks run at the same time, each in a thread with a deadline (`doctor_checks`).
+The checks (`doctor_checks`) run in parallel, each in a thread with a deadline.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SETTINGS_S = 10.0  # the settings file may be on a file server that does not ans
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return 78 if a check has failed, else 0."""
+    """Print the findings; return 78 if a check failed, else 0."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for names that others chose
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names from outside
     findings = examine(args.rdzv_conf, args.rdzv_endpoint, os.environ)
     print(as_json(findings) if args.json else rendered(findings), flush=True)
     return exit_code(findings)
@@ -37,8 +37,8 @@ def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[F
     """Run all checks, within PROBE_S. Never raises, whatever it finds.
 
     Args:
-        rdzv_conf: like torchrun's option.
-        endpoint: of etcd; "": etcd is not checked.
+        rdzv_conf: as torchrun's option.
+        endpoint: etcd's endpoint; "" to not check etcd.
     """
     read: list[Settings] = []
     first = _Running("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()
@@ -48,12 +48,12 @@ def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[F
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 78 if a check has failed, else 0."""
+    """Return 78 if a check failed, else 0."""
     return EX_CONFIG if any(finding.state == FAIL for finding in findings) else 0
 
 
 def rendered(findings: Sequence[Finding]) -> str:
-    """Return the screen: one line for each finding, and one more for its advice."""
+    """Return the text to print: one line per finding, and one more for its advice."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -66,12 +66,12 @@ def rendered(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return {"ok": ..., "checks": [...]}, each check with the fields of a Finding."""
+    """Return {"ok": ..., "checks": [...]} as JSON; each check has the fields of a Finding."""
     return json.dumps({"ok": exit_code(findings) == 0, "checks": [asdict(finding) for finding in findings]}, indent=2)
 
 
 class _Running:
-    """A check in a thread, which is left behind if it does not end in time."""
+    """A check in its own thread, which is abandoned if it does not end in time."""
 
     def __init__(self, name: str, check: Callable[[], list[Finding]], deadline_s: float) -> None:
         self._name, self._check = name, check
@@ -89,7 +89,7 @@ class _Running:
             self._found = [Finding(self._name, FAIL, f"{type(error).__name__}: {one_line(error)}")]
 
     def result(self) -> list[Finding]:
-        """Wait for the check until its deadline; return its findings."""
+        """Wait for the check, until its deadline at most; return its findings."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         found = self._found
         return [Finding(self._name, FAIL, f"no answer within {self._limit_s:g} s")] if found is None else found

@@ -1,6 +1,6 @@
-"""The checks of `elastic-ext doctor`. Each stands alone and leaves nothing behind.
+"""The checks of `elastic-ext doctor`. Each is independent and leaves nothing behind.
 
-Torch, and the plug-ins of others, are examined in a child process (`doctor_probe.py`): they may hang, crash or print.
+A child process (`doctor_probe.py`) examines torch and foreign plug-ins, which may hang, crash or print.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic_ext.failures.sources.kernel_log import DEVICE
 from elastic_ext.workers.standby import memory, rules
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-PROBE_S = 120.0  # importing torch from a cold network file system takes a minute and more
+PROBE_S = 120.0  # importing torch from a cold network file system may take more than a minute
 CHECK_S = 30.0  # for any other check
 SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default
 PROBE = str(Path(__file__).with_name("doctor_probe.py"))
@@ -39,14 +39,14 @@ OUR_AGENT = "elastic_ext.agent.supervisor.Supervisor"
 SHM = "/dev/shm"
 SHM_BYTES = 64 << 20  # the default size in containers; DataLoader workers need more
 SHM_FILES = 64
-DESCRIPTORS = 4096  # an agent with 32 workers needs some 300; that of rank 0 needs one more for each rank of the job
+DESCRIPTORS = 4096  # an agent with 32 workers needs about 300; the agent of rank 0 needs one more per rank of the job
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 300  # of an error
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. state: OK, WARN (jobs run, but something is missing) or FAIL (no job can run). advice: "": none."""
+    """The result of a check. state: OK, WARN (jobs run, but something is missing) or FAIL (no job can run). advice: or ""."""
 
     name: str
     state: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input of every check. endpoint: of etcd; "": none. environ: of the command."""
+    """The input of every check. endpoint: etcd's, or "". environ: the environment of the command."""
 
     settings: Settings
     endpoint: str = ""
@@ -67,7 +67,7 @@ CheckFunction = Callable[[Inputs], list[Finding]]
 
 
 class Answer(TypedDict, total=False):
-    """One answer of the probe: `found`, or `error` in one line."""
+    """One answer of the probe: either `found`, or `error` on one line."""
 
     found: str
     error: str
@@ -79,7 +79,7 @@ def one_line(error: object) -> str:
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:
-    """Read the settings and append them to `read`, unless they are faulty."""
+    """Read the settings and append them to `read`, unless they are invalid."""
     conf = {key.strip(): value for key, _, value in (pair.partition("=") for pair in rdzv_conf.split(",")) if key.strip()}
     try:
         settings = settings_module.read(conf, environ)
@@ -94,7 +94,7 @@ def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settin
 
 def check_torch(inputs: Inputs) -> list[Finding]:
     """Check torch, the entry points, the agent that torch would build, and warm standbys."""
-    # Without settings and secrets.
+    # The probe gets no settings and no secrets.
     environ = {name: value for name, value in inputs.environ.items() if not name.startswith(ENV_PREFIX)}
     text = commands.output([sys.executable, PROBE], PROBE_S - 5, environ)
     try:
@@ -109,7 +109,7 @@ def check_torch(inputs: Inputs) -> list[Finding]:
 
 
 def _plugins(answers: Mapping[str, Answer]) -> list[Finding]:
-    """Check our entry points and those of others: if one fails to load, torch shows its traceback in every run."""
+    """Check our entry points and those of others. If one fails to load, torch prints its traceback in every run."""
     errors = {name: one_line(answer["error"]) for name, answer in answers.items() if "error" in answer}
     absent = [name for name in PLUGINS if name not in answers]
     if absent:
@@ -144,7 +144,7 @@ def _standbys(settings: Settings, site: Answer) -> Finding:
 
 
 def check_etcd(inputs: Inputs) -> list[Finding]:
-    """Check that etcd answers, its version and its alarms. Raises what the client raises."""
+    """Check that etcd answers, its version and its alarms. Raises the errors of the client."""
     if not inputs.endpoint:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
@@ -157,7 +157,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
         try:
             alarms = [alarm.kind for alarm in client.alarms()]
         except EtcdError:
-            alarms = []  # the user may lack the right to ask
+            alarms = []  # the user may lack permission to ask
     version = tuple(int(part) for part in status.version.split(".")[:2] if part.isdigit())
     if version < (3, 4):
         return [Finding("etcd", FAIL, detail, "elastic_ext needs etcd 3.4 or newer")]
@@ -168,7 +168,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
 
 
 def check_checkpoints(inputs: Inputs) -> list[Finding]:
-    """Check that the directories of checkpoints are writable, and which checkpoint a job would resume from."""
+    """Check that the checkpoint directories are writable, and find the checkpoint that a job would resume from."""
     directory = inputs.settings.checkpoint_dir
     if directory is None:
         why = "restarts start from nothing, unless the script resumes by itself"
@@ -187,7 +187,7 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
 
 
 def _writable(name: str, directory: str, detail: str) -> Finding:
-    """Create and remove a file. A local directory that does not exist yet is not created."""
+    """Check a directory by creating and removing a file. A missing local directory is not created."""
     shown, detail = redacted(directory), redacted(detail)
     storage = open_storage(directory)
     if os.path.isabs(storage.address) and not os.path.isdir(storage.address):
@@ -229,7 +229,7 @@ def check_metrics(inputs: Inputs) -> list[Finding]:
 
 
 def check_evidence(inputs: Inputs) -> list[Finding]:
-    """Check the sources of evidence outside the workers. Jobs run without them."""
+    """Check the sources of evidence outside the workers. Jobs can run without them."""
     counted = sources.oom_counts()
     cgroup = (
         Finding("memory kills", OK, f"counted in {', '.join(counted)}")
@@ -274,7 +274,7 @@ def _platform(inputs: Inputs) -> Finding:
 
 
 def check_limits(inputs: Inputs) -> list[Finding]:
-    """Check descriptors, shared memory and memory."""
+    """Check the limits of descriptors, shared memory and memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     few = hard != resource.RLIM_INFINITY and hard < DESCRIPTORS

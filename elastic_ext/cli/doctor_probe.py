@@ -1,15 +1,15 @@
-"""The child process of `doctor_checks.py`: prints what torchrun would find here.
+"""The child process of `doctor_checks.py`. It prints what torchrun would find on this machine.
 
-It runs by path, with the interpreter and the environment (so the PYTHONPATH) of the command, and imports torch and all plug-ins.
+It runs by path, with the interpreter and environment (thus PYTHONPATH) of the command, and imports torch and all plug-ins.
 
 Output, one JSON object: {"torch": ANSWER, "plugins": {NAME: ANSWER}, "site": ANSWER, "agent": ANSWER}, where ANSWER is
-{"found": TEXT} or {"error": TEXT}, one line.
+{"found": TEXT} or {"error": TEXT}, on one line.
 """
 
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
-    del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
+    del sys.path[0]  # the directory of this file: its modules must not be importable by their short names
 _AT_START = frozenset(sys.modules)
 
 # ruff: noqa: E402
@@ -18,7 +18,7 @@ import json
 import os
 from importlib.metadata import entry_points
 
-TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without importing typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.metadata import EntryPoint
@@ -33,11 +33,11 @@ def main() -> None:
     found = {"torch": _guarded(_torch), "plugins": _plugins(), "site": _guarded(_site), "agent": _guarded(_agent)}
     with os.fdopen(answers, "w") as file:
         json.dump(found, file)
-    os._exit(0)  # without the threads and exit handlers of plug-ins
+    os._exit(0)  # skip the threads and exit handlers of plug-ins
 
 
 def _guarded(look: "Callable[[], str]") -> "dict[str, str]":
-    """Return {"found": ...}, or {"error": ...}: anything may be broken here."""
+    """Return {"found": ...} or {"error": ...}, because anything here may be broken."""
     try:
         return {"found": look()}
     except BaseException as error:  # noqa: BLE001 - other people's code; the doctor reports it
@@ -51,7 +51,7 @@ def _torch() -> str:
 
 
 def _plugins() -> "dict[str, dict[str, str]]":
-    """Load each entry point of the group like torch does."""
+    """Load each entry point of the group as torch does."""
     _guarded(_torch)
     return {point.name: _guarded(functools.partial(_loaded, point)) for point in entry_points(group=GROUP)}
 
@@ -68,7 +68,7 @@ def _site() -> str:
 
 
 def _agent() -> str:
-    """Return the class that torch's launcher constructs for our rendezvous: `launch_agent` without the run."""
+    """Return the class that torch's launcher constructs for our rendezvous, as in `launch_agent` without the run."""
     import torch.distributed.launcher.api as launcher
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

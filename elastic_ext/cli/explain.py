@@ -1,4 +1,4 @@
-"""`elastic-ext explain`: what a failure means, from a file with evidence or from the records of a job in etcd."""
+"""`elastic-ext explain`: explains a failure from a file with evidence or from the records of a job in etcd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_ext.failures.user_rules import UserRule
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command to those of `elastic-ext`."""
+    """Add this command to `elastic-ext`."""
     explain = commands.add_parser("explain", help="explain a failure and what would be done about it")
     explain.description = (
         "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null where the agent "
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_job(endpoint: str, run_id: str) -> int:
-    """TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
+    """Explain a job. TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
     from elastic_ext.rendezvous.etcd import job_status
     from elastic_ext.rendezvous.etcd.connect import connect
 
@@ -68,7 +68,7 @@ def _explain_files(args: argparse.Namespace) -> int:
 
 
 def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
-    """Return what `explain` prints for one case. Raises UsageError if the case is no evidence."""
+    """Return the object that `explain` prints for one case. Raises UsageError if the case is not evidence."""
     diagnosis = root_cause([classify(case.evidence(value), rules)])
     decision = decide(diagnosis, exit_codes=exit_codes)
     assert decision.response is not None
@@ -83,7 +83,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 
 
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
-    """Yield the JSON texts of a file, each with its place for an error message."""
+    """Yield the JSON texts of a file, each with its position for error messages."""
     try:
         content = user_files.text(path)
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     if not path.endswith(".jsonl"):
         yield path, content
         return
-    for number, line in enumerate(content.split("\n"), 1):  # not splitlines(): a JSON text may hold other line ends
+    for number, line in enumerate(content.split("\n"), 1):  # not splitlines(): a JSON text may hold other line breaks
         if line.strip():
             yield f"{path}:{number}", line
 

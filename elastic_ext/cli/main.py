@@ -1,4 +1,4 @@
-"""`elastic-ext`: the commands beside torchrun. Imports neither torch nor an agent, so it starts fast and anywhere."""
+"""`elastic-ext`: the commands beside torchrun. It imports neither torch nor an agent, so it starts fast and anywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Returns:
-        0; 78 for wrong usage or input, with one line on stderr for each error; 1 if `checkpoints verify` or `cp` has found
+        0; 78 for wrong usage or input, with one line on stderr for each error; 1 if `checkpoints verify` or `cp` found
         damage; 75 if `checkpoints save` got no save.
     """
     log_records.install()
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         complain(str(error))
         return EX_CONFIG
-    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
+    except BrokenPipeError:  # the reader of our output closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -53,13 +53,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Exits with 78 for wrong usage, as all of this project does, not with argparse's 2."""
+    """A parser that exits with 78 for wrong usage, like the rest of this project, not with argparse's 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from elastic_ext.cli import doctor  # here: no other command needs its imports
+    from elastic_ext.cli import doctor  # imported here, because no other command needs its imports
 
     return doctor.run(args)

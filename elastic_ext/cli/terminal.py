@@ -14,7 +14,7 @@ SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
 
 def say(line: str) -> None:
-    """Print a line. It may hold names and content of files, and anybody may have written those."""
+    """Print a line. It may hold names and content of files that anyone may have written."""
     print(shown(line), flush=True)
 
 
@@ -24,7 +24,7 @@ def complain(text: str) -> None:
 
 
 def size_of(count: float) -> str:
-    """Return a number of bytes for people: 1536 -> "1.5 KiB"."""
+    """Return a number of bytes for people to read: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -33,7 +33,7 @@ def size_of(count: float) -> str:
 
 
 class ProgressBar:
-    """A progress bar on stderr if that is a terminal, else nothing. Leaving the context removes it."""
+    """A progress bar on stderr, shown only on a terminal. Leaving the context removes it."""
 
     def __init__(self, title: str) -> None:
         self._title, self._on, self._shown_at, self._began = shown(title), os.isatty(2), 0.0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Evidence as JSON, the input of `elastic-ext explain`: checked field by field. Standard library only."""
+"""Evidence as JSON, the input of `elastic-ext explain`. Every field is checked. Standard library only."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FL
 
 
 def evidence(case: object) -> Evidence:
-    """Return the evidence in a JSON value. Fields that are missing or null are not known.
+    """Return the evidence in a JSON value. Fields that are missing or null are unknown.
 
     Raises:
-        UsageError: not an object, unknown fields (they are named), or a value of the wrong kind.
+        UsageError: not an object, unknown fields (the message names them), or a value of the wrong type.
     """
     if not isinstance(case, dict):
         raise UsageError("expected a JSON object with evidence")

@@ -1,4 +1,4 @@
-"""What a failure means: the table of `rules`, first match wins. Pure.
+"""The classifier of failures: the first match in the table of `rules` wins. Pure functions only.
 
 Missing evidence is "unknown", never "fine" and never "a bug".
 """
@@ -19,9 +19,9 @@ from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
-MAX_MESSAGE = 8 * 1024  # of a longer message only both ends are searched
+MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 
-# These signals come from outside Python: a traceback on stderr need not be why the process ended.
+# These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 _TIERS = (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
@@ -33,14 +33,14 @@ class Diagnosis:
 
     Attributes:
         kind: one of `kinds.KINDS`.
-        response: the rule's answer; `policy.decide` may overrule it after a look at the history and the budget.
-        rule: name of the rule.
-        reason: which worker ended, how, and why the rule says so.
+        response: the rule's answer; `policy.decide` may overrule it because of the history or the budget.
+        rule: the name of the rule.
+        reason: which worker ended, how it ended, and why the rule applies.
         fingerprint: equal for two failures that are the same.
-        evidence: with the exception that was found on stderr, if there was no other.
-        tier: of the rule, 1 to 4; 0: a user's rule.
-        checkpoints_back: 1: resume from the checkpoint before the newest.
-        order: when the job learned of it, e.g. an etcd revision; equal for everything that one node reports at a time.
+        evidence: includes the exception from stderr if no other was known.
+        tier: the tier of the rule, 1 to 4; 0 for a user rule.
+        checkpoints_back: 1 to resume from the checkpoint before the newest.
+        order: when the job learned of it, e.g. an etcd revision; equal for all that one node reports at once.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Diagnosis:
 
     @property
     def deterministic(self) -> bool:
-        """Another try would end the same way."""
+        """Whether another try would end the same way."""
         return self.response is Response.STOP
 
 
@@ -89,7 +89,7 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     for user_rule in user_rules:
         if user_rule.matches(everything):
             return user_rule
-    # The exception comes first: the rest of stderr counts only where no rule knows the exception.
+    # The exception comes first: the rest of stderr counts only if no rule matches the exception.
     program = [EvidenceView(evidence, names, SearchText(message), signal_name)] if exception else []
     if tail:
         program.append(EvidenceView(evidence, frozenset(), everything.text, signal_name))
@@ -117,7 +117,7 @@ def _completed(evidence: Evidence) -> Evidence:
 
 
 def exception_names(exception: RaisedException | None) -> frozenset[str]:
-    """Return the full name, the bare name, and the class that the table counts it as."""
+    """Return the full name and the bare name of an exception, and the class that the table counts it as."""
     if exception is None:
         return frozenset()
     bare = exception.type.rpartition(".")[2]
@@ -125,7 +125,7 @@ def exception_names(exception: RaisedException | None) -> frozenset[str]:
 
 
 def signal_name(number: int) -> str:
-    """Return e.g. "SIGKILL"; "signal 35" for one without a name."""
+    """Return the name of a signal, e.g. "SIGKILL", or "signal 35" if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -142,9 +142,9 @@ def worker_signal(evidence: Evidence) -> str | None:
 def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
     """Return the diagnosis that explains the others, over all known ranks and nodes.
 
-    A cascade never outvotes a real cause. A request to stop comes first, then evidence of a bug that would come back on every
-    try; then, of the workers that hung, the one that is behind; then the earliest: by `order` across nodes, by time within one
-    node (the clocks of two nodes cannot be compared).
+    A cascade never outvotes a real cause. A request to stop comes first, then evidence of a bug that would recur on every try;
+    then, of the workers that hung, the one that is behind; then the earliest failure: by `order` across nodes, by time within
+    one node, because the clocks of two nodes cannot be compared.
     """
     cause = min(diagnoses, key=_precedence)
     if cause.response is not Response.FOLLOW:
@@ -183,7 +183,7 @@ def _described(evidence: Evidence) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message that may be long; "" if its start is blank."""
+    """Return the first line of a message of any length; "" if the message starts with whitespace only."""
     start = message[:1000]
     return start.splitlines()[0] if start.strip() else ""
 
@@ -196,7 +196,7 @@ def ended_by(evidence: Evidence) -> str:
 
 
 def _annotation(evidence: Evidence) -> str:
-    """Return facts that did not decide but help whoever reads the reason."""
+    """Return facts that did not affect the decision but help the reader of the reason."""
     notes = []
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")

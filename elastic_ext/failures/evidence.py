@@ -1,6 +1,6 @@
-"""The evidence of one failed worker: plain values, judged in `classify`; and the reader of the worker's error file.
+"""The evidence of one failed worker, as plain values that `classify` judges, and the reader of the worker's error file.
 
-An error file can hold anything: half a record from a worker that was killed, gigabytes, no JSON, fields that torch does not
+An error file can hold anything: half a record from a worker that was killed, gigabytes, invalid JSON, fields that torch does not
 expect. It is read here, within bounds, and never by torch's own reader, which raises into the agent.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 from elastic_ext.base.records import Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
-MAX_MESSAGE = 16 * 1024  # characters of a message that are kept; the job's records hold them
-MAX_NAME = 500  # characters of the name of a class, or of a frame
-MAX_FRAMES = 100  # the innermost
+MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
+MAX_NAME = 500  # characters of a class name or of a frame
+MAX_FRAMES = 100  # the innermost are kept
 
 
 @dataclass(frozen=True)
 class RaisedException:
-    """An exception that left the script. frames: "file.py:line in function", outermost first."""
+    """An uncaught exception of the script. frames: "file.py:line in function", outermost first."""
 
     type: str
     message: str
@@ -34,11 +34,11 @@ class ErrorFile:
     """The content of a worker's error file.
 
     Attributes:
-        path: the file, if torch may read it too; "" if not.
-        data: torch's {"message": ...}, checked; None without a usable file.
-        problem: why a file that exists is not used; "" otherwise.
+        path: the path of the file if torch may also read it, else "".
+        data: torch's {"message": ...}, validated; None without a usable file.
+        problem: why an existing file is not used, else "".
         exception: the exception, if the file names one.
-        raised_ns: time.monotonic_ns() of the worker when it caught the exception; None if not known.
+        raised_ns: the worker's time.monotonic_ns() when it caught the exception; None if unknown.
     """
 
     path: str = ""
@@ -53,9 +53,9 @@ class Platform:
     """The report of Kubernetes or Slurm on the end of this node's part of the job.
 
     Attributes:
-        name: "kubernetes" or "slurm"; "" if not known.
-        reason: in the platform's words, e.g. "OOMKilled", "PREEMPTED", "DUE TO TIME LIMIT"; "" if not known.
-        disruption_target: the pod has the condition DisruptionTarget; None: not known.
+        name: "kubernetes" or "slurm"; "" if unknown.
+        reason: in the platform's words, e.g. "OOMKilled", "PREEMPTED", "DUE TO TIME LIMIT"; "" if unknown.
+        disruption_target: whether the pod has the condition DisruptionTarget; None if unknown.
     """
 
     name: str = ""
@@ -65,15 +65,15 @@ class Platform:
 
 @dataclass(frozen=True)
 class Precedent:
-    """An earlier failure of this job, compared with the one that is judged now.
+    """An earlier failure of this job, compared with the current one.
 
     Attributes:
-        same_fingerprint: it was the same failure.
-        progress: the job got further between the two (a step or a checkpoint); None: not known.
-        node: name of the node where it happened; None: not known.
-        first_step_done: its worker had done an optimizer step; None: not known.
-        same_checkpoint: both rounds had resumed from the same checkpoint.
-        warm: its process was a warm standby; None: not known.
+        same_fingerprint: whether it was the same failure.
+        progress: whether the job made progress between the two (a step or a checkpoint); None if unknown.
+        node: name of the node where it happened; None if unknown.
+        first_step_done: whether its worker had done an optimizer step; None if unknown.
+        same_checkpoint: whether both rounds had resumed from the same checkpoint.
+        warm: whether its process was a warm standby; None if unknown.
     """
 
     same_fingerprint: bool
@@ -86,27 +86,27 @@ class Precedent:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One worker that did not end with 0. Whatever is not known is None (or empty), never a guess.
+    """The evidence of one worker that did not end with 0. An unknown value is None (or empty), never a guess.
 
     Attributes:
-        exit_code: of the process; None if a signal ended it or if it is not known.
+        exit_code: the exit code of the process; None if a signal ended it or if it is unknown.
         signal: name of the signal that ended it, e.g. "SIGKILL".
-        exception: the exception that left the script, from the error file.
+        exception: the uncaught exception of the script, from the error file.
         step: optimizer steps that this worker had done.
-        first_step_done: this worker had done an optimizer step.
-        warm: its process was a warm standby.
-        stopped_by_agent: it worked until the agent told it to end.
+        first_step_done: whether this worker had done an optimizer step.
+        warm: whether its process was a warm standby.
+        stopped_by_agent: whether it worked until the agent told it to end.
         ended_ns: time.monotonic_ns() when the exception was caught, else when the exit was seen.
         stderr_tail: the end of its stderr.
         agent_signal: name of the signal that the agent itself got.
-        oom_kills: by how much the oom_kill count of its cgroup rose; None: not known.
+        oom_kills: the increase of the oom_kill count of its cgroup; None if unknown.
         xids: NVIDIA Xid numbers in the kernel log since it started.
-        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (values of sources.gpu.ACTIONS but "none").
-        hang: the hang detector ended it.
+        gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (sources.gpu.ACTIONS except "none").
+        hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
-        checkpoint_load: it was loading a checkpoint.
-        node_health_failed: this node's health check failed before the start; None: there was none.
+        checkpoint_load: whether it was loading a checkpoint.
+        node_health_failed: whether this node's health check failed before the start; None without a check.
         node: name of the node where it ran.
         history: earlier failures of the job, oldest first.
     """
@@ -136,7 +136,7 @@ class Evidence:
 
 
 def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
-    """Split subprocess's exit code into (exit code, name of the signal)."""
+    """Split an exit code of subprocess into (exit code, signal name)."""
     if exitcode is None or exitcode >= 0:
         return exitcode, None
     try:
@@ -146,7 +146,7 @@ def exit_status(exitcode: int | None) -> tuple[int | None, str | None]:
 
 
 def read_error_file(path: str) -> ErrorFile:
-    """Read a worker's error file. Never raises, whatever a worker has left there."""
+    """Read a worker's error file. Never raises, whatever the worker has written."""
     if not path or not os.path.isfile(path):
         return ErrorFile()
     try:
@@ -164,7 +164,7 @@ def read_error_file(path: str) -> ErrorFile:
 
 
 def _fit_for_torch(data: object) -> bool:
-    """Whether torch's ProcessFailure and ChildFailedError can show this (both index into it without a check)."""
+    """Return whether torch's ProcessFailure and ChildFailedError can show this; both index into it unchecked."""
     if not isinstance(data, dict):
         return False
     message = data.get("message")
@@ -183,7 +183,7 @@ def _fit_for_torch(data: object) -> bool:
 
 def _is_int(value: Any) -> bool:
     try:
-        return 0 <= int(value) < 1 << 37  # seconds that datetime.fromtimestamp takes: up to the year 6325
+        return 0 <= int(value) < 1 << 37  # seconds that datetime.fromtimestamp accepts: up to the year 6325
     except (TypeError, ValueError, OverflowError):
         return False
 

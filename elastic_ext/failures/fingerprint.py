@@ -1,6 +1,6 @@
-"""Fingerprints, equal for failures that are the same: exception type, innermost user frame, message without variable parts.
+"""Fingerprints. Equal failures have equal ones: exception type, innermost user frame, message without variable parts.
 
-Pure, standard library only.
+Pure functions, standard library only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAX_MESSAGE = 300  # characters of a message that count
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{1,16}")
 _NUMBER = re.compile(r"\d{1,64}")
 
-# Parts of the paths of library files. Frames of an error file have no directory: see _LIBRARY_CALLS.
+# Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
 _STANDARD_MODULES = frozenset(sys.stdlib_module_names)
 
-# Frames of torch in a traceback, as "file function". Both must match: a user may have a module.py, too.
+# Frames of torch in a traceback, as "file function". Both must match, because a user may also have a module.py.
 _LIBRARY_CALLS = frozenset(
     {
         "module.py _wrapped_call_impl", "module.py _call_impl", "module.py load_state_dict", "module.py __getattr__",
@@ -33,7 +33,7 @@ _LIBRARY_CALLS = frozenset(
 
 
 def of_exception(exception: RaisedException) -> str:
-    """Return the fingerprint of a failure by an exception."""
+    """Return the fingerprint of a failure with an exception."""
     return f"{exception.type} | {top_user_frame(exception.frames)} | {normalised(exception.message)}"
 
 
@@ -43,7 +43,7 @@ def of_exit(rule: str, ended: str) -> str:
 
 
 def top_user_frame(frames: tuple[str, ...]) -> str:
-    """Return the innermost user frame without its directory; without one, the innermost of all; "" for no frames."""
+    """Return the innermost user frame, else the innermost frame, without its directory; "" if there are no frames."""
     users = [frame for frame in frames if not _is_library(frame)] or list(frames)
     return users[-1].rpartition("/")[2] if users else ""
 

@@ -1,4 +1,4 @@
-"""The failures of a job so far, and how each compares with the next one. Pure, standard library only."""
+"""The failures of a job so far, and their comparison with the current one. Pure functions, standard library only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class PastFailure:
     """The ledger's record of a failure.
 
     Attributes:
-        steps: optimizer steps that the worker had done since it started; None: not known.
-        resumed_at: step of the checkpoint that the worker had started from, 0 for the beginning; None: not known.
-        resumed_from: path or URL of that checkpoint; "": none.
-        kind: of the diagnosis.
-        charged: the restart after it counted against the budget.
-        warm: its process was a warm standby; None: not known.
+        steps: optimizer steps that the worker had done since it started; None if unknown.
+        resumed_at: step of the checkpoint that the worker started from, 0 for the beginning; None if unknown.
+        resumed_from: path or URL of that checkpoint; "" if there was none.
+        kind: the kind of the diagnosis.
+        charged: whether the restart after it counted against the budget.
+        warm: whether its process was a warm standby; None if unknown.
     """
 
     fingerprint: str
@@ -49,7 +49,7 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
 
 
 def seen_from(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Precedent, ...]:
-    """Compare the earlier failures with this one, oldest first, for `policy.decide`."""
+    """Compare the earlier failures, oldest first, with this one, for `policy.decide`."""
     return tuple(
         Precedent(
             past.fingerprint == now.fingerprint,
@@ -69,14 +69,14 @@ def _any_progress(found: Iterable[bool | None]) -> bool | None:
 
 
 def progress(past: PastFailure, later: PastFailure) -> bool | None:
-    """Whether the later try got further than the past one; None: not known.
+    """Return whether the later try got further than the past one; None if unknown.
 
     Users number checkpoints in steps or in epochs. So a lower step than at the past failure means "no progress" only if both
-    tries began at the same checkpoint: a job may also resume by itself from a place that we do not know.
+    tries began at the same checkpoint: a job may also resume by itself from an unknown place.
     """
     begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
-        # Steps of optimizers that are not torch's are not counted; then only the checkpoints show progress.
+        # Steps of non-torch optimizers are not counted; then only checkpoints show progress.
         return past.first_step_done is False and begins_known and (later.resumed_at or 0) > (past.resumed_at or 0)
     if past.steps is None or later.steps is None:
         return None

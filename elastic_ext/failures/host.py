@@ -1,4 +1,4 @@
-"""The host's evidence about a failure: the kernel's memory killer, the GPU driver's log, the platform. I/O beside `classify`."""
+"""The host's evidence about a failure: the kernel's OOM killer, the GPU driver's log, the platform. `classify` does no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # exists while the kernel module 
 
 @dataclass(frozen=True)
 class HostEvidence:
-    """The host's evidence since the round started. None, or a platform without a name: not known."""
+    """The host's evidence since the round started. None, or a platform without a name, means unknown."""
 
     oom_kills: int | None
     xids: tuple[int, ...]
@@ -27,10 +27,10 @@ class HostEvidence:
 
 
 class Host:
-    """Collects the host's evidence after a failure, and knows the counts from before the round."""
+    """Collects the host's evidence after a failure, and keeps the counts from before the round."""
 
     def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER) -> None:
-        """driver: a file that exists where NVIDIA's driver is loaded."""
+        """driver: a file that exists while NVIDIA's driver is loaded."""
         self._settings = settings
         self._driver = driver
         self._log = sources.KernelLog()
@@ -44,12 +44,12 @@ class Host:
         self._log.close()
 
     def round_started(self, pids: Iterable[int]) -> None:
-        """Note the counts at the start of a round. pids: its workers."""
+        """Record the counts at the start of a round. pids: the round's workers."""
         self._before = sources.oom_counts(tuple(pids))
         self._log.begin()  # ignore records from before this round
 
     def ask(self) -> None:
-        """Start to ask the platform and the GPU driver, in threads of their own; see `says`."""
+        """Start to ask the platform and the GPU driver, each in its own thread; see `says`."""
         self._platform, self._gpu_recovery = Platform(), ()
         questions: list[Callable[[], None]] = [self._ask_platform]
         if os.path.exists(self._driver):
@@ -62,12 +62,12 @@ class Host:
         self._platform = sources.detect(os.environ, self._settings.pod_file, self._settings.pod_api)
 
     def _ask_driver(self) -> None:
-        """The answer comes from a child process, which makes no CUDA context."""
+        """Ask the driver in a child process, which creates no CUDA context."""
         actions = [gpu.action for gpu in sources.recovery_actions() or ()]
         self._gpu_recovery = tuple(action for action in actions if action not in (None, "none"))
 
     def says(self, wait_s: float = ANSWER_S) -> HostEvidence:
-        """Return the evidence after `ask`. wait_s: seconds for all answers together; later answers count as not known."""
+        """Return the evidence after `ask`. wait_s: seconds for all answers together; later answers count as unknown."""
         deadline = time.monotonic() + wait_s
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""One verdict for the whole job, from the reports of its nodes and its ledger. Pure, standard library only."""
+"""The verdict for the whole job, from its nodes' reports and its ledger. Pure functions, standard library only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from elastic_ext.failures.ledger import MOST_FAILURES, MOST_STACKS, MOST_VERDICT
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The input of a judgement besides reports and ledger.
+    """The input of a judgement besides the reports and the ledger.
 
     Attributes:
-        nodes: nodes that are here now, those with a report and spares included.
-        min_nodes: nodes that the job needs at least.
-        lost: ids of the round's nodes that are gone or were cut off; they explain any failure that follows from another.
-        charges: restarts charged within the budget's window; None: there is no window, all count.
+        nodes: number of nodes present now, including those with a report and spares.
+        min_nodes: minimum number of nodes of the job.
+        lost: ids of the round's nodes that are gone or were cut off; they explain any cascade.
+        charges: restarts charged within the budget's window; None without a window, when all count.
         at: see JobVerdict.
         exit_codes, backoff, jitter: see policy.decide.
         kind_limits: see policy.Budget.
@@ -43,7 +43,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     """Return the ledger after this round, and the verdict that all agents carry out.
 
     Args:
-        reports: by node id, at least one.
+        reports: the reports by node id, at least one.
         ledger: the job's history before this round.
         round_: the round that has ended.
     """
@@ -83,18 +83,18 @@ def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:
-    """Return what the job may still spend: a checkpoint saved since refunds earlier charges, and the window forgets old ones."""
+    """Return the remaining budget: a checkpoint saved since then refunds earlier charges, and the window drops old ones."""
     if _saved_since(ledger.failures, now):
         charged = 0
     else:
         charged = ledger.charged if circumstances.charges is None else min(ledger.charged, circumstances.charges)
-    # The newest charges count: those before were refunded, or their time is over.
+    # Only the newest charges count: earlier ones were refunded or have expired.
     kinds = [failure.kind for failure in reversed(ledger.failures) if failure.charged][:charged]
     return policy.Budget(circumstances.max_restarts, charged, circumstances.kind_limits, Counter(kinds))
 
 
 def _saved_since(earlier: Sequence[PastFailure], now: PastFailure) -> bool:
-    """Whether this round began at a later checkpoint than every round before: the restarts charged so far have paid off."""
+    """Return whether this round began at a later checkpoint than every earlier round, so that the charged restarts paid off."""
     if now.resumed_at is None or not earlier:
         return False
     before = [failure.resumed_at for failure in earlier]

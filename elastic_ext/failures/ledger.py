@@ -1,13 +1,13 @@
-"""The records that all agents of a job share about its failures, and their JSON. Pure, standard library only.
+"""The records that all agents of a job share about its failures, and their JSON. Pure functions, standard library only.
 
 A failure flows one way: each node whose workers failed sends a Report of its own root cause; the leader of the rendezvous judges
-all reports of a round together, over the job's Ledger (`judgement`), and publishes one JobVerdict, which every agent carries out.
+all reports of a round together with the job's Ledger (`judgement`), and publishes one JobVerdict, which every agent carries out.
 
-The ledger outlives agents, pods and a requeue under the same run id. Its times are for people only: clocks of two machines are
-not compared, and whatever must end by itself has a lease.
+The ledger outlives agents, pods and a requeue under the same run id. Its times are for people only: the clocks of two machines
+are never compared, and everything that must expire by itself has a lease.
 
-Wire format: one JSON object for each record with `"schema": SCHEMA`; the other keys are the names of the fields, except that
-`Diagnosis.response` is `decision` and `Decision.response` is `verdict`. JobVerdict is also what `verdict_file` holds.
+Wire format: one JSON object per record with `"schema": SCHEMA`; the other keys are the field names, except that
+`Diagnosis.response` is `decision` and `Decision.response` is `verdict`. `verdict_file` also holds a JobVerdict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
 
 SCHEMA = 1
-MOST_FAILURES = 64  # in the ledger: only the last few decide; a record takes some 200 bytes
+MOST_FAILURES = 64  # in the ledger: only the last few matter; a record takes about 200 bytes
 MOST_VERDICTS = 64
 MOST_TEXT = 2000  # characters of a message or reason in a record
 MOST_FRAMES = 20  # of an exception in a report, the innermost
@@ -35,14 +35,14 @@ MOST_CHARGED = 10**6  # restarts
 
 @dataclass(frozen=True)
 class Report:
-    """A node's report about its failed workers: its own root cause.
+    """A node's report of the root cause among its own failed workers.
 
     Attributes:
         host: the node's name.
-        diagnosis: of the worker that explains the others of this node.
-        resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None: not known.
-        stacks: the stacks of workers that did not end when they were told to.
-        resumed_from: path or URL of that checkpoint; "": none.
+        diagnosis: the diagnosis of the worker that explains the others of this node.
+        resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None if unknown.
+        stacks: the stacks of workers that did not end when told to.
+        resumed_from: path or URL of that checkpoint; "" if there was none.
     """
 
     host: NameOrEmpty
@@ -53,28 +53,28 @@ class Report:
 
     @property
     def follows(self) -> bool:
-        """The cause is elsewhere; root_cause() of this node alone would call it a network failure, for want of another cause."""
+        """Whether the cause is elsewhere; root_cause() for this node alone knows no cause and would assume the network."""
         return self.diagnosis.response is Response.FOLLOW
 
     @property
     def waits_for_others(self) -> bool:
-        """A verdict must wait for the nodes that have not reported yet: this follows from another failure, or the job hung."""
+        """Whether a verdict must wait for the other nodes' reports: this is a cascade, or the job hung."""
         return self.follows or self.diagnosis.evidence.hang is True
 
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """The job's verdict on the end of a round, which all agents carry out.
+    """The job's verdict at the end of a round, which all agents carry out.
 
     Attributes:
         decision: see `policy.Decision`; its exit code is that of every agent that leaves because of it.
         round: the round that has ended.
         node: id of the node with the cause; it alone leaves if the response is replace_node.
-        host, rank: of the cause.
-        restarts: charged to the job's budget so far, this one included.
+        host, rank: host and rank of the cause.
+        restarts: restarts charged to the job's budget so far, including this one.
         limit: the budget; policy.NO_LIMIT for none.
-        at: wall clock of the agent that judged, for people; nothing is decided by it.
-        stacks: of the reports, for people, too.
+        at: wall clock of the agent that judged; for people only, no decision depends on it.
+        stacks: the stacks from the reports, also for people only.
     """
 
     decision: Decision
@@ -88,24 +88,24 @@ class JobVerdict:
     stacks: str = ""
 
     def for_node(self, node: str) -> Decision:
-        """Return the decision for this node's agent: a node that is to be replaced leaves, the others go on without it."""
+        """Return the decision for this node's agent: a node to be replaced leaves, and the others go on without it."""
         if self.decision.response is Response.REPLACE_NODE and node != self.node:
             return replace(self.decision, action=Action.RESTART, exit_code=None)
         return self.decision
 
     @property
     def ends_job(self) -> bool:
-        """All agents leave."""
+        """Whether all agents leave."""
         return self.decision.action is Action.STOP and self.decision.response is not Response.REPLACE_NODE
 
     @property
     def keeps_ledger(self) -> bool:
-        """The job goes on, or a scheduler starts it again under this run id; nobody is expected to change something first."""
+        """Whether the job goes on, or a scheduler starts it again under this run id without any change by the user."""
         return not self.ends_job or self.decision.response is Response.REQUEUE
 
 
 class JobStopped(ElasticExtError):
-    """The job has ended for all nodes; `verdict` says why."""
+    """The job has ended on all nodes; `verdict` says why."""
 
     def __init__(self, verdict: JobVerdict) -> None:
         super().__init__(verdict.decision.reason)
@@ -114,14 +114,14 @@ class JobStopped(ElasticExtError):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The history of one run id. charged: restarts since the job last made progress that a checkpoint kept."""
+    """The history of one run id. charged: restarts since the last progress that a checkpoint saved."""
 
     failures: tuple[PastFailure, ...] = ()
     charged: Annotated[int, Within(0, MOST_CHARGED)] = 0
     verdicts: tuple[JobVerdict, ...] = ()
 
 
-# As JSON.
+# The JSON format.
 
 
 def encode_report(report: Report) -> str:
@@ -147,7 +147,7 @@ def encode_verdict(verdict: JobVerdict) -> str:
 
 
 def decode_verdict(text: str | bytes) -> JobVerdict:
-    """Read a verdict. Whatever its text says, it never makes an agent leave with 0. Raises RecordError."""
+    """Read a verdict. Whatever the text says, the verdict never makes an agent leave with 0. Raises RecordError."""
     return _sound(records.read(JobVerdict, text, "a verdict", SCHEMA))
 
 
@@ -157,7 +157,7 @@ def encode_ledger(ledger: Ledger) -> str:
 
 
 def decode_ledger(text: str | bytes) -> Ledger:
-    """Read a ledger; of a longer one only the newest entries. Raises RecordError."""
+    """Read a ledger; if it is too long, keep only the newest entries. Raises RecordError."""
     ledger = records.read(Ledger, text, "the job's ledger", SCHEMA)
     verdicts = tuple(map(_sound, ledger.verdicts[-MOST_VERDICTS:]))
     return replace(ledger, failures=ledger.failures[-MOST_FAILURES:], verdicts=verdicts)

@@ -1,7 +1,7 @@
-"""How a rule of the failure table matches evidence. Pure, standard library only.
+"""The rules of the failure table and how they match evidence. Pure functions, standard library only.
 
-A rule's texts are plain and are searched for with `in`, one after the other: linear in the searched text, whatever it holds. The
-whole table takes 1 to 5 ms for 64 KB, once per failure.
+A rule's texts are plain text, and `in` searches for them one by one: the time is linear in the searched text, whatever it holds.
+The whole table takes 1 to 5 ms for 64 KB, once per failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.failures.evidence import Evidence
 
 Text = str | tuple[str, ...]
-"""A text to search for, ASCII and lower case; a tuple: all of its texts in one line."""
+"""A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line."""
 
 USER_RULES, ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)  # the tiers; user rules come after ASKED
 
@@ -24,9 +24,9 @@ class EvidenceView:
     """The evidence in the form that rules match.
 
     Attributes:
-        exception_names: the exception's full and bare name and, where the table knows it, the base class; empty without one.
-        text: the text that a rule's texts are searched for in.
-        signal: the signal that ended the worker; exit code 128+N is signal N.
+        exception_names: the exception's full and bare name and, if the table knows it, the base class; empty without one.
+        text: the text in which a rule's texts are searched.
+        signal: the signal that ended the worker; exit code 128+N counts as signal N.
     """
 
     evidence: Evidence
@@ -43,8 +43,8 @@ class Rule:
     """One row of the table.
 
     Attributes:
-        because: ends the reason that users read.
-        checkpoints_back: 1: resume from the checkpoint before the newest.
+        because: the end of the reason that users read.
+        checkpoints_back: 1 to resume from the checkpoint before the newest.
     """
 
     tier: int
@@ -63,7 +63,7 @@ class Rule:
     checkpoints_back: int = 0
 
     def matches(self, view: EvidenceView) -> bool:
-        """Whether one of the named conditions holds, and `when` does too."""
+        """Return whether at least one of the named conditions holds, and also `when`."""
         return (self._has_names(view) or contains(view.text, self.texts)) and (self.when is None or self.when(view))
 
     def _has_names(self, view: EvidenceView) -> bool:
@@ -79,21 +79,21 @@ class Rule:
 
     @property
     def _names_nothing(self) -> bool:
-        """The rule has no condition but `when`, which then decides alone."""
+        """Whether the rule has no condition except `when`, which then decides alone."""
         return not (self.exceptions or self.packages or self.texts or self.exit_codes or self.signals or self.xids)
 
 
 class SearchText:
-    """A text to search in, without regard to case."""
+    """A text for case-insensitive searches."""
 
     def __init__(self, text: str) -> None:
-        """The table's texts are ASCII, so any other character of `text` may be replaced."""
+        """Keep `text`, and an ASCII form of it: the table's texts are ASCII, so other characters may be replaced."""
         self._original = text
         self.ascii = text.encode("ascii", "replace").lower().decode("ascii")
 
     @cached_property
     def lower(self) -> str:
-        """The whole text in lower case: a user's pattern may hold any letter."""
+        """The whole text in lower case, because a user's pattern may hold any letter."""
         return self._original.lower()
 
     def __contains__(self, wanted: str) -> bool:
@@ -101,7 +101,7 @@ class SearchText:
 
 
 def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
-    """Whether one of the wanted texts is there; for a tuple, whether one line holds all of its texts."""
+    """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
     return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
 
 

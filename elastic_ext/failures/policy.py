@@ -1,4 +1,4 @@
-"""What to do about a failure: the rule's response, overruled where history, nodes or budget say so. Pure."""
+"""The response to a failure: that of the rule, unless history, nodes or budget overrule it. Pure functions only."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from elastic_ext.failures.matching import USER_RULES
 from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
-FREE_OF_WAIT = 1  # charged restarts in a row that begin at once: one restart cures most failures
+FREE_OF_WAIT = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START = "warm-start"  # name of a rule
-CEILING = 3  # times that the same failure may happen without progress, whatever the budget
+CEILING = 3  # how often the same failure may happen without progress, whatever the budget
 
-# Exit codes of the agent (sysexits.h where there is one).
+# Exit codes of the agent (from sysexits.h if possible).
 EX_FAILED = 1  # the budget is spent, or the cause is unknown
 EX_CODE = 65  # a bug in the code or the data: do not retry
 EX_NODE = 69  # this node is bad: replace it
-EX_TRY_AGAIN = 75  # preempted, or the infrastructure: requeue
+EX_TRY_AGAIN = 75  # preemption or an infrastructure failure: requeue
 EX_CONFIG = 78  # configuration or usage
 EX_USER = 130  # the user stopped it
 
-# Presets: the codes that schedulers get in place of those above. Kubeflow's restartPolicy ExitCode retries 128 and above and
-# nothing below: a retryable code gets 128 added, and the user's stop becomes 2 (the number of SIGINT), as 130 would restart it.
+# Presets: the codes that schedulers get in place of those above. Kubeflow's restartPolicy ExitCode retries only codes of 128 and
+# above: retryable codes get 128 added, and the user's stop becomes 2 (the number of SIGINT), since 130 would cause a restart.
 EXIT_CODES: dict[str, dict[int, int]] = {
     "design": {},
     "stock": dict.fromkeys((EX_FAILED, EX_CODE, EX_NODE, EX_TRY_AGAIN, EX_CONFIG, EX_USER), 1),
     "kubeflow": {EX_NODE: 128 + EX_NODE, EX_TRY_AGAIN: 128 + EX_TRY_AGAIN, EX_USER: 2},
 }
 
-# The codes that an agent may leave with when it gives up, in any preset; 0 means that the job has finished.
+# The codes with which an agent may leave when it gives up, in any preset; 0 means that the job has finished.
 STOP_CODES: frozenset[int | None] = frozenset({EX_FAILED, EX_CODE, EX_NODE, EX_TRY_AGAIN, EX_CONFIG, EX_USER}).union(
     *(codes.values() for codes in EXIT_CODES.values())
 )
@@ -58,13 +58,13 @@ def exit_code_for(code: int, preset: str) -> int:
     return EXIT_CODES[preset].get(code, code)
 
 
-# A failure that repeats is of kind "code", except for these kinds, which say more.
+# A repeated failure becomes kind "code", unless it has one of these kinds, which are more specific.
 _KIND_STAYS = frozenset({HOST_MEMORY, DEVICE_MEMORY, NUMERIC, STORAGE})
 _EXIT_OF_KIND = {CODE: EX_CODE, DATA: EX_CODE, USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
 
 
 class Action(Enum):
-    """The action of one agent: leave, or start its workers again. `Decision.response` is that of the whole job."""
+    """The action of one agent: leave, or restart its workers. `Decision.response` is the response of the whole job."""
 
     STOP = "stop"
     RESTART = "restart"
@@ -85,13 +85,13 @@ class Decision:
     """The decision for one agent, with its reason.
 
     Attributes:
-        exit_code: of the agent if it leaves, else None.
-        rule: of the table, or of this module where it overruled the table.
-        charged: the restart counts against the budget.
-        response: of the whole job; None where no rule was applied.
-        checkpoints_back: 1: resume from the checkpoint before the newest.
+        exit_code: the agent's exit code if it leaves, else None.
+        rule: the rule of the table, or of this module if it overruled the table.
+        charged: whether the restart counts against the budget.
+        response: the response of the whole job; None if no rule was applied.
+        checkpoints_back: 1 to resume from the checkpoint before the newest.
         delay_s: seconds to wait before the restart.
-        cold: start the workers without warm standbys.
+        cold: whether to start the workers without warm standbys.
     """
 
     action: Action
@@ -108,12 +108,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Budget:
-    """The restarts that a job may have, and those that were charged so far.
+    """The restarts that a job may have, and those charged so far.
 
     Attributes:
         max_restarts: NO_LIMIT for none.
         charged: restarts charged so far.
-        kind_limits: the most restarts for failures of a kind, by kind; max_restarts holds besides.
+        kind_limits: the most restarts for failures of a kind, by kind; max_restarts applies as well.
         charged_by_kind: restarts charged so far, by kind.
     """
 
@@ -124,17 +124,17 @@ class Budget:
 
     @property
     def left(self) -> bool:
-        """Another restart may be charged."""
+        """Whether another restart may be charged."""
         return self.max_restarts == NO_LIMIT or self.charged < self.max_restarts
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job. None: not known.
+    """The nodes of the job. None means unknown.
 
     Attributes:
-        running: nodes that run now, this one included.
-        needed: nodes that the job needs at least.
+        running: number of nodes that run now, including this one.
+        needed: minimum number of nodes of the job.
     """
 
     running: int | None = None
@@ -142,21 +142,21 @@ class Nodes:
 
     @property
     def alone(self) -> bool:
-        """With one node, the place of a failure says nothing."""
+        """Whether this is the only node, so that the place of a failure says nothing."""
         return self.running == 1
 
     @property
     def spare(self) -> bool:
-        """This node may leave. Where the number of nodes is not known, it may."""
+        """Whether this node may leave. It may if the number of nodes is unknown."""
         return self.running is None or self.running - 1 >= max(self.needed or 1, 1)
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Exponential, with jitter, so that nodes and jobs with the same failure do not all come back at the same moment.
+    """Exponential backoff with jitter, so that nodes and jobs with the same failure do not all come back at once.
 
     Attributes:
-        base_s: seconds before the second charged restart in a row; 0: never wait.
+        base_s: seconds before the second charged restart in a row; 0 to never wait.
         most_s: the longest wait in seconds.
     """
 
@@ -168,7 +168,7 @@ class Backoff:
 
         Args:
             charged: the restart's number since the last progress, from 1.
-            jitter: a random number from 0 to 1; it takes off up to half.
+            jitter: a random number from 0 to 1; it shortens the wait by up to half.
         """
         if charged <= FREE_OF_WAIT or self.base_s <= 0:
             return 0.0
@@ -207,7 +207,7 @@ def decide(
 
     Args:
         diagnosis: the root cause.
-        history: earlier failures of the job, oldest first; None: those of the evidence.
+        history: earlier failures of the job, oldest first; None uses those of the evidence.
         exit_codes: one of EXIT_CODES.
         backoff, jitter: the wait before the restart; see Backoff.
     """
@@ -238,7 +238,7 @@ def decide(
 
 
 def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
-    """Start from the rule's response. A failure without evidence is confirmed as a bug if two tries in a row got to no step."""
+    """Return the rule's outcome. If two tries in a row without evidence reached no step, a bug is suspected (CONFIRM)."""
     response = Response.RESTART if diagnosis.response is Response.FOLLOW else diagnosis.response
     if diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.first_step_done is False and past and _at_start(past[-1]):
         response = Response.CONFIRM
@@ -255,7 +255,7 @@ def _at_start(past: Precedent) -> bool:
 
 
 def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
-    """Apply the rules over several failures: a confirmed bug, a node that fails alone, and the ceiling."""
+    """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
     if outcome.response is Response.REPLACE_NODE and not nodes.spare:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
@@ -281,7 +281,7 @@ def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preced
 
 
 def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
-    """Before the first step a warm standby itself may be the cause: the failure is no bug until a cold start fails, too."""
+    """Allow one more cold start: before the first step, the warm standby itself may cause what looks like a bug."""
     ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USER_RULES
     cold_start_failed = any(each.same_fingerprint and each.warm is False for each in past)
     if not ends or cold_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
@@ -291,7 +291,7 @@ def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Prec
 
 
 def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
-    """Whether a warm start may be the cause: the worker had done no step, and nothing outside it is known to have failed."""
+    """Return whether a warm start may be the cause: no step was done, and no failure outside the worker is known."""
     evidence = diagnosis.evidence
     by_itself = kind not in _BY_OTHERS and evidence.signal != "SIGKILL"
     return bool(evidence.warm) and evidence.first_step_done is False and by_itself
@@ -301,14 +301,14 @@ _BY_OTHERS = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Whether the same failure happened twice before the first step after the same checkpoint was loaded."""
+    """Return whether the same failure happened twice before the first step after loading the same checkpoint."""
     if diagnosis.evidence.first_step_done is not False:
         return False
     return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
 
 
 def _confirmed(same: Sequence[Precedent], only_exit: bool) -> bool:
-    """Whether a suspected bug is one. Where the progress is not known, or only the exit is, it takes one more try."""
+    """Return whether a suspected bug is confirmed. If progress is unknown or only the exit is known, it takes one more try."""
     weak = only_exit or all(earlier.progress is None for earlier in same)
     return len(same) >= (2 if weak else 1)
 

@@ -1,12 +1,12 @@
-"""The table of failure rules as data. The tiers apply in order, and so do the rules of a tier: the first match decides.
+"""The table of failure rules as data. Tiers apply in order, as do the rules within a tier: the first match decides.
 
-A special rule stands before a general one: an ImportError that names a shared object before ImportError, "loss is nan" before
+A specific rule precedes a general one: an ImportError that names a shared object before ImportError, "loss is nan" before
 ValueError. Texts are plain and lower case (`matching`): no rule has a regular expression, so none can backtrack. Pure.
 
 To add a rule: one row here, and one row in `tests/failures/test_classify.py`, which fails without it.
 
 Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly (ATC'19), A Acme (NSDI'24), B ByteRobust
-(SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; none: ours.
+(SOSP'25), U Unicron, X NVIDIA Xid catalogue, S Slurm, T torch; without a source: our own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ COUNTS_AS = {
     "RendezvousConnectionError": "DistNetworkError",
 }  # fmt: skip
 
-# Errors of any call on a network file system in trouble.
+# Errors that any call may raise on a network file system in trouble.
 _FILE_SYSTEM_ILL: tuple[Text, ...] = ("stale file handle", "input/output error", "transport endpoint is not connected")
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
@@ -95,7 +95,7 @@ _HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
 
 
 def held_by_another_process(text: str) -> str | None:
-    """Return the part of torch's text (lower case) about another process with 1 GiB or more; less is a bare CUDA context."""
+    """Return the part of torch's text (lower case) on another process with 1 GiB or more; less is a bare CUDA context."""
     held = _HELD.search(text)
     return held[0] if held and not held[1].startswith("0.") else None
 
@@ -125,7 +125,7 @@ def _is_import_error(view: EvidenceView) -> bool:
 
 
 def _shared_object(view: EvidenceView) -> bool:
-    """Whether a shared object could not be read. With an undefined symbol it was read, but its version will never fit."""
+    """Return whether a shared object was unreadable. With an undefined symbol it was read, but its version never fits."""
     return _is_import_error(view) and ".so" in view.text and "undefined symbol" not in view.text
 
 
@@ -140,7 +140,7 @@ def _loading(view: EvidenceView) -> bool:
 
 
 def _eof_of_data(view: EvidenceView) -> bool:
-    """Whether "unexpected EOF" is about a checkpoint: a parser's "unexpected EOF while ..." is about a script."""
+    """Return whether "unexpected EOF" is about a checkpoint; a parser's "unexpected EOF while ..." is about a script."""
     return "unexpected eof while" not in view.text
 
 
@@ -151,11 +151,11 @@ _PEER_OR_LAYER: tuple[Text, ...] = tuple(
 
 
 def _peer_connection(view: EvidenceView) -> bool:
-    """gloo and NCCL raise RuntimeError; another class, or a log line, must name the layer besides the connection."""
+    """Return whether a peer's connection broke. Unless it is a RuntimeError (gloo, NCCL), the text must name the layer."""
     return contains(view.text, _PEER_TEXTS if "RuntimeError" in view.exception_names else _PEER_OR_LAYER)
 
 
-# slurmd logs "CANCELLED AT ... DUE TO TIME LIMIT" though no user has cancelled the job.
+# slurmd logs "CANCELLED AT ... DUE TO TIME LIMIT" although no user cancelled the job.
 _PREEMPTED = (
     "PREEMPT", "NODE_FAIL", "NODE FAILURE", "TIME LIMIT",  # Slurm
     "DELETIONBYTAINTMANAGER", "EVICTIONBYEVICTIONAPI", "DELETIONBYPODGC", "TERMINATIONBYKUBELET",  # of DisruptionTarget
@@ -196,7 +196,7 @@ XIDS_ANNOTATE = frozenset(
     {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, *range(106, 109), 121, 137, 141, 152, 153, 157, 160, 161}
 )  # added to the reason; the rest of the evidence decides
 
-# NVML's recovery actions that a restart of the workers cannot replace; "drain_p2p" and newer ones are only added to the reason.
+# NVML's recovery actions that a worker restart cannot replace; "drain_p2p" and newer ones are only added to the reason.
 _RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "gpu_reset_bus"})
 
 TIER_2 = (

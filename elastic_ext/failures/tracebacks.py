@@ -1,4 +1,4 @@
-"""Finds the last Python traceback in a worker's stderr. Linear in the text; standard library only."""
+"""Finds the last Python traceback in a worker's stderr, in linear time. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_ext.failures.evidence import RaisedException
 
 HEADER = "Traceback (most recent call last):"
 MAX_LINES = 2000  # a recursion error prints about that many; later lines are ignored
-MAX_MESSAGE_LINES = 50  # indented lines after a message's first, e.g. torch's list of missing keys
+MAX_MESSAGE_LINES = 50  # indented lines after the first line of a message, e.g. torch's list of missing keys
 MAX_LINE = 4096  # characters
 
 _FRAME = re.compile(r'  File "([^"\n]{1,4096})", line (\d{1,9})(?:, in ([^\n]{1,200}))?')
@@ -18,8 +18,8 @@ _RAISED = re.compile(r"([^\W\d][\w.]{0,200})(?:: ?|$)")
 def last_exception(text: str) -> RaisedException | None:
     """Return the exception of the last traceback in `text`, or None.
 
-    Any text before "Traceback" in its line counts as a prefix, like those that torch ("[rank0]: ") and torchrun ("[default0]:")
-    put before each line of a rank; lines with another prefix are skipped.
+    Any text before "Traceback" on its line counts as a prefix, like those that torch ("[rank0]: ") and torchrun ("[default0]:")
+    put before each line of a rank. Lines with another prefix are skipped.
     """
     at = text.rfind(HEADER)
     if at < 0:
@@ -34,7 +34,7 @@ def _without_prefix(lines: list[str], prefix: str) -> list[str]:
 
 
 def _read(lines: list[str]) -> RaisedException | None:
-    """Read frames and source lines, which are indented, up to the first line that is not: it names the exception."""
+    """Read the indented frames and source lines up to the first line without indent, which names the exception."""
     frames = []
     for number, line in enumerate(lines):
         if frame := _FRAME.match(line[:MAX_LINE]):

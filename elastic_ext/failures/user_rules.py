@@ -1,4 +1,4 @@
-"""User rules, from a TOML file and the entry-point group `elastic_ext.rules`. Only tier 1 of the table comes before them.
+"""User rules, from a TOML file and the entry-point group `elastic_ext.rules`. Only tier 1 of the table precedes them.
 
     [[rule]]
     name = "license server"
@@ -46,7 +46,7 @@ _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
 
 @dataclass(frozen=True)
 class UserRule:
-    """One user rule. Fields as in the file; None: no such condition. origin: the file or the entry point."""
+    """One user rule, with the fields of the file; None means no such condition. origin: the file or the entry point."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ class UserRule:
         return f"the rule {self.name!r} of {printable(self.origin) or 'the user'}"
 
     def matches(self, view: EvidenceView) -> bool:
-        """Whether all conditions hold."""
+        """Return whether all conditions hold."""
         evidence = view.evidence
         return (
             (self.exit_code is None or self.exit_code == evidence.exit_code)
@@ -76,7 +76,7 @@ class UserRule:
 
 
 def found(pattern: str, text: str) -> bool:
-    """Whether a line of the text holds the pattern. Linear: taking the leftmost match of each part is enough."""
+    """Return whether a line of the text holds the pattern. Linear, since the leftmost match of each part is enough."""
     first, *others = pattern.split("*")
     start = 0
     while (at := text.find(first, start)) >= 0:
@@ -97,10 +97,10 @@ def found(pattern: str, text: str) -> bool:
 
 
 def load(path: str | None) -> tuple[UserRule, ...]:
-    """Return the rules of a file (None: no file), then those of the entry points.
+    """Return the rules of a file (None for no file), then those of the entry points.
 
     Raises:
-        UsageError: names the file or the entry point, the rule, and the expected value.
+        UsageError: a rule is invalid; the message names the file or the entry point, the rule, and the expected value.
     """
     return (*(from_file(path) if path else ()), *from_entry_points(entry_points(group=GROUP)))
 
@@ -120,20 +120,20 @@ def from_file(path: str) -> tuple[UserRule, ...]:
 
 
 def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
-    """Return the rules of other packages: each entry point is a callable that returns tables or UserRules. Raises UsageError."""
+    """Return the rules of other packages. Each entry point is a callable that returns tables or UserRules. Raises UsageError."""
     rules: list[UserRule] = []
     for point in points:
         origin = f"entry point {point.name} ({point.value})"
         try:
             tables = list(point.load()())
-        except Exception as error:  # whatever another package raises
+        except Exception as error:  # another package may raise anything
             raise UsageError(f"{GROUP}: {origin}: {type(error).__name__}: {_one_line(error)}") from error
         rules += from_tables(tables, origin)
     return tuple(rules)
 
 
 def from_tables(tables: Iterable[object], origin: str) -> tuple[UserRule, ...]:
-    """Make rules of tables like those of a file. Raises UsageError."""
+    """Make rules from tables like those of a file. Raises UsageError."""
     return tuple(
         table if isinstance(table, UserRule) else _checked(table, f"{origin}: rule {number}", origin)
         for number, table in enumerate(tables, 1)
@@ -166,7 +166,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_pattern(value: object) -> bool:
-    """Whether this is text with *. A regular expression is refused: as plain text it would never be found."""
+    """Return whether this is text with *. A regular expression is refused, since as plain text it would never match."""
     if not isinstance(value, str) or len(value) > MAX_PATTERN or "\n" in value or not value.strip("*"):
         return False
     return not any(sign in value for sign in _REGEX_SIGNS)

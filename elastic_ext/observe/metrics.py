@@ -1,8 +1,8 @@
-"""The agent's Prometheus metrics. Their values are kept here; prometheus-client provides families and the text format.
+"""The agent's Prometheus metrics. This module keeps their values; prometheus-client provides families and the text format.
 
-The counters of prometheus-client are not used. With PROMETHEUS_MULTIPROC_DIR in the environment, which is meant for the user's
-own workers, they live in files of that directory: the agent would not start if it is missing, two agents in one process would
-share their values, and the workers' own /metrics would show the agent's.
+The counters of prometheus-client are not used. If PROMETHEUS_MULTIPROC_DIR is set, which is meant for the user's own workers,
+they live in files in that directory: the agent would not start without the directory, two agents in one process would share
+their values, and the workers' own /metrics would show the agent's values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 PHASES = ("stop", "verdict", "rendezvous", "start")
 
-# Seconds. A warm standby takes some 15 ms; a platform may take minutes to replace a node.
+# Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
 RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-# torchelastic and users have a few dozen names; names with a step or an id in them must not let the agent grow for days.
+# torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
 
 MOST_LABEL = 200  # characters; the rest is cut off
@@ -47,10 +47,10 @@ class WorkerProgress:
     """One worker at the time of a scrape.
 
     Attributes:
-        last_step_age_s: seconds since its last optimizer step, None before the first.
-        step_s: recent seconds per step; None: not known.
-        skew: step_s divided by the median of this agent's workers; None: not known.
-        saved_step: step of the last checkpoint that it saw committed, None before the first.
+        last_step_age_s: seconds since its last optimizer step; None before the first.
+        step_s: recent seconds per step; None if unknown.
+        skew: step_s divided by the median of this agent's workers; None if unknown.
+        saved_step: step of the last checkpoint that it saw committed; None before the first.
         failed_saves: saves that failed since then.
     """
 
@@ -73,7 +73,7 @@ class _Family:
         return self.kind(name, self.help, labels=self.labels)
 
 
-# A counter's name is shown with _total behind it.
+# The name of a counter is shown with the suffix _total.
 _FAMILIES = {
     "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers by kind of cause.", ("kind",)),
     "elastic_ext_failures": _Family(CounterMetricFamily, "Failures by kind.", ("kind",)),
@@ -121,14 +121,14 @@ _RECOVERY_HELP = "Duration of the phases of a recovery."
 
 
 class AgentMetrics(Collector):
-    """The metrics of one agent, in a registry of its own. Every method may be called from any thread.
+    """The metrics of one agent, in its own registry. Any thread may call any method.
 
     Args:
-        version: of this package.
+        version: version of this package.
         torch: torch's version; this module does not import torch.
-        run_id: of the job.
-        node: this node's name, by default its host name.
-        progress: called at each scrape, in the scrape's thread. It should not raise: that would fail the whole scrape.
+        run_id: run id of the job.
+        node: this node's name; default: its host name.
+        progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AgentMetrics(Collector):
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
         self._progress = progress
-        # Re-entrant: a signal handler that calls put_metric may interrupt this very thread inside the lock.
+        # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
         self._lock = threading.RLock()
         self._values: dict[str, dict[Labels, float]] = {name: {} for name in _FAMILIES}
         self._recovery = {phase: _Histogram() for phase in PHASES}
@@ -159,11 +159,11 @@ class AgentMetrics(Collector):
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
     def failed(self, kind: str) -> None:
-        """Count a failure. kind: of the diagnosis."""
-        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # it may come from another agent
+        """Count a failure. kind: the kind of the diagnosis."""
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
 
     def round_started(self, round: int, world_size: int) -> None:
-        """Note a new round. world_size: workers over all nodes."""
+        """Record a new round. world_size: number of workers on all nodes."""
         with self._lock:
             self._values["elastic_ext_round"][()] = round
             self._values["elastic_ext_world_size"][()] = world_size
@@ -179,18 +179,18 @@ class AgentMetrics(Collector):
 
         Args:
             how: "warm" or "cold".
-            reason: of a cold start, out of a fixed set: each one is a time series for ever.
+            reason: reason of a cold start, from a fixed set, because each one creates a permanent time series.
         """
         self._add("elastic_ext_worker_starts", (_label(how), _label(reason)))
 
     def standbys(self, count: int, used_bytes: int) -> None:
-        """Set the number of ready warm standbys, and their memory with their server."""
+        """Set the number of ready warm standbys, and the memory of the standbys and their server."""
         with self._lock:
             self._values["elastic_ext_standbys"][()] = count
             self._values["elastic_ext_standby_memory_bytes"][()] = used_bytes
 
     def phase(self, name: str, seconds: float) -> None:
-        """Record the duration of a phase of a recovery. Raises KeyError for a name that is not in PHASES."""
+        """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in PHASES."""
         with self._lock:
             self._recovery[name].observe(seconds)
 
@@ -199,9 +199,9 @@ class AgentMetrics(Collector):
 
         Args:
             size: bytes copied since the last call.
-            lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None: checkpoint_dir is still empty.
+            lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None while checkpoint_dir is empty.
             lag_s: see elastic_ext_checkpoint_copy_lag_seconds.
-            failed: an attempt to copy has failed.
+            failed: whether an attempt to copy failed.
         """
         with self._lock:
             self._add("elastic_ext_checkpoint_copied_bytes", (), size)
@@ -210,11 +210,11 @@ class AgentMetrics(Collector):
             self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
 
     def copy_failed(self) -> None:
-        """Count a failure of the copier itself: it has died, or seems to be stuck."""
+        """Count a failure of the copier itself: it died, or seems stuck."""
         self._add("elastic_ext_checkpoint_copy_failures", (), 1)
 
     def put(self, group: str, name: str, value: float) -> None:
-        """Keep a value of torchelastic's put_metric, which takes anything: a value that is no number is dropped. Never raises.
+        """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
 
         The first MAX_TORCHELASTIC_NAMES names are kept; later names are dropped, with one warning.
         """
@@ -286,7 +286,7 @@ class AgentMetrics(Collector):
 
 
 class _Histogram:
-    """Counts by bucket. The caller holds the lock."""
+    """A histogram with counts by bucket. The caller holds the lock."""
 
     def __init__(self) -> None:
         self.sum = 0.0
@@ -297,7 +297,7 @@ class _Histogram:
         self._counts[bisect.bisect_left(RECOVERY_BUCKETS, seconds)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts as Prometheus wants them: (upper bound, observations at or below it)."""
+        """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
         shown, below = [], 0
         for bound, count in zip((*RECOVERY_BUCKETS, math.inf), self._counts, strict=True):
             below += count
@@ -306,12 +306,12 @@ class _Histogram:
 
 
 def _label(value: str) -> str:
-    """Make a label printable: a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
+    """Make a label printable, since a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
     return shown(str(value))[:MOST_LABEL]
 
 
 def _number(value: object) -> float | None:
-    # Only real numbers of Python and numpy: float() of a tensor would wait for its device.
+    # Only real numbers of Python and numpy, because float() of a tensor would wait for its device.
     if not isinstance(value, numbers.Real):
         return None
     try:

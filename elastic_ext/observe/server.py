@@ -1,7 +1,7 @@
 """The agent's HTTP server: GET /metrics, and a page at / that links to it.
 
-Nothing here may stop a training job: a port that is taken causes a warning, and clients, who may be strangers, cost a bounded
-number of descriptors and no threads. One thread serves all of them with poll.
+Nothing here may stop a training job: a port in use causes a warning, and clients, which may be untrusted, cost a bounded number
+of descriptors and no threads. One thread serves them all with poll.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MOST_CLIENTS = 16  # connections at once; each scraper needs one
-CLIENT_TIMEOUT_S = 10.0  # from connecting to the last byte: the default scrape_timeout of Prometheus
+CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_timeout of Prometheus
 MOST_REQUEST = 16 << 10  # bytes
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
 INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a>\n'
 
-# The host is fine, but not this port: try another port there. With any other error the host is the problem.
+# With these errors only the port is the problem: try another port of the host. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 _NO_ROOM = (
     errno.EMFILE,
@@ -41,19 +41,19 @@ _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 
 
 class MetricsServer:
-    """Serves `registry` from a daemon thread until `close`. Never raises because of the network.
+    """Serves `registry` from a daemon thread until `close`. Network errors never raise.
 
-    If `port` of `host` is not available, the server takes any free port; if `host` cannot be bound at all, a free port of
-    127.0.0.1. Both cause one warning. If that fails too, it warns and serves nothing.
+    If `port` of `host` is not available, the server takes any free port. If it cannot bind `host` at all, it takes a free port of
+    127.0.0.1. Both cause one warning. If that also fails, it warns and serves nothing.
 
     Args:
         host: address or name to bind, IPv4 or IPv6.
-        port: 0 takes any free one.
-        announce: level of the log line with the address.
+        port: the port; 0 takes any free one.
+        announce: log level of the line with the address.
 
     Attributes:
-        port: the port that the server listens on, None if it serves nothing.
-        url: URL of the server for this machine, None if it serves nothing.
+        port: the port that the server listens on; None if it serves nothing.
+        url: URL of the server on this machine; None if it serves nothing.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO) -> None:
@@ -65,7 +65,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads: a limit of the container
+        except RuntimeError as error:  # no more threads, e.g. a limit of the container
             logger.warning("metrics: nothing is served: %s", error)
             self._server.close()
             self._server = None
@@ -75,7 +75,7 @@ class MetricsServer:
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
 
     def close(self) -> None:
-        """Stop listening, release the port and cut off open requests; a second call does nothing."""
+        """Stop listening, release the port and drop open requests; a second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -127,7 +127,7 @@ def _refusal(status: HTTPStatus, text: str) -> _Page:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, cut off at `deadline` (time.monotonic()). unsent: the rest of the answer; None: still reading."""
+    """One connection, dropped at `deadline` (time.monotonic()). unsent: the rest of the answer; None while reading."""
 
     connection: socket.socket
     deadline: float
@@ -138,21 +138,21 @@ class _Client:
 class _Server:
     """The listening socket and its accepted connections.
 
-    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all places are taken, a
-    new client gets the place of the one that has waited longest without a whole request, so silent clients cannot keep out
-    others.
+    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all slots are taken, a
+    new client gets the slot of the client that has been connected longest without a whole request, so silent clients cannot lock
+    out others.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        """Listen. Raises OSError (also for a name that does not resolve), OverflowError for a port out of range."""
+        """Listen. Raises OSError (also if the name does not resolve), or OverflowError if the port is out of range."""
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._registry = registry
         self._failure_shown = self._stopping = False
-        self._clients: list[_Client] = []  # the oldest first
-        self._accept_at: float | None = None  # when to listen again; None: it listens
+        self._clients: list[_Client] = []  # oldest first
+        self._accept_at: float | None = None  # when to listen again; None while listening
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Connections of an earlier agent do not block the port; a listening socket still does.
+            # With this option, connections of an earlier agent do not block the port; a listening socket still does.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind((str(address), port))
             self._listener.listen(BACKLOG)
@@ -174,7 +174,7 @@ class _Server:
             logger.exception("metrics: nothing is served any more")
 
     def stop(self) -> None:
-        """Make `serve` return; may be called from any thread."""
+        """Make `serve` return. Any thread may call this."""
         self._stopping = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # Linux: wakes poll at once
@@ -189,7 +189,7 @@ class _Server:
         self._listener.close()
 
     def _turn(self) -> None:
-        """Wait for events and handle them. Whole requests are answered before any client loses its place."""
+        """Wait for events and handle them. Answer whole requests before any client loses its slot."""
         ready = [key.data for key, _ in self._selector.select(self._next_look_s())]
         for client in filter(None, ready):
             self._go_on(client)
@@ -208,7 +208,7 @@ class _Server:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _accept(self, now: float) -> None:
-        if len(self._clients) >= MOST_CLIENTS:  # before the accept: it must not take a further descriptor
+        if len(self._clients) >= MOST_CLIENTS:  # before accept(), which must not take another descriptor
             self._cut(min(self._clients, key=lambda client: (client.unsent is not None, client.deadline)))
         try:
             connection, _ = self._listener.accept()
@@ -217,7 +217,7 @@ class _Server:
                 logger.debug("metrics: no connection is accepted for %g s: %s", RETRY_ACCEPT_S, error)
                 self._selector.unregister(self._listener)
                 self._accept_at = now + RETRY_ACCEPT_S
-            return  # with any other error the client has gone
+            return  # with any other error the client is gone
         connection.setblocking(False)
         client = _Client(connection, now + CLIENT_TIMEOUT_S)
         self._clients.append(client)
@@ -266,7 +266,7 @@ class _Server:
         self._clients.remove(client)
 
     def _answer(self, received: bytes) -> _Page | None:
-        """Return the page for a request; None: the request is not whole yet."""
+        """Return the page for a request; None while the request is incomplete."""
         head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
         if not end:
             too_long = len(received) > MOST_REQUEST
@@ -286,8 +286,8 @@ class _Server:
     def _page_or_error(self, path: str, accept: str) -> _Page:
         try:
             return self._page(path, accept)
-        except Exception as error:  # whatever a collector raises
-            # Show it once: a scrape comes every few seconds, for weeks.
+        except Exception as error:  # a collector may raise anything
+            # Show it only once, because scrapes come every few seconds for weeks.
             level = logging.DEBUG if self._failure_shown else logging.WARNING
             logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
             self._failure_shown = True

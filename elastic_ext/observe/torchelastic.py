@@ -1,4 +1,4 @@
-"""Passes the values of torchelastic's put_metric on to our metrics, besides the handler that the user has configured."""
+"""Passes the values of torchelastic's put_metric to our metrics, in addition to the handler that the user configured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _UNCONFIGURED = "elastic_ext: a group that nobody configures"
 
 
 class Sink(Protocol):
-    """Takes the values."""
+    """The receiver of the values."""
 
     def put(self, group: str, name: str, value: float) -> None: ...
 
 
 class _MetricData(Protocol):
-    """The part of torch's MetricData that is used here."""
+    """The part of torch's MetricData that this module uses."""
 
     group_name: str
     name: str
@@ -31,7 +31,7 @@ class _Handler(Protocol):
 
 
 class _Default:
-    """Stands for "no handler for this group": passes values to the default handler of the moment.
+    """A stand-in for "no handler for this group". It passes values to the current default handler.
 
     torch.distributed.elastic.metrics has no public way to remove a group's handler.
     """
@@ -43,7 +43,7 @@ class _Default:
 
 
 class _Tee:
-    """A handler that feeds `sink` while it is not None, and always `before`, whose errors reach the caller."""
+    """A handler that feeds `sink` unless that is None, and always feeds `before`, whose errors reach the caller."""
 
     def __init__(self, sink: Sink, before: _Handler) -> None:
         self.sink: Sink | None = sink
@@ -58,10 +58,10 @@ class _Tee:
 
 @contextmanager
 def bridge_torchelastic(sink: Sink) -> Iterator[None]:
-    """Inside, values of put_metric go to `sink`, besides the handler that was configured before.
+    """Inside this context, pass values of put_metric to `sink` and to the handler that was configured before.
 
-    At the end that handler is back, unless somebody has configured another one meanwhile, which then stays. Bridges of several
-    agents in one process may end in any order.
+    The end restores that handler, unless another one was configured in the meantime, which then stays. Bridges of several agents
+    in one process may end in any order.
     """
     from torch.distributed.elastic.metrics import configure, getStream
 
@@ -76,7 +76,7 @@ def bridge_torchelastic(sink: Sink) -> Iterator[None]:
         tee.sink = None
         current: _Handler = getStream(GROUP).handler
         if isinstance(current, _Tee):
-            # Remove ended bridges from the top; one below a bridge that is still open stays, and passes values through.
+            # Remove ended bridges from the top. One below an open bridge stays, and passes values through.
             while isinstance(current, _Tee) and current.sink is None:
                 current = current.before
             configure(current, GROUP)

@@ -1,4 +1,4 @@
-"""The functions that a training script may call. All but `health_barrier` do nothing where our agent does not run the script.
+"""The functions that a training script may call. Except `health_barrier`, they do nothing unless our agent runs the script.
 
 `huggingface` and `lightning` hold the callbacks for those libraries. Importing this package does not import torch.
 """
@@ -21,4 +21,4 @@ __all__ = [
     "save_requested",
 ]
 
-log_records.install()  # scripts may import from here without asking the package elastic_ext for anything
+log_records.install()  # scripts may import from here without getting a name from the package elastic_ext, which would install it

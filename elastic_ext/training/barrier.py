@@ -13,24 +13,24 @@ from elastic_ext.base.errors import RanksMissing, UsageError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-STORE_S = timedelta(seconds=30)  # for the store to answer
+STORE_S = timedelta(seconds=30)  # time for the store to answer
 MOST_SHOWN = 16  # ranks named in a message
 _stores: dict[int, TCPStore] = {}  # by pid, as below
-_passed: dict[int, int] = {}  # barriers that this process has reached, by pid: a child that the script forks is no rank
+_passed: dict[int, int] = {}  # barriers that this process has reached, by pid: a child forked by the script is not a rank
 
 
 def health_barrier(timeout_s: float) -> None:
-    """Wait until every rank of the job has reached this barrier with an idle device (CUDA).
+    """Wait until every rank of the job has reached this barrier and its CUDA device is idle.
 
     The barrier uses the store that torchrun's workers share, not a collective, so a rank that is stuck in a collective cannot
-    block this one. Every rank must call it the same number of times. A call costs each rank two requests to the store.
+    block this one. Every rank must call this the same number of times. A call costs each rank two requests to the store.
 
     Args:
-        timeout_s: how long to wait for the others, in seconds.
+        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
         RanksMissing: a rank did not arrive in time, or the store does not answer; `ranks` and the message name the ranks.
-        UsageError: torchrun did not start this process, or the time is not positive.
+        UsageError: torchrun did not start this process, or the timeout is not positive.
     """
     if not timeout_s > 0:
         raise UsageError(f"health_barrier({timeout_s!r}): expected a number of seconds greater than 0")
@@ -65,7 +65,7 @@ def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s:
 
 
 def _connected(where: tuple[str, int]) -> TCPStore:
-    """Return this process's one connection to the store."""
+    """Return the only connection of this process to the store."""
     from torch.distributed import TCPStore
 
     if os.getpid() not in _stores:
@@ -76,6 +76,6 @@ def _connected(where: tuple[str, int]) -> TCPStore:
 def _missing(store: TCPStore, prefix: str, world: int, timeout_s: float) -> list[int]:
     try:
         store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # a timeout, or the store is gone; then the next call fails, too
+    except RuntimeError:  # a timeout, or the store is gone, in which case the next call also fails
         return [rank for rank in range(world) if not store.check([f"{prefix}/{rank}"])]
     return []

@@ -1,9 +1,9 @@
-"""For Hugging Face's Trainer: saves on demand through its own way of saving.
+"""Saves on demand for Hugging Face's Trainer, which saves in its own way.
 
     trainer = Trainer(..., callbacks=[SaveOnDemand()])
     trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
 
-The agent's `checkpoint_dir` is the Trainer's `output_dir`, a local path: the Trainer reads no URLs.
+The agent's `checkpoint_dir` is the Trainer's `output_dir`, a local path, because the Trainer does not read URLs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
 
 
 class _State(Protocol):
-    """The part of transformers.TrainerState that is used here."""
+    """The part of transformers.TrainerState that this module uses."""
 
     global_step: int
 
@@ -34,25 +34,25 @@ class _State(Protocol):
 
 
 class _Control(Protocol):
-    """The part of transformers.TrainerControl that is used here."""
+    """The part of transformers.TrainerControl that this module uses."""
 
     should_save: bool
 
 
 class SaveOnDemand(TrainerCallback):
-    """Makes the Trainer save at the step that all ranks have agreed on when the agent asks; reports each save to the agent."""
+    """When the agent asks, makes the Trainer save at a step that all ranks agreed on; reports each save to the agent."""
 
     def __init__(self) -> None:
         self._requested = False
         self._began = 0.0  # time.monotonic() of the Trainer's last event before it may save
 
     def on_train_begin(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Forget a request of an earlier training."""
+        """Forget a request from an earlier training run."""
         self._requested = False
 
     def on_step_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
         """Ask the Trainer to save here if the agent asks for it."""
-        # The request stays until it is saved: save_strategy="best" resets should_save if it evaluates at this step.
+        # The request stays until the save: save_strategy="best" resets should_save if it evaluates at this step.
         self._requested = save_requested() or self._requested
         control.should_save = control.should_save or self._requested
         self._began = time.monotonic()
@@ -66,9 +66,9 @@ class SaveOnDemand(TrainerCallback):
         self._began = time.monotonic()
 
     def on_save(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Report the save. This rank has saved its part, but the Trainer's ranks do not wait for each other."""
-        # All ranks save if we have asked for it. But a user's callback may make one rank save alone; then rank 0 reports, which
-        # writes the Trainer's state last.
+        """Report the save. This rank has saved its part, but the Trainer does not make ranks wait for each other."""
+        # All ranks save if we asked for it. But a user's callback may make one rank save alone; then only rank 0 reports, because
+        # it writes the Trainer's state last.
         if self._requested and dist.is_initialized():
             dist.barrier()
         if self._requested or state.is_world_process_zero:
@@ -76,6 +76,6 @@ class SaveOnDemand(TrainerCallback):
         self._requested = False
 
     def on_train_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Report a request that was not saved any more."""
+        """Report a failure if a request is still unsaved."""
         if self._requested:
             report_save_failed()

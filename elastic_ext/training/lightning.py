@@ -1,10 +1,10 @@
-"""For Lightning: saves on demand through its own way of saving.
+"""Saves on demand for Lightning, which saves in its own way.
 
     trainer = Trainer(..., callbacks=[ModelCheckpoint(dirpath=...), SaveOnDemand()])
     trainer.fit(model, ckpt_path=elastic_ext.resume_from())
 
-The agent's `checkpoint_dir` is the directory of the ModelCheckpoint. Saves on demand stay there until somebody removes them (the
-ModelCheckpoint counts only its own); `elastic-ext checkpoints prune` does.
+The agent's `checkpoint_dir` is the directory of the ModelCheckpoint. Saves on demand stay there until they are removed, for
+instance with `elastic-ext checkpoints prune`: the ModelCheckpoint counts only its own saves.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, Protocol
 
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
-LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two packages with the same classes, independent of each other
+LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two independent packages with the same classes
 
 
 class _Strategy(Protocol):
-    """The part of a Lightning Strategy that is used here."""
+    """The part of a Lightning Strategy that this module uses."""
 
     checkpoint_io: Any
 
 
 class _Trainer(Protocol):
-    """The part of Lightning's Trainer that is used here."""
+    """The part of Lightning's Trainer that this module uses."""
 
     @property
     def global_step(self) -> int: ...
@@ -45,7 +45,7 @@ class _Trainer(Protocol):
 
 
 class SaveOnDemand:
-    """Makes the Trainer save at the step that all ranks have agreed on when the agent asks.
+    """When the agent asks, makes the Trainer save at a step that all ranks agreed on.
 
     An instance is a Callback of the library that the script has imported.
     """
@@ -58,17 +58,17 @@ class SaveOnDemand:
         """Create the callback.
 
         Args:
-            dirpath: where to save, a path or a URL; default: the directory of the first ModelCheckpoint, else `default_root_dir`.
+            dirpath: path or URL to save to; default: the directory of the first ModelCheckpoint, else `default_root_dir`.
         """
         self._dirpath = dirpath
         self._step = 0
 
     def on_train_start(self, trainer: _Trainer, pl_module: object) -> None:
-        """Note the step that the training starts from."""
+        """Record the step at which training starts."""
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: _Trainer, pl_module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Save here if the agent asks for it; a batch after which gradients are still being accumulated is no step."""
+        """Save here if the agent asks for it, unless gradients are still being accumulated, which is not a step."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -80,7 +80,7 @@ class SaveOnDemand:
         folder = self._dirpath or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         try:
             with _synchronous(trainer.strategy):
-                # The default name of a ModelCheckpoint, so that all checkpoints are of one kind and in one order.
+                # The default name of a ModelCheckpoint, so that all checkpoints look alike and sort together.
                 trainer.save_checkpoint(os.path.join(folder, f"epoch={trainer.current_epoch}-step={self._step}.ckpt"))
         except BaseException:
             report_save_failed()
@@ -90,7 +90,7 @@ class SaveOnDemand:
 
 @contextmanager
 def _synchronous(strategy: _Strategy) -> Iterator[None]:
-    """Inside, saves return when they are written: an AsyncCheckpointIO is replaced by the one that it wraps."""
+    """Inside this context, make saves return only when written: replace an AsyncCheckpointIO with the one that it wraps."""
     usual = strategy.checkpoint_io
     if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(usual).__mro__):
         strategy.checkpoint_io = usual.checkpoint_io
@@ -101,7 +101,7 @@ def _synchronous(strategy: _Strategy) -> Iterator[None]:
 
 
 def _callbacks() -> list[type]:
-    """Return the class Callback of each library that the script has imported, else of one that is installed."""
+    """Return the Callback class of each library that the script imported, else of one that is installed."""
     loaded = [module for name in LIBRARIES if (module := sys.modules.get(name)) is not None]
     for name in LIBRARIES if not loaded else ():
         try:

@@ -1,4 +1,4 @@
-"""Progress and phases: what the hang detector sees of a script besides its optimizer steps."""
+"""Progress and phases, which the hang detector uses besides the optimizer steps of a script."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _PHASES = tuple(name for name in progress_layout.PHASES if name != "exit")
 
 
 def report_progress() -> None:
-    """Report progress that is not a step of a torch.optim.Optimizer, e.g. a batch of an evaluation."""
+    """Report progress other than a step of a torch.optim.Optimizer, e.g. an evaluation batch."""
     worker = this_worker()
     if worker is not None:
         worker.row.report_progress()
 
 
 def phase(name: str) -> Phase:
-    """Say what this process does from now on.
+    """Begin a phase of this process.
 
-    The phase lasts until the next call, or, as `with elastic_ext.phase("eval"):`, until the block ends. Call it in the thread
-    that trains; other threads have no phase. The hang detector is more patient with "compile", "checkpoint" and "eval".
+    The phase lasts until the next call, or, as `with elastic_ext.phase("eval"):`, until the block ends. Call this in the training
+    thread; other threads have no phase. The hang detector is more patient with "compile", "checkpoint" and "eval".
 
     Args:
         name: "compile", "data", "step", "checkpoint" or "eval"; "" for none of them.
 
     Raises:
-        UsageError: another name.
+        UsageError: the name is not one of these.
     """
     if name not in _PHASES:
         raise UsageError(f"phase({name!r}): expected one of {', '.join(filter(None, _PHASES))}")
@@ -37,7 +37,7 @@ def phase(name: str) -> Phase:
 
 
 class Phase:
-    """A phase that has begun; the end of a `with` block brings back the one before."""
+    """A phase that has begun; the end of a `with` block restores the previous one."""
 
     def __init__(self, before: int) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""The checkpoint to resume from, which the agent puts into the environment of its workers."""
+"""The checkpoint to resume from, which the agent passes to its workers in the environment."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from elastic_ext.base import checkpoint_variables
 
 
 def resume_from() -> str | None:
-    """Return the checkpoint that the agent has chosen for this round, the same on all ranks.
+    """Return the checkpoint that the agent chose for this round; it is the same on all ranks.
 
     Returns:
-        A path or a URL; None: start from nothing.
+        A path or a URL; None to start from nothing.
     """
     return os.environ.get(checkpoint_variables.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
-    """Return the step of that checkpoint.
+    """Return the step of the checkpoint from `resume_from`.
 
     Returns:
         The step in the checkpoint's content, else in its name; None if neither holds one, or if there is nothing to resume from.

@@ -1,16 +1,16 @@
-"""Saves on demand, the script's side. The agent asks for one before the job has to leave (a preemption, `elastic-ext checkpoints
-save`). All ranks must save at the same step boundary, but they see the request at different moments. So:
+"""Saves on demand, the script's side. The agent asks for one, e.g. before a preemption or for `elastic-ext checkpoints save`.
+All ranks must save at the same step boundary, but they see the request at different moments. So:
 
 1. Each agent shows the request to its workers, then counts itself in the store of the round. The last agent writes `go`.
-2. From then on rank 0 looks for `go` at each boundary. When it finds it, it writes the number of the next boundary and the last
-   request that the save will answer into the store, and only then starts the step up to that boundary.
+2. From then on, rank 0 looks for `go` at each boundary. When `go` is there, rank 0 writes the number of the next boundary and the
+   last request that the save will answer to the store, and only then starts the step up to that boundary.
 3. Every other rank that sees the request looks for that number at each boundary.
 
 The keys are those of `save/...` in `base.round_store`.
 
 Invariant: no rank is past the agreed boundary when its number appears. To get there, a rank needs rank 0's part in the
 collectives of that step, and rank 0 starts those after it has written the number. Host code may run ahead of a GPU, so while a
-request is pending each boundary waits for the device. Without a request a boundary costs one look at a word of memory.
+request is pending, each boundary waits for the device. Without a request, a boundary costs one read of a word of memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CLOCK_S = 0.001  # tolerance for adding and subtracting times
 
 
 def save_requested() -> bool:
-    """Whether to save a checkpoint now. Call it on every rank, once at the end of each optimizer step.
+    """Return whether to save a checkpoint now. Call this on every rank, once at the end of each optimizer step.
 
-    All ranks get the same answer, provided that each step has a collective that all ranks take part in (or depend on), as with
+    All ranks get the same answer if each step has a collective in which all ranks take part (or on which they depend), as with
     DDP, FSDP and pipelines.
     """
     boundaries = _this_workers_boundaries()
@@ -39,10 +39,10 @@ def save_requested() -> bool:
 
 
 def report_saved(step: int, seconds: float) -> None:
-    """Report that a checkpoint is complete on its storage. One rank is enough, all ranks are better.
+    """Report that a checkpoint is complete on its storage. One rank must call this; all ranks should.
 
     Args:
-        step: the checkpoint's step.
+        step: the step of the checkpoint.
         seconds: time from the request to the complete checkpoint.
     """
     boundaries = _this_workers_boundaries()
@@ -51,7 +51,7 @@ def report_saved(step: int, seconds: float) -> None:
 
 
 def report_save_failed() -> None:
-    """Report that the requested checkpoint has failed, so that nobody waits for it."""
+    """Report that the requested checkpoint failed, so that nobody waits for it."""
     boundaries = _this_workers_boundaries()
     if boundaries is not None:
         boundaries.failed()
@@ -63,12 +63,12 @@ class _Boundaries:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._store: round_store.Store | None = None
-        self._number = 0  # of this boundary
+        self._number = 0  # the number of this boundary
         self._answered = 0  # the last request that this process has acted on
         self._answered_at = 0.0  # time.monotonic()
 
     def passed(self) -> bool:
-        """Count a boundary; whether it is one at which all ranks save."""
+        """Count a boundary; return whether all ranks save at it."""
         self._number += 1
         requested = self._worker.row.requested_save()
         if requested <= self._answered:
@@ -80,9 +80,9 @@ class _Boundaries:
         return True
 
     def _agreed(self, requested: int) -> int:
-        """Return the last request that a save at this boundary answers; 0 for no save here.
+        """Return the last request that a save at this boundary answers; 0 to not save here.
 
-        All ranks look up the oldest unanswered request, which is the same for all of them; the newest is not.
+        All ranks look up the oldest unanswered request, which is the same on all ranks; the newest may differ.
         """
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -111,12 +111,12 @@ class _Boundaries:
         return self._store
 
     def saved(self, step: int, seconds: float) -> None:
-        """See `report_saved`. A save that was under way when the last request was answered does not answer it."""
+        """Report a save; see `report_saved`. A save that was already under way does not answer the last request."""
         answers = time.monotonic() - seconds >= self._answered_at - CLOCK_S
         self._worker.row.report_saved(step, seconds, self._answered if answers else None)
 
     def failed(self) -> None:
-        """See `report_save_failed`."""
+        """Report a failed save; see `report_save_failed`."""
         self._worker.row.report_save_failed(self._answered)
 
 

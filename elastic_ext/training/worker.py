@@ -1,7 +1,7 @@
 """This process as a worker of the agent: its row of the progress table, and the address of the round's store.
 
-`workers.worker_env` defines the message by which the agent describes the worker, `workers.progress_layout` the table in shared
-memory.
+`workers.worker_env` defines the message with which the agent describes the worker; `workers.progress_layout` defines the table
+in shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressRow:
-    """This worker's row of the progress table. Each value is one 64-bit word, which one store writes."""
+    """This worker's row of the progress table. Each value is one 64-bit word, written with a single store."""
 
     def __init__(self, path: str, slot: int, wake_path: str) -> None:
         """Map the row.
@@ -38,7 +38,7 @@ class ProgressRow:
         self._wake_path = wake_path
 
     def report_progress(self) -> None:
-        """Count a sign of progress besides the optimizer steps."""
+        """Count a sign of progress other than an optimizer step."""
         self._words[progress_layout.PROGRESS] += 1
         progress_layout.note_sign(self._words, time.monotonic_ns())
 
@@ -50,17 +50,17 @@ class ProgressRow:
     def enter_phase(self, phase: int) -> None:
         """End the current phase, which is a sign of progress, and begin another."""
         now_ns = time.monotonic_ns()
-        progress_layout.note_sign(self._words, now_ns)  # belongs to the phase that ends
+        progress_layout.note_sign(self._words, now_ns)  # this sign belongs to the phase that ends
         self._words[progress_layout.PHASE_SINCE_NS] = now_ns
         self._words[progress_layout.PHASE] = phase
 
     def requested_save(self) -> int:
-        """Say that this script asks for saves on demand; return the number of the newest request, 0 for none."""
+        """Record that this script asks for saves on demand; return the number of the newest request, 0 for none."""
         self._words[progress_layout.ASKS_FOR_SAVES] = 1
         return self._words[progress_layout.SAVE_WANTED]
 
     def report_saved(self, step: int, seconds: float, answered: int | None) -> None:
-        """Report a complete checkpoint of `step`, `seconds` after it was begun. answered: the request that it answers, if any."""
+        """Report a complete checkpoint of `step`, which took `seconds`. answered: the request that it answers, if any."""
         words = self._words
         words[progress_layout.SAVED_STEP] = step + 1
         words[progress_layout.SAVE_NS] = max(1, int(seconds * 1e9))
@@ -71,7 +71,7 @@ class ProgressRow:
         worker_env.wake(self._wake_path)
 
     def report_save_failed(self, request: int) -> None:
-        """Report that a save has failed. request: the last one that this worker has acted on."""
+        """Report that a save failed. request: the last request that this worker acted on."""
         self._words[progress_layout.SAVE_FAILED] = request
         self._words[progress_layout.FAILED_SAVES] += 1
         worker_env.wake(self._wake_path)
@@ -87,7 +87,7 @@ class Worker:
     world_size: int
 
 
-_workers: dict[int, Worker | None] = {}  # by pid: a child that the script forks is not the agent's worker
+_workers: dict[int, Worker | None] = {}  # by pid: a child forked by the script is not the agent's worker
 
 
 def this_worker() -> Worker | None:

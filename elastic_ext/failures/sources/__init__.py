@@ -1,7 +1,7 @@
 """Sources of evidence on the host: the kernel, the GPU driver, Kubernetes, Slurm.
 
-Each source answers in plain values within its deadline and never raises, whatever the host looks like. None means "not known"
-(no such file, no right to read it, no answer in time), never "fine".
+Each source answers with plain values within its deadline and never raises, whatever the host looks like. None means "unknown"
+(no such file, no permission to read it, no answer in time), never "fine".
 """
 
 from elastic_ext.failures.sources.gpu import RecoveryAction, recovery_actions

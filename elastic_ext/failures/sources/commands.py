@@ -14,9 +14,9 @@ KILL_S = 0.2
 
 
 def output(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> str | None:
-    """Run a command; return its standard output, or None if it does not exist, fails, prints more than MAX_BYTES or is late.
+    """Run a command; return its standard output, or None if it does not exist, fails, prints more than MAX_BYTES or times out.
 
-    A late process is killed. One that sleeps in the kernel is left behind: waiting for it might never end.
+    A process that times out is killed. One that sleeps in the kernel is left behind, since waiting for it might never end.
     """
     try:
         process = subprocess.Popen(
@@ -51,7 +51,7 @@ def output(command: Sequence[str], timeout_s: float, env: Mapping[str, str] | No
 
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
-    """Read until the end; None if that comes too late."""
+    """Return everything up to the end; None if the end comes too late or beyond MAX_BYTES."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     data = b""

@@ -1,4 +1,4 @@
-"""Xids, the NVIDIA driver's own error codes, from the kernel log since the agent's start."""
+"""Xids, the NVIDIA driver's own error codes, from the kernel log since the agent started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 DEVICE = "/dev/kmsg"
 RECORD_BYTES = 8192  # the kernel's own limit; a shorter read is refused
 READ_S = 0.05
-MAX_XIDS = 1000  # a broken GPU repeats itself
+MAX_XIDS = 1000  # a broken GPU repeats its errors
 
-# "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."; older drivers leave out "PCI:" and the
-# process, some write pid='<unknown>'.
+# "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."; older drivers omit "PCI:" and the
+# process, and some write pid='<unknown>'.
 _XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}(?:\.[0-9A-Fa-f])?)\): "
     r"(\d{1,5})(?:, pid='?(\d{1,10})\b)?"
@@ -22,7 +22,7 @@ _XID = re.compile(
 
 @dataclass(frozen=True)
 class Xid:
-    """pci: the GPU, as the driver writes it. pid: in the host's pid namespace; None where the driver gives none."""
+    """One Xid. pci: the GPU's address in lower case. pid: in the host's pid namespace; None if the driver gives none."""
 
     number: int
     pci: str
@@ -39,7 +39,7 @@ def parse_xid(line: str) -> Xid | None:
 
 
 class KernelLog:
-    """Reads the kernel log from begin() on. This needs the right to read /dev/kmsg: root, or dmesg_restrict=0."""
+    """Reads the kernel log since begin(). This needs permission to read /dev/kmsg: root, or dmesg_restrict=0."""
 
     def __init__(self, device: str = DEVICE) -> None:
         self._xids: list[Xid] = []
@@ -60,7 +60,7 @@ class KernelLog:
                 self.close()
 
     def xids(self) -> list[Xid] | None:
-        """Return all Xids since begin(); None if the log cannot be read. Takes READ_S at most; the next call reads the rest."""
+        """Return all Xids since begin(); None if the log is unreadable. Takes READ_S at most; the next call reads the rest."""
         if self._descriptor is None:
             return None
         deadline = time.monotonic() + READ_S

@@ -1,7 +1,7 @@
-"""The state of our own pod in Kubernetes: from a file, or from the API server where the pod may ask.
+"""The state of our own pod in Kubernetes, from a file, or from the API server if the pod may ask it.
 
-The downward API has metadata only, no conditions. So a sidecar or a node agent must keep the file, or the pod's service account
-needs the right to `get` pods and the setting `pod_api` must be on.
+The downward API has metadata only, no conditions. So either a sidecar or a node agent must maintain the file, or the pod's
+service account needs permission to `get` pods and the setting `pod_api` must be on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_BYTES = 4 << 20
 
 
 def platform_of(pod: Mapping[str, Any] | None) -> Platform:
-    """Return why the pod ends. pod: a pod or its status; None: it could not be read."""
+    """Return why the pod ends. pod: a pod or its status; None if it could not be read."""
     if pod is None:
         return Platform("kubernetes")
     status, metadata = _mapping(pod.get("status", pod)), _mapping(pod.get("metadata"))
@@ -37,23 +37,23 @@ def platform_of(pod: Mapping[str, Any] | None) -> Platform:
     reasons = (
         target.get("reason") if disrupted else None,
         status.get("reason"),  # "Evicted", "NodeLost"
-        # Not lastState: that is the previous container, whose agent is gone.
+        # Not lastState, which is about the previous container, whose agent is gone.
         *(_mapping(_mapping(c.get("state")).get("terminated")).get("reason") for c in _mappings(status.get("containerStatuses"))),
         "Deleted" if metadata.get("deletionTimestamp") else None,
     )
-    # "Completed" is a sidecar that has done its work.
+    # "Completed" comes from a sidecar that has done its work.
     reason = next((reason for reason in reasons if isinstance(reason, str) and reason not in ("", "Completed")), "")
     return Platform("kubernetes", reason, disrupted)
 
 
 def deletion_grace_s(pod: Mapping[str, Any] | None, now: float) -> float | None:
-    """Return the seconds until a pod that is being deleted is killed; None: it is not being deleted, or not known.
+    """Return the seconds until a pod that is being deleted is killed; None if it is not, or if that is unknown.
 
     `deletionGracePeriodSeconds` begins with the request to delete, and a preStop hook uses some of it before SIGTERM comes.
-    `deletionTimestamp` is its end by the API server's wall clock, that of another machine, so it may only shorten the time.
+    `deletionTimestamp` is the end of that period by the clock of the API server, another machine, so it only shortens the time.
 
     Args:
-        now: Unix time of this host.
+        now: the Unix time of this host.
     """
     metadata = _mapping(_mapping(pod).get("metadata"))
     seconds, end = metadata.get("deletionGracePeriodSeconds"), _unix_time(metadata.get("deletionTimestamp"))
@@ -71,7 +71,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def read_pod(path: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is none, or a file of more than MAX_BYTES."""
+    """Return the JSON object in a file; None if there is none, or if the file exceeds MAX_BYTES."""
     try:
         if not Path(path).is_file():  # a pipe would block
             return None
@@ -82,16 +82,16 @@ def read_pod(path: str) -> dict[str, Any] | None:
 
 
 def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> dict[str, Any] | None:
-    """Return our own pod from the API server; None without the right to ask, or without an answer in time.
+    """Return our own pod from the API server; None without permission or an answer in time.
 
-    The pod's name is the variable POD_NAME, else the host's name.
+    The pod's name comes from the variable POD_NAME, else it is the host name.
 
     Args:
         account: the directory with the token, the CA and the namespace.
-        timeout_s: seconds for everything together.
+        timeout_s: seconds for the whole call.
     """
     answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    # A thread: a server may send one byte a second, and a name lookup has no deadline.
+    # In a thread, because a server may send one byte per second, and a name lookup has no deadline.
     threading.Thread(target=lambda: answers.put(_get(environ, Path(account), timeout_s)), daemon=True).start()
     try:
         return answers.get(timeout=timeout_s)

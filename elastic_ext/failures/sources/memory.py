@@ -1,7 +1,7 @@
 """Counts the kernel's out-of-memory kills in the control groups of the agent and its workers.
 
-Version 2 counts in memory.events, the groups below included; version 1 in memory.oom_control, each group for itself (Linux 4.13).
-A group counts if its file is visible in this mount namespace. Kills because of the host's own shortage count, too.
+Version 2 counts in memory.events, including the groups below; version 1 in memory.oom_control, each group by itself (Linux 4.13).
+A group counts if its file is visible in this mount namespace. Kills by a shortage of the whole host also count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 20  # mountinfo of a host with thousands of containers
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """One version of control groups: how it is mounted, and which file counts."""
+    """One version of control groups: its mount type, controller and file with the count."""
 
     fstype: str
     controller: str  # as in /proc/PID/cgroup; "" is version 2
@@ -26,10 +26,10 @@ _HIERARCHIES = (_Hierarchy("cgroup2", "", "memory.events"), _Hierarchy("cgroup",
 
 
 def oom_counts(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Return the kills so far, by the file that counts them; empty where none can be read.
+    """Return the kills so far, by the file that counts them; empty if no file is readable.
 
     Args:
-        pids: workers, before they are reaped: each may be in a group of its own. The agent's group always counts.
+        pids: workers that are not reaped yet; each may be in its own group. The agent's group always counts.
     """
     mounts = _read("/proc/self/mountinfo") or ""
     files = {file for pid in ("self", *pids) for file in counting_files(_read(f"/proc/{pid}/cgroup") or "", mounts)}
@@ -37,13 +37,13 @@ def oom_counts(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def oom_kills_since(before: Mapping[str, int]) -> int | None:
-    """Return the kills since `before`, a result of oom_counts(); None if not known.
+    """Return the kills since `before`, a result of oom_counts(); None if unknown.
 
-    A group that is gone takes its count along; then only a kill in another group makes the answer known.
+    A removed group loses its count; then the answer is known only if another group counted a kill.
     """
     rises = [None if (now := _count(file)) is None else now - count for file, count in before.items()]
     known = [rise for rise in rises if rise is not None]
-    most = max(known, default=0)  # not the sum: version 2 counts a kill in every group above it too
+    most = max(known, default=0)  # not the sum: version 2 also counts a kill in every group above it
     return most if most > 0 or (known and len(known) == len(rises)) else None
 
 
@@ -72,7 +72,7 @@ def counting_files(cgroup: str, mountinfo: str) -> list[str]:
 
 
 def _below(root: str, path: str | None) -> str | None:
-    """Return `path` relative to a mount of `root`; None if it is not under it."""
+    """Return `path` relative to a mount of `root`; None if `path` is not under `root`."""
     if path is None or "/.." in path:  # outside of our own cgroup namespace
         return None
     if root == "/":
@@ -81,7 +81,7 @@ def _below(root: str, path: str | None) -> str | None:
 
 
 def _unescape(path: str) -> str:
-    """Undo the octal escapes of mountinfo: blanks, tabs, newlines and backslashes."""
+    """Undo the octal escapes of mountinfo: spaces, tabs, newlines and backslashes."""
     for escaped, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(escaped, plain)
     return path

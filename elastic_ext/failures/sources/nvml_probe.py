@@ -1,6 +1,6 @@
-"""The child process of `gpu.py`: prints NVML's recommendation for each GPU as JSON, [[PCI address, action or null], ...].
+"""The child process of `gpu.py`. It prints NVML's recommendation for each GPU as JSON, [[PCI address, action or null], ...].
 
-NVML makes no CUDA context.
+NVML creates no CUDA context.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The platform that runs this node's agent, and its reason for the agent's end."""
+"""The platform that runs this node's agent, and why it ends the agent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elastic_ext.failures.sources import kubernetes, slurm
 def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform:
     """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
 
-    Slurm comes first: under Slinky its nodes are pods, but Slurm ends the job.
+    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job.
 
     Args:
-        pod_file: the pod or its status as JSON, which something else keeps up to date.
+        pod_file: file with the pod or its status as JSON, maintained by another program.
         pod_api: ask the API server if there is no such file.
 
     Returns:
-        A Platform; without a name if there is no known platform.
+        A Platform, without a name if the platform is unknown.
     """
     if slurm.job_id(environ):
         return slurm.ask(environ)
@@ -30,7 +30,7 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
 
 
 def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
-    """Return the seconds until Kubernetes kills our pod, which it is deleting; None: not known. Arguments as for `detect`."""
+    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Arguments as for `detect`."""
     return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
 
 

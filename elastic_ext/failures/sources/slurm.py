@@ -1,4 +1,4 @@
-"""The state of our job in Slurm: from the environment, and from `scontrol show job` where that is installed."""
+"""The state of our job in Slurm, from the environment, and from `scontrol show job` if that is installed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from elastic_ext.failures.sources import commands
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output
-SHORTLY_S = 5.0  # Slurm sends its signals about when the limit is reached, by its own clock
+SHORTLY_S = 5.0  # by its own clock, Slurm sends its signals at about the time of the limit
 
-# JobState -> the reason; other states (RUNNING, COMPLETING, PENDING, ...) are no reason to end.
+# From JobState to the reason; other states (RUNNING, COMPLETING, PENDING, ...) do not end a job.
 _OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL", "REQUEUED", "REVOKED", "STOPPED", "FAILED")
 _ENDS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": TIME_LIMIT, **{state: state for state in _OTHER_ENDS}}
 _REASONS = {"TimeLimit": TIME_LIMIT, "Preempted": "PREEMPTED", "NodeDown": "NODE_FAIL"}
@@ -24,14 +24,14 @@ _FIELD = re.compile(r"(?:^|\s)(JobState|Reason)=(\S*)")
 
 @dataclass(frozen=True)
 class Job:
-    """The job in the environment. end_time: Unix time of the limit; None: no limit, or Slurm before 22.05."""
+    """The job in the environment. end_time: Unix time of the limit; None without a limit, or with Slurm before 22.05."""
 
     job_id: str
     end_time: int | None = None
 
 
 def job_id(environ: Mapping[str, str]) -> str:
-    """Return the job's id; "" outside of a job."""
+    """Return the job's id; "" outside a job."""
     return environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", ""))
 
 
@@ -49,7 +49,7 @@ def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     job = read_environment(environ)
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     text = None
-    if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234", "1234_7", but no option
+    if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234" or "1234_7", never an option
         text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
     reason = parse_show_job(text or "")
     if not reason and job.end_time is not None and time.time() >= job.end_time - SHORTLY_S:
@@ -60,7 +60,7 @@ def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
 def parse_show_job(text: str) -> str:
     """Return why the job ends, from the output of `scontrol show job`; "" if that gives no reason.
 
-    It may show several jobs (an array, a heterogeneous job, the run before a requeue): the first with a reason decides.
+    The output may show several jobs (an array, a heterogeneous job, the run before a requeue): the first with a reason decides.
     """
     fields = _FIELD.findall(text)
     for name, value in fields:

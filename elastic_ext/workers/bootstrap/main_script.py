@@ -73,7 +73,7 @@ def _has_importer(path: str) -> bool:
 
 
 def _load(filename: str, namespace: "dict[str, Any]") -> "CodeType":
-    """Return the script's code and set `__file__` and its companions (pymain_run_file, PyRun_SimpleFile)."""
+    """Return the script's code and set `__file__`, `__cached__` and `__loader__` (pymain_run_file, PyRun_SimpleFile)."""
     try:
         with open(filename, "rb") as file:
             data = file.read()

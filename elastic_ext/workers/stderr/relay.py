@@ -160,7 +160,7 @@ def _is_ready(descriptor: int, event: int) -> bool:
 
 
 class Relay:
-    """Copies the pipes to the console as the agent's socket says. run() returns when socket and pipes have ended."""
+    """Copies the pipes to the console. run() returns when the agent's socket and all pipes have ended and all is written."""
 
     def __init__(self, control: socket.socket, console: int) -> None:
         """Start without pipes. control: the socket to the agent; its end only ends the messages. console: a descriptor."""

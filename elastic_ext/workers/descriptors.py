@@ -38,7 +38,7 @@ def raised() -> Iterator[None]:
             if not _agents and _users is not None:
                 try:
                     resource.setrlimit(resource.RLIMIT_NOFILE, _users)
-                except (OSError, ValueError) as error:  # somebody has lowered the hard limit
+                except (OSError, ValueError) as error:  # the hard limit was lowered
                     logger.info("the limit of open files cannot be set back: %s", error)
                 _users = None
 

@@ -80,7 +80,7 @@ def _await_end(pid: int, writer: int) -> None:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
-        pass  # somebody has reaped it
+        pass  # it was already reaped
     try:
         os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
     except OSError:

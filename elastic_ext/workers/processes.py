@@ -1,4 +1,4 @@
-"""The worker processes of one round. This sees their exits at once and stops all of them within a deadline.
+"""The worker processes of one round. This module sees exits at once and stops all workers within a deadline.
 
 A pidfd becomes readable when its process ends, so nothing polls. Exits are read without reaping (WNOWAIT): torch's process
 contexts reap, and while a zombie holds its pid, a signal to its process group cannot hit an unrelated process.
@@ -49,7 +49,7 @@ class Exit:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with an exit code other than 0."""
+        """Return whether it ended with an exit code other than 0."""
         return self.exitcode != 0
 
     def was_asked(self, raised_ns: int | None) -> bool:
@@ -114,7 +114,7 @@ class WorkerProcesses:
 
     @property
     def failed(self) -> bool:
-        """Whether at least one worker has failed."""
+        """Return whether at least one worker has failed."""
         return any(exit_.failed for exit_ in self.exits.values())
 
     def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:

@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def first_step_done(self) -> bool | None:
-        """Whether the first step is done; None: not known."""
+        """Return whether the first step is done; None if not known."""
         return self.steps > 0 if self.pid else None
 
 

@@ -101,10 +101,7 @@ def replace(path: str, text: str) -> None:
 
 
 def _type_name(kind: "type[BaseException]") -> str:
-    """Return the qualified name, without a module for builtins and the script's own types.
-
-    torch's out-of-memory error gets its documented name.
-    """
+    """Return the qualified name, without the module for builtins and the script's types; torch's documented one for OOM."""
     if kind.__module__ in ("builtins", "__main__"):
         return kind.__qualname__
     if kind.__name__ == "OutOfMemoryError" and str(kind.__module__).partition(".")[0] == "torch":

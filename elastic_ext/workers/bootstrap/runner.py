@@ -118,7 +118,7 @@ class _Reports:
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException) -> None:
-        """Report that the worker is about to end with this error. Not for Ctrl-C: it ends the worker by a signal soon enough."""
+        """Report that the worker is about to end with this error. Ctrl-C needs no report: its signal ends the worker soon."""
         if self._row is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
             return
         code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
@@ -228,10 +228,7 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
 
 
 def _is_default(hook: "Callable[..., Any]") -> bool:
-    """Return whether `hook` is Python's excepthook, or torch's wrapper around it.
-
-    init_process_group installs the wrapper, which adds "[rank0]: " to each line.
-    """
+    """Return whether `hook` is Python's, or torch's wrapper from init_process_group, which adds "[rank0]: " to each line."""
     while getattr(hook, "__name__", None) == "_distributed_excepthook":
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
         if "old_hook" not in cells:

@@ -94,9 +94,10 @@ class Activity(Enum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """Whether the workers of one node stall.
+    """The state of one node's workers.
 
     Attributes:
+        stalled: whether all of them stall.
         culprits: the ranks with the fewest steps.
         reason: an explanation for people.
         imminent: they do not stall yet but soon will, and no worker works: the job should save what it can.
@@ -277,7 +278,7 @@ class Stuck:
 
     @property
     def reason(self) -> str:
-        """Why the job hangs if this worker is the culprit, in one line for people."""
+        """The reason for the hang if this worker is the culprit, in one line for people."""
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
         return (

@@ -33,7 +33,7 @@ class FlightRecorder:
         """Choose the paths. run_dir: the agent's private directory, for the pipes. environ: the agent's environment.
 
         People read the dumps after the job, so they do not go to run_dir. They go to a directory that only this user may enter,
-        since torch would follow a link planted by somebody else.
+        since torch would follow a link planted by another user.
         """
         chosen = next((environ[name] for name in DUMP_FILES if environ.get(name)), None)
         self._own = tempfile.mkdtemp(prefix="elastic_ext_flight_") if chosen is None else None

@@ -16,7 +16,7 @@ MIN_STEPS = 10  # by each rank, or a single evaluation would make it a straggler
 
 @dataclass(frozen=True)
 class StepMark:
-    """How many steps a rank has done, and when the last of them ended (monotonic seconds)."""
+    """The number of steps that a rank has done, and the end of the last one (monotonic seconds)."""
 
     steps: int
     at_s: float

@@ -16,7 +16,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-RECENT_SHARE = 0.4  # of the limit: what a worker did within this time counts as recent
+RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
 class HangWatch:
@@ -40,7 +40,7 @@ class HangWatch:
 
     @property
     def step_s(self) -> dict[int, float]:
-        """Recent seconds per step, by local rank; empty: not known yet. Replaced, never changed in place."""
+        """Return the recent seconds per step, by local rank; empty: not known yet. Replaced, never changed in place."""
         return self._speeds.step_s
 
     def next_look_s(self) -> float:
@@ -48,7 +48,7 @@ class HangWatch:
         return max(0.0, self._next_look - time.monotonic())
 
     def look(self, pids: Mapping[int, int]) -> Assessment | None:
-        """Assess the workers if it is time to; return None if it is not. pids: those of the running workers, by local rank."""
+        """Assess the workers, or return None before the next look is due. pids: those of running workers, by local rank."""
         now = time.monotonic()
         if now < self._next_look:
             return None

@@ -18,7 +18,7 @@ from elastic_ext.workers.reaper import reaper
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 40.0  # the reaper itself gives up after about 30 s
-STOPPED_S = 2.0  # how long to wait for its end before checking whether somebody has stopped it
+STOPPED_S = 2.0  # how long to wait for its end before checking whether it is stopped
 
 
 class Reaper:
@@ -88,7 +88,7 @@ class Reaper:
         self._send_round()
 
     def revive(self) -> None:
-        """Restart the reaper if somebody killed it (its pidfd is then readable); continue it if somebody stopped it."""
+        """Restart the reaper if it was killed (its pidfd is then readable); continue it if it was stopped."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -126,7 +126,7 @@ class Reaper:
         self._release()
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for the process to end. Return False if somebody keeps it stopped."""
+        """Wait for the process to end. Return False if it stays stopped."""
         pidfds.go_on(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)

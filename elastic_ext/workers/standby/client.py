@@ -54,7 +54,7 @@ class Standby:
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
+        """Return whether its process still runs."""
         return not readable(self.pidfd)
 
     def release(self, message: Release, descriptors: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class Standby:
         try:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
-            pass  # somebody waits for all children of this process
+            pass  # other code waits for all children of this process
         self._close()
 
     def _close(self) -> None:
@@ -98,7 +98,7 @@ class ServerEnd:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it, in which case another server need not end the same way."""
+        """Return whether a signal ended it. Another server need not end the same way."""
         return self.exitcode is not None and self.exitcode < 0
 
     def __str__(self) -> str:

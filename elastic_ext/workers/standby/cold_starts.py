@@ -38,7 +38,7 @@ class ColdStarts:
 
     @property
     def reason(self) -> Cold | None:
-        """Why a start would be cold now even if standbys wait; None: it need not be."""
+        """Return why a start would be cold now even if standbys wait, or None."""
         return self.off or self.unfit or self.next_round
 
     def count_warm(self) -> None:

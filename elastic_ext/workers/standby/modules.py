@@ -58,7 +58,7 @@ class PreloadedModules:
 
     @property
     def can_choose(self) -> bool:
-        """Whether a report was learned from which nothing has been chosen yet."""
+        """Return whether there is a report from which nothing has been chosen yet."""
         return self._learned is not None and not self._chosen
 
     def choose(self) -> bool:

@@ -1,4 +1,4 @@
-"""The warm standbys of one agent. A thread keeps them ready, starting workers take them, and the thread replaces them.
+"""The warm standbys of one agent. A thread keeps them ready, new workers take them, and the thread replaces them.
 
 No start ever waits for a standby. If none is ready, or if a standby would differ from a newly started process, the worker starts
 cold, and the reason is counted and logged once.

@@ -32,7 +32,7 @@ class StandbySpec:
 
     @property
     def folder(self) -> str:
-        """The folder that the interpreter puts first on sys.path."""
+        """Return the folder that the interpreter puts first on sys.path."""
         if self.program[0] == "-m":
             return os.getcwd()
         path = os.path.realpath(self.program[0])

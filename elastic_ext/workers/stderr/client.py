@@ -81,7 +81,7 @@ class RelayClient:
         return None
 
     def close(self) -> None:
-        """Let the relay finish. It stays only while somebody holds a pipe open or the console accepts nothing."""
+        """Let the relay finish. It stays only while a process holds a pipe open or the console accepts nothing."""
         if self._closed:
             return
         self._link.resume()

@@ -50,7 +50,7 @@ class RelayLink:
         return self._answer(number, deadline)
 
     def resume(self) -> None:
-        """Continue the process if somebody has stopped it: full pipes would soon block the workers."""
+        """Continue the process if it was stopped: full pipes would soon block the workers."""
         if self.process is not None:
             pidfds.go_on(self.process.pid, "stderr relay")
 

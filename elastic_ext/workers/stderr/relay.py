@@ -64,7 +64,7 @@ class Ring:
 
     @property
     def connected(self) -> bool:
-        """Whether the pipe has had a writer."""
+        """Return whether the pipe has had a writer."""
         return bool(self._words[CONNECTED])
 
     def mark_connected(self) -> None:
@@ -112,7 +112,7 @@ class Console:
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be written."""
+        """Return how many bytes wait to be written."""
         return self.bytes_in - self.bytes_out
 
     def put(self, data: bytes, ring: Ring) -> None:
@@ -131,7 +131,7 @@ class Console:
             piece = data if self._is_file else data[: _whole_lines(data)]
             try:
                 self._advance(os.write(self._descriptor, piece))
-            except BlockingIOError:  # somebody who shares the descriptor has made it non-blocking
+            except BlockingIOError:  # a process that shares the descriptor has made it non-blocking
                 return
             except OSError as error:
                 self._gone = error.errno in GONE

@@ -57,7 +57,7 @@ class StderrTails:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a relay."""
+        """Return whether there is a relay."""
         return self._relay is not None
 
     def begin_round(self) -> None:

@@ -1,7 +1,7 @@
-"""What each worker gets from the agent, and where its files go: a LogsSpecs around the user's own.
+"""A LogsSpecs around the user's own, which decides what each worker gets from the agent and where its files go.
 
-`reify` is the public place where torch lets a plug-in see the environment of every worker before it starts, in every version;
-torch's own LogsSpecs writes TORCHELASTIC_ERROR_FILE there.
+In every version of torch, `reify` is the public hook in which a plug-in sees the environment of every worker before it starts.
+torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
     """Adds our variables to the workers' environment and keeps their error files from torch's reader.
 
     Attributes:
-        variables: set before each round: environment variables for all workers of this node. TORCHELASTIC_RESTART_COUNT among
-            them names the log directory.
-        tell: set before each round: for each worker by local rank, keys of its message; see `worker_env`. `reify` adds the rest.
+        variables: set before each round: environment variables for all workers of this node, including
+            TORCHELASTIC_RESTART_COUNT, which names the log directory.
+        tell: set before each round: keys of each worker's message, by local rank; see `worker_env`. `reify` adds the rest.
         modules_file: set before each round: where a worker of this round writes what it has imported.
         run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
         stderr: set once: keeps the end of what the workers write to stderr.
-        error_files, stacks_files: read after the start: where each worker leaves them, by local rank.
+        error_files, stacks_files: read after the start: where each worker writes them, by local rank.
     """
 
     def __init__(self, inner: LogsSpecs) -> None:
-        """inner: the user's own."""
+        """Wrap `inner`, the user's own LogsSpecs."""
         super().__init__()
         self._inner = inner
         self._round_dir = ""
-        self._on_disk: str | None = None  # another directory of this round, because run_dir is full
+        self._on_disk: str | None = None  # this round's directory if run_dir is full
         self.modules_file = ""
         self.run_dir = ""
         self.variables: dict[str, str] = {}
@@ -59,7 +59,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             env.update(self.variables)
         dest = self._inner.reify(envs)
         self.stderr.begin_round()
-        if self._round_dir:  # of the round before: a job that restarts for weeks must not fill the memory that this is in
+        if self._round_dir:  # the previous round's: a job that restarts for weeks must not fill the memory that holds it
             shutil.rmtree(self._round_dir, ignore_errors=True)
         self.remove()
         self._round_dir = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}")
@@ -68,17 +68,17 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
             self.stacks_files[local_rank] = os.path.join(os.path.dirname(error_file), "stacks.txt")
             env[worker_env.WORKER_ENV] = json.dumps(self._message(local_rank, dest.stderrs[local_rank]))
-        # Torch reads the files named here without any check as soon as a worker has failed. The supervisor reads them with care.
+        # Torch reads the files named here, without checks, as soon as a worker has failed. The supervisor checks what it reads.
         return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))
 
     def _message(self, local_rank: int, destination: str) -> dict[str, object]:
-        """The message to this worker. destination: where torch sends its stderr; a file, os.devnull, or "" for the console."""
+        """Return this worker's message. destination: where torch sends its stderr: a file, os.devnull, or "" for the console."""
         message = {
             "version": worker_env.VERSION,
             "progress_version": progress_layout.VERSION,
             **self.tell[local_rank],
             "stacks": self.stacks_files[local_rank],
-            # If stderr goes to a file, the traceback belongs into that file; on the console the agent shows it once.
+            # If stderr goes to a file, the traceback belongs in that file; on the console, the agent shows it once.
             "quiet_traceback": destination in ("", os.devnull),
         }
         pipe = self.stderr.connect(local_rank, destination, self._private_dir(local_rank))

@@ -1,7 +1,7 @@
 """Descriptors that become readable when a child of this process ends: pidfds, or a pipe and a thread if there are no pidfds.
 
-Linux before 5.4 has none, some seccomp profiles refuse them, and an interpreter may have been built against old headers. All
-functions here are for children that this process has not reaped: no other process can have their pids.
+Linux before 5.4 has no pidfds, some seccomp profiles refuse them, and an interpreter may have been built against old headers.
+These functions are for children that this process has not reaped, so no other process can have their pids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 @functools.cache
 def why_none() -> str | None:
-    """The reason why there are no pidfds here; None if there are. Raises OSError if a passing lack prevents the answer."""
+    """Return why pidfds do not work here; None if they do. Raises OSError if a temporary shortage prevents the answer."""
     try:
         pidfd = os.pidfd_open(os.getpid())
     except AttributeError:
@@ -31,7 +31,7 @@ def why_none() -> str | None:
         signal.pidfd_send_signal(pidfd, 0)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     except ChildProcessError:
-        return None  # a process is not its own child: the kernel has understood the question
+        return None  # a process is not its own child: the kernel supports the call
     except AttributeError as error:
         return f"this Python was built without it: {error}"
     except OSError as error:
@@ -42,7 +42,7 @@ def why_none() -> str | None:
 
 
 def _refusal(call: str, error: OSError) -> str:
-    """Raises the error if it is a passing one, such as a lack of descriptors."""
+    """Return a reason for the log. Raises the error if it is temporary, such as a shortage of descriptors."""
     if error.errno not in _REFUSED:
         raise error
     reason = f"{call} is refused ({error.strerror})"
@@ -56,7 +56,7 @@ def watch(pid: int) -> int:
     Raises:
         ProcessLookupError: the child has ended and was reaped.
         OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
-            errno if no descriptor or no thread is to be had.
+            errno if no descriptor or thread is available.
     """
     if why_none() is None:
         return os.pidfd_open(pid)
@@ -80,16 +80,16 @@ def _await_end(pid: int, writer: int) -> None:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
-        pass  # somebody has reaped it
+        pass  # it was already reaped
     try:
         os.write(writer, b".")  # closing it is not enough: a forked process may hold another copy
     except OSError:
-        pass  # nobody waits any more
+        pass  # nobody waits anymore
     os.close(writer)
 
 
 def send(descriptor: int, pid: int, sig: int) -> None:
-    """Send a signal to the child behind a descriptor of `watch`. Raises ProcessLookupError, PermissionError."""
+    """Send a signal to the child behind a descriptor from `watch`. Raises ProcessLookupError, PermissionError."""
     if why_none() is None:
         signal.pidfd_send_signal(descriptor, sig)
     else:
@@ -97,13 +97,13 @@ def send(descriptor: int, pid: int, sig: int) -> None:
 
 
 def status(descriptor: int, pid: int) -> os.waitid_result | None:
-    """How this child has ended, without reaping it; None: it has not ended. Raises ChildProcessError if it was reaped."""
+    """Return how this child ended, without reaping it; None if it has not. Raises ChildProcessError if it was reaped."""
     which = (os.P_PIDFD, descriptor) if why_none() is None else (os.P_PID, pid)
     return os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def state(pid: int) -> str:
-    """The state of a process, a letter of proc_pid_stat(5); "" if there is no such process."""
+    """Return the state of a process, a letter from proc_pid_stat(5); "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             return stat.read().rpartition(") ")[2][:1]
@@ -112,7 +112,7 @@ def state(pid: int) -> str:
 
 
 def go_on(pid: int, what: str) -> bool:
-    """Continue a helper process that somebody has stopped (SIGSTOP); True if it was. what: its name for the log."""
+    """Continue a helper process that was stopped (SIGSTOP). Return whether it was. what: its name for the log."""
     if state(pid) != "T":
         return False
     logger.warning("the %s (pid %s) was stopped from outside; continuing it", what, pid)

@@ -1,7 +1,7 @@
-"""The worker processes of one round: their exits are seen at once, and all of them are stopped within a deadline.
+"""The worker processes of one round. This module sees exits at once and stops all workers within a deadline.
 
 A pidfd becomes readable when its process ends, so nothing polls. Exits are read without reaping (WNOWAIT): torch's process
-contexts reap, and as long as a zombie holds its pid, a signal to its process group cannot hit a stranger.
+contexts reap, and while a zombie holds its pid, a signal to its process group cannot hit an unrelated process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class HasFileno(Protocol):
 
 @dataclass(frozen=True)
 class Exit:
-    """How one worker ended.
+    """The end of one worker.
 
     Attributes:
         exitcode: as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child
             of this process: start method forkserver).
-        asked_ns: time.monotonic_ns() when the agent first told the worker to end; None if it never did, or if the worker was
-            ended by a signal that the agent had not sent.
+        asked_ns: time.monotonic_ns() when the agent first told the worker to end; None if it never did, or if a signal that the
+            agent had not sent ended the worker.
         seen_ns: time.monotonic_ns() when the agent saw the exit.
     """
 
@@ -49,20 +49,20 @@ class Exit:
 
     @property
     def failed(self) -> bool:
-        """It did not end with exit code 0."""
+        """Return whether it ended with an exit code other than 0."""
         return self.exitcode != 0
 
     def was_asked(self, raised_ns: int | None) -> bool:
-        """Whether the worker ended because the agent told it to.
+        """Return whether the worker ended because the agent told it to.
 
-        raised_ns: time.monotonic_ns() when it raised the exception that ended it; None if there was none. An exception that a
-        worker raises in answer to our signal is how it ended, not why.
+        raised_ns: time.monotonic_ns() when it raised the exception that ended it; None if there was no exception. An exception
+        raised in answer to our signal is how the worker ended, not why.
         """
         return self.asked_ns is not None and (raised_ns is None or raised_ns >= self.asked_ns)
 
 
 class HasLeaving(Protocol):
-    """Knows which workers end by themselves with an error; see `progress.Leaving`."""
+    """An object that knows which workers end by themselves with an error; see `progress.Leaving`."""
 
     def fileno(self) -> int: ...
     def clear(self) -> None: ...
@@ -81,7 +81,7 @@ class WorkerProcesses:
 
         Args:
             pids: by local rank.
-            own_groups: each worker leads a process group of its own, as commands started by torch do.
+            own_groups: each worker leads its own process group, as commands started by torch do.
         """
         self.pids = dict(pids)
         self._own_groups = own_groups
@@ -89,7 +89,7 @@ class WorkerProcesses:
         self._asked_ns: dict[int, int] = {}
         self._sent: dict[int, set[int]] = {}
         self._cut_short: dict[int, int] = {}  # the exit codes of workers that were killed after their exit handlers
-        self._only_cut_short: set[int] = set()  # those of them that had not been told to end before
+        self._only_cut_short: set[int] = set()  # those that had not been told to end before
         self.stopped = False  # after stop() torch may reap, so no signal is sent to any of these pids again
         self.exits: dict[int, Exit] = {}
         try:
@@ -105,7 +105,7 @@ class WorkerProcesses:
     def close(self) -> None:
         """Stop watching. Sends no signal."""
         while self._pidfds:
-            os.close(self._pidfds.popitem()[1])  # taken out first: a signal may interrupt this, and it is called again then
+            os.close(self._pidfds.popitem()[1])  # popped first: if a signal interrupts this, it is called again
 
     @property
     def running(self) -> list[int]:
@@ -114,11 +114,11 @@ class WorkerProcesses:
 
     @property
     def failed(self) -> bool:
-        """At least one worker has failed."""
+        """Return whether at least one worker has failed."""
         return any(exit_.failed for exit_ in self.exits.values())
 
     def wait(self, timeout_s: float | None, *others: HasFileno | int) -> None:
-        """Block until a running worker ends, one of `others` is readable or the time is over; then note the exits."""
+        """Block until a running worker ends, one of `others` is readable or the timeout expires; then record the exits."""
         poll = select.poll()
         for local_rank in self.running:
             poll.register(self._pidfds[local_rank], select.POLLIN)
@@ -128,7 +128,7 @@ class WorkerProcesses:
         self.look()
 
     def look(self) -> None:
-        """Note the exits so far, without blocking."""
+        """Record the exits so far, without blocking."""
         by_pidfd = {self._pidfds[local_rank]: local_rank for local_rank in self.running}
         poll = select.poll()
         for pidfd in by_pidfd:
@@ -154,21 +154,21 @@ class WorkerProcesses:
         sig: signal.Signals = signal.SIGTERM,
         leaving: HasLeaving | None = None,
     ) -> None:
-        """End all workers: send `sig` now, and SIGKILL after `grace_s` seconds to whatever is left of them.
+        """End all workers: send `sig` now, and SIGKILL to whatever is left of them after `grace_s` seconds.
 
-        Returns when all have ended. A process that sleeps in the kernel outlives even SIGKILL; then after another `grace_s`.
+        Returns when all have ended. If one sleeps in the kernel and outlives even SIGKILL, returns after another `grace_s`.
 
         Args:
-            on_stragglers: called with the local ranks that outlived the grace, before they are killed.
-            leaving: workers that end by themselves. They are not sent `sig`, but SIGKILL once their exit handlers are done.
+            on_stragglers: called with the local ranks that outlived the grace period, before they are killed.
+            leaving: workers that end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done.
         """
         alone = leaving.codes() if leaving is not None else {}
         self._signal([local_rank for local_rank in self.running if local_rank not in alone], sig)
         self._await_all(grace_s, leaving)
         if stragglers := self.running:
             on_stragglers(stragglers)
-        # To the groups of the dead too: what a worker started must not outlive it. Their leaders are zombies until torch reaps
-        # them. A worker that ended well, and by itself, left on purpose what it left behind.
+        # Also signal the groups of dead workers: what a worker started must not outlive it. Their leaders are zombies until torch
+        # reaps them. A worker that succeeded by itself left its processes behind on purpose.
         ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.asked_ns is None}
         self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
         self._await_all(max(grace_s, 1.0))
@@ -210,9 +210,9 @@ class WorkerProcesses:
 
 
 def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:
-    """Whether a process has ended, and its exit code if that can be known.
+    """Return whether a process has ended, and its exit code if that can be known.
 
-    A pidfd is readable when the process ends; under a tracer (strace, gdb) its parent learns of the end somewhat later.
+    A pidfd is readable when the process ends; under a tracer (strace, gdb), its parent learns of the end slightly later.
     """
     try:
         status = pidfds.status(pidfd, pid)

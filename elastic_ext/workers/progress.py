@@ -1,6 +1,6 @@
 """The agent's side of the progress table: one row of shared memory per worker; see `progress_layout` for the layout.
 
-Reading costs the training nothing: no message, no lock.
+Reading costs the training nothing: it takes no message and no lock.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class Progress:
     """One worker's row, decoded.
 
     Attributes:
-        pid: of the worker whose bootstrap is in place; 0: there is none, and nothing is known of this worker.
+        pid: pid of the worker whose bootstrap is in place; 0: no bootstrap, so nothing is known about this worker.
         steps: optimizer steps done since the worker started.
         first_step_ns, last_step_ns: time.monotonic_ns() of these steps; 0 before the first.
-        stacks_armed: the signal that dumps the worker's stacks has a handler. Without one that signal would kill it.
+        stacks_armed: the signal that dumps the worker's stacks has a handler. Without one, the signal would kill the worker.
         asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that the worker has seen committed.
-        saved_step, save_s: step and duration in seconds of the last of them.
+        saved_step, save_s: step and duration in seconds of the last one.
         save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
-        failed_saves: consecutive failed saves up to now.
-        ends_with: exit code of a worker whose script is over and that ends with an error, or 0.
-        exit_handlers_done: everything that the script can notice of its end is over.
+        failed_saves: number of consecutive failed saves.
+        ends_with: exit code of a worker whose script has ended with an error, or 0.
+        exit_handlers_done: the part of the worker's end that the script can notice is over.
         phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
         reports: progress reports, besides the steps.
         sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
-        gaps: gaps between signs of life in this phase: entry i counts those of less than 2 ** i ms and at least half of that.
+        gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def first_step_done(self) -> bool | None:
-        """None: not known."""
+        """Return whether the first step is done; None if not known."""
         return self.steps > 0 if self.pid else None
 
 
@@ -65,12 +65,12 @@ class ProgressTable:
     """The progress table of one round."""
 
     def __init__(self, path: str, workers: int) -> None:
-        """path: a file to create, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
+        """Create the file `path`, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
         self.path = path
         size = workers * layout.ROW_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Not ftruncate: a hole that a full tmpfs cannot fill is SIGBUS at the first touch, here or in the worker.
+            # Not ftruncate: a hole that a full tmpfs cannot fill raises SIGBUS when it is touched, here or in the worker.
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError:
@@ -84,7 +84,7 @@ class ProgressTable:
     def read(self, slot: int) -> Progress:
         """Decode the row of the worker with this local rank."""
         row = self._rows[slot]
-        phase = min(row[layout.PHASE], len(layout.PHASES) - 1)  # the script can write here what it likes
+        phase = min(row[layout.PHASE], len(layout.PHASES) - 1)  # the script can write anything here
         gaps = layout.GAPS + phase * layout.GAP_BUCKETS
         return Progress(
             pid=row[layout.PID],
@@ -112,11 +112,11 @@ class ProgressTable:
         return [self.read(slot) for slot in range(len(self._rows))]
 
     def want_save(self, slot: int, number: int) -> None:
-        """Ask this worker to look for the agreed step boundary of the save on demand with this number."""
+        """Ask this worker to look for the agreed step boundary of save on demand `number`."""
         self._rows[slot][layout.SAVE_WANTED] = number
 
     def remove(self) -> None:
-        """Unlink the file. The memory stays until the last reader has let go of this object."""
+        """Unlink the file. The memory stays until the last reader drops this object."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:
@@ -124,20 +124,20 @@ class ProgressTable:
 
 
 class Leaving:
-    """Which workers of a round are about to end with an error. They report it themselves and are not told to end.
+    """The workers of a round that are about to end with an error. They report it themselves and are not told to end.
 
-    After an error a worker runs its exit handlers, which may take as long as they need within the grace. The agent does not wait
-    for what follows, the interpreter's teardown (0.4 s with torch, more with a device).
+    After an error, a worker runs its exit handlers. They may take as long as the grace period allows. The agent does not wait
+    for the interpreter's teardown that follows (0.4 s with torch, more with a device).
     """
 
     def __init__(self, table: ProgressTable | None, slots: Iterable[int], wake_pipe: WakePipe) -> None:
-        """table: None if there is none; then nothing is known. slots: of this round's workers."""
+        """Take the slots of this round's workers. table: None if there is no table; then nothing is known."""
         self._table = table
         self._slots = list(slots)
         self._wake_pipe = wake_pipe
 
     def fileno(self) -> int:
-        """Readable when one of the workers has reported something."""
+        """Return a descriptor that is readable when a worker has reported something."""
         return self._wake_pipe.fileno()
 
     def clear(self) -> None:
@@ -145,11 +145,11 @@ class Leaving:
         self._wake_pipe.clear()
 
     def codes(self) -> dict[int, int]:
-        """Exit codes of the workers that end with an error, by local rank; including those that have ended since."""
+        """Return the exit codes of the workers that end with an error, by local rank, including those that have ended since."""
         return {slot: row.ends_with for slot, row in self._read() if row.ends_with}
 
     def through(self) -> dict[int, int]:
-        """The same for the workers whose exit handlers are done."""
+        """Return the same for the workers whose exit handlers are done."""
         return {slot: row.ends_with for slot, row in self._read() if row.ends_with and row.exit_handlers_done}
 
     def _read(self) -> list[tuple[int, Progress]]:

@@ -1,26 +1,26 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 1. The table is a file with one row per worker of this node, in the order of the slots. A row has ROW_BYTES
-bytes: native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store: no locks.
-The bootstrap and `elastic_ext.training` write a row's fields below AGENT_FIELDS, the agent writes those from there on. The
-bootstrap sets its fields to 0 when the worker starts, and PID last: while PID is 0 the other fields mean nothing.
+Wire protocol, version 1. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
+The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
+bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
 
 The agent announces the table and its version in `worker_env`. Increase VERSION when the meaning or the place of a field changes.
 
-This file is loaded by path in every worker before the user's script: it imports nothing.
+This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
 VERSION = 1
 ROW_BYTES = 1536
 
-PID = 0  # of the worker; 0 until all other fields are in place
+PID = 0  # pid of the worker; 0 until all other fields are in place
 STEPS = 1  # optimizer steps done
 LAST_STEP_NS = 2  # time.monotonic_ns() of the last step; 0: none yet
 FIRST_STEP_NS = 3
 OPTIM_HOOKED = 4  # 1: torch.optim is imported and steps are counted
 STACKS_ARMED = 5  # 1: worker_env.STACKS_SIGNAL has its handler
 
-# Written by elastic_ext.training, where the script uses it.
+# Written by elastic_ext.training, if the script uses it.
 ASKS_FOR_SAVES = 6  # 1: the script asks at its step boundaries whether to save
 SAVES = 7  # checkpoints that the worker has seen committed
 SAVE_NS = 8  # duration of the last committed save, from the request to the commit
@@ -28,7 +28,7 @@ SAVED_STEP = 9  # step of the last committed save, plus 1
 SAVE_KEPT = 10  # number of the last save on demand that was committed
 SAVE_FAILED = 11  # number of the last save on demand that failed
 
-# Written at the end of a worker that fails with an exception or with sys.exit.
+# Written when a worker ends with an exception or a failing sys.exit.
 ENDS_WITH = 12  # its exit code, never 0: the script is over and its error file is complete
 EXIT_HANDLERS_DONE = 13  # 1: all threads and exit handlers have finished; only the interpreter's own teardown is left
 
@@ -42,8 +42,8 @@ FAILED_SAVES = 18  # consecutive failed saves
 
 PHASES = ("", "step", "data", "compile", "checkpoint", "eval", "exit")  # exit: the script is over, its process is not
 GAPS = 19
-"""First field of a histogram for each phase: how many gaps between two signs of life ended in this phase, by length. A gap of
-n ms counts in bucket n.bit_length(), so bucket b holds gaps of at least 2 ** (b - 1) ms and less than 2 ** b ms."""
+"""First field of the histograms, one per phase: how many gaps between two signs of life ended in this phase, by length. A gap
+of n ms counts in bucket n.bit_length(), so bucket b holds gaps of at least 2 ** (b - 1) ms and less than 2 ** b ms."""
 GAP_BUCKETS = 24  # the last one holds all gaps of 70 minutes and more
 
 # Written by the agent.
@@ -52,7 +52,7 @@ SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 
 
 def note_sign(row: memoryview, now_ns: int) -> None:
-    """Record a sign of life and the gap that it ends. row: of the calling worker, as unsigned 64-bit fields."""
+    """Record a sign of life and the gap that it ends. row: the calling worker's, as unsigned 64-bit fields."""
     last_ns = row[SIGN_NS]
     if last_ns:
         bucket = min(((now_ns - last_ns) // 1_000_000).bit_length(), GAP_BUCKETS - 1)

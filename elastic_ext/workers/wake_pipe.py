@@ -1,6 +1,6 @@
-"""The agent's end of the pipe by which workers wake it, and how named pipes are made.
+"""The agent's end of the pipe by which workers wake it, and the creation of named pipes.
 
-A worker writes one byte (`worker_env.wake`) when it has changed something in the progress table that the agent waits for.
+A worker writes one byte (`worker_env.wake`) when it has changed a part of the progress table that the agent waits for.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _logged: set[str] = set()  # reasons why named pipes cannot be made
 
 
 def named_pipe(path: str) -> tuple[str, int, int | None]:
-    """Make a pipe that other processes of this user open by name.
+    """Make a pipe that other processes of this user can open by name.
 
     Returns:
-        The name, a non-blocking descriptor to read from, and the descriptor of a writer or None. The name is `path`; where named
-        pipes are refused (a seccomp profile, a file system), it is that of the descriptor in /proc. Such a pipe is at its end
-        while it has no writer, even before the first one has come, and the writer returned here prevents that.
+        The name, a non-blocking descriptor to read from, and the descriptor of a writer or None. The name is `path`, or the
+        reader's name in /proc if named pipes are refused (a seccomp profile, a file system). Such an unnamed pipe reads as ended
+        while it has no writer, even before the first one opens it. The returned writer prevents that.
 
     Raises:
         OSError: no pipe can be made.
@@ -42,12 +42,12 @@ def named_pipe(path: str) -> tuple[str, int, int | None]:
 
 
 class WakePipe:
-    """Readable after a worker has called `worker_env.wake`. The progress table says why, so a lost byte does no harm."""
+    """A pipe that is readable after a worker calls `worker_env.wake`. The progress table says why: a lost byte does no harm."""
 
     def __init__(self, path: str) -> None:
-        """path: of the pipe to create; the attribute `path` is the one that workers open. Raises OSError."""
+        """Create the pipe at `path`. Workers open the attribute `path`, which may differ. Raises OSError."""
         self.path, self._descriptor, writer = named_pipe(path)
-        # A pipe that nobody else holds open would be readable at all times.
+        # A pipe that nobody else holds open would always be readable.
         self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC) if writer is None else writer
 
     def fileno(self) -> int:
@@ -62,6 +62,6 @@ class WakePipe:
             pass
 
     def close(self) -> None:
-        """Close both ends. The pipe's name goes with the directory that it is in."""
+        """Close both ends. The pipe's name is removed with its directory."""
         os.close(self._descriptor)
         os.close(self._writer)

@@ -1,22 +1,22 @@
-"""The message from the agent to each worker: the environment variable ELASTIC_EXT_WORKER, and what it announces.
+"""The message from the agent to each worker, in the environment variable ELASTIC_EXT_WORKER.
 
 Wire protocol, version 1. The value is one JSON object. The agent writes it (`logs.WorkerLogs`); the bootstrap and
 `elastic_ext.training` read it. Any key may be missing, and readers ignore unknown keys:
 
-    version           int, VERSION. A reader ignores a message of another version, and says so.
+    version           int, VERSION. A reader ignores a message with another version and reports it.
     progress_version  int, progress_layout.VERSION
     progress          path of the progress table
-    slot              int, number of this worker's row in it
+    slot              int, number of this worker's row in the table
     wake_pipe         path of the agent's wake pipe: the worker writes one byte when it has changed what the agent waits for
     stacks            path of the file to which STACKS_SIGNAL appends the stacks of all threads
     stderr            path of a named pipe to open as the worker's stderr
-    quiet_traceback   bool: the agent shows the traceback, the worker need not print it
+    quiet_traceback   bool: the agent shows the traceback, so the worker need not print it
     modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
     agent             token of the agent, by which the reaper finds what the workers started
 
-This file is loaded by path in every worker before the user's script: it imports only what every interpreter has loaded.
+This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
 """
 
 import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import TypedDict
 
     class WorkerMessage(TypedDict, total=False):
-        """See the module's docstring."""
+        """The message; see the module's docstring."""
 
         version: int
         progress_version: int
@@ -46,11 +46,11 @@ WORKER_ENV = "ELASTIC_EXT_WORKER"
 VERSION = 1
 
 STACKS_SIGNAL: int = SIGRTMIN + 8
-"""Kills a process that has no handler for it: check the field STACKS_ARMED of the progress table first."""
+"""Kills a process that has no handler for it. Check the field STACKS_ARMED of the progress table first."""
 
 
 def checked(message: object) -> "WorkerMessage":
-    """Return a decoded message. Raises ValueError if it is no JSON object or has another version."""
+    """Return a decoded message unchanged. Raises ValueError if it is not a JSON object or has another version."""
     if not isinstance(message, dict):
         raise ValueError("expected a JSON object")
     version = message.get("version", VERSION)
@@ -60,14 +60,14 @@ def checked(message: object) -> "WorkerMessage":
 
 
 def loads(text: str) -> "WorkerMessage":
-    """Decode the variable's value. Raises ValueError. Not for the bootstrap, which must not import json."""
+    """Decode the variable's value. Raises ValueError. The bootstrap cannot use this: it must not import json."""
     import json
 
     return checked(json.loads(text))
 
 
 def wake(path: "str | None") -> None:
-    """Wake the agent through its wake pipe; path: None if there is none. Never raises and never waits."""
+    """Wake the agent through its wake pipe. path: None if there is no pipe. Never raises or waits."""
     if path is None:
         return
     try:
@@ -77,4 +77,4 @@ def wake(path: "str | None") -> None:
         finally:
             os.close(pipe)
     except (OSError, TypeError, ValueError):
-        pass  # the agent is gone, or the pipe is full and the agent wakes anyway
+        pass  # the agent is gone, or the pipe is full and will wake the agent anyway

@@ -1,6 +1,6 @@
 """The program that the agent starts in place of the user's script: `python -u bootstrap.py [-m] SCRIPT ARGS...`.
 
-It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. The work is done by
+It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. These files do the work:
 
     runner.py                runs the script, counts its optimizer steps, reports to the agent, dumps stacks on a signal
     main_script.py           finds, reads and compiles the script as the interpreter does
@@ -8,22 +8,22 @@ It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. T
     ../worker_env.py         the agent's message to the worker
     ../progress_layout.py    the memory that the worker shares with the agent
 
-The interpreter that starts this file may have no elastic_ext. So these files are loaded by path, use the standard library only,
-and import, before the script runs, only modules that every interpreter loads at start or that are written in C: the script's own
-`json.py` or `signal.py` is found as always. They get no names in sys.modules.
+The interpreter that starts this file may not have elastic_ext. So these files are loaded by path and use only the standard
+library. Before the script runs, they import only modules that every interpreter loads at start or that are written in C, so the
+script's own `json.py` or `signal.py` is still found. They get no names in sys.modules.
 
-The interpreter compiles the file that it is started with at every start. So this file is short, and the others are loaded from
-their cached bytecode: all of it costs 2 ms per start, as one file it cost 6 ms.
+The interpreter compiles its main file at every start. So this file is short, and the others are loaded from their cached
+bytecode. Together they cost 2 ms per start; a single file cost 6 ms.
 
-A script can still notice two stack frames below its own: recursion reaches two calls less deep, and `sys._getframe` or a
-warning's stacklevel can walk into them.
+A script can still notice two stack frames below its own: it can recurse two calls less deep, and `sys._getframe` or a warning's
+stacklevel can walk into them.
 """
 
 import sys
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # Python 3.10 has only -I
-        del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
+        del sys.path[0]  # the directory of this file: nothing may be imported from it by its short name
     import atexit
     from _frozen_importlib_external import SourceFileLoader
 
@@ -33,5 +33,5 @@ if __name__ == "__main__":
     exec(SourceFileLoader(_runner.__name__, _path).get_code(_runner.__name__), _runner.__dict__)  # type: ignore[arg-type]
 
     del sys.orig_argv[-len(sys.argv)]  # this file
-    atexit.register(_runner.exit_handlers_are_done)  # the first to be registered is the last to run
+    atexit.register(_runner.exit_handlers_are_done)  # the first handler registered is the last to run
     _runner.run_as_main(sys.argv[1:], _runner.worker_message())

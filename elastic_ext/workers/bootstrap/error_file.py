@@ -1,13 +1,13 @@
 """Writes the exception that ends the script into the worker's error file, which torchrun and the agent read.
 
-The file is one JSON object: under "message" what torch's @record writes, under "elastic_ext" our account:
+The file is one JSON object. "message" holds what torch's @record writes, "elastic_ext" holds our account:
 
-    type, message     of the exception, bounded
-    frames            ["file.py:line in function", ...], outermost first, bounded
-    monotonic_ns      when it left the script
-    first_step_done   whether an optimizer step was done; null where no steps are counted
+    type, message     type and message of the exception, truncated
+    frames            ["file.py:line in function", ...], outermost first, truncated
+    monotonic_ns      when the exception left the script
+    first_step_done   whether an optimizer step was done; null if steps are not counted
 
-Loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
+This file is loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
-# Bounds: the agent and others read the whole file.
+# Limits, because the agent and others read the whole file.
 MESSAGE_CHARACTERS = 16 * 1024
 CALLSTACK_CHARACTERS = 128 * 1024
 PRESENT_BYTES = 1 << 20
@@ -28,7 +28,7 @@ FIRST_FRAMES, LAST_FRAMES = 8, 56
 
 
 def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
-    """Type and message if `error` is the SystemExit by which runpy says that it cannot find or load the module."""
+    """Return a type and message if `error` is the SystemExit that runpy raises when it cannot find or load the module."""
     runpy, reason = sys.modules.get("runpy"), error.__context__
     if not isinstance(error, SystemExit) or runpy is None or not isinstance(reason, runpy._Error):
         return None
@@ -39,8 +39,8 @@ def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
 def write(path: str, error: BaseException, trace: "TracebackType | None", first_step_done: "bool | None") -> bool:
     """Write the error file, or add our account to what @record has written.
 
-    trace: the traceback of `error`, from the script's first frame on. Returns False if the file holds something else, which
-    stays as it is. Raises OSError, and whatever the exception's own code raises.
+    trace: the traceback of `error`, starting at the script's first frame. Returns False and leaves the file unchanged if it
+    holds something else. Raises OSError, and whatever the exception's own code raises.
     """
     import json
     import traceback
@@ -59,7 +59,7 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
     present = _present(path)
     if present is None:
         return False
-    if present:  # @record was first
+    if present:  # @record wrote it first
         try:
             data = json.loads(present)
         except ValueError:
@@ -76,10 +76,10 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
 
 
 def _present(path: str) -> "bytes | None":
-    """What the file holds; empty if there is none, None if it is larger than what the agent reads. Raises OSError."""
+    """Return the file's content: empty if the file does not exist, None if it exceeds PRESENT_BYTES. Raises OSError."""
     if not os.path.exists(path):
         return b""
-    if not os.path.isfile(path):  # a pipe or a device would block or never end
+    if not os.path.isfile(path):  # reading a pipe or a device could block or never end
         raise OSError(f"{path} is not a regular file")
     if os.path.getsize(path) > PRESENT_BYTES:
         return None
@@ -91,7 +91,7 @@ def replace(path: str, text: str) -> None:
     """Write a file atomically. Raises OSError."""
     temporary = f"{path}.{os.urandom(8).hex()}.tmp"
     try:
-        with open(temporary, "x") as file:  # which follows no link
+        with open(temporary, "x") as file:  # "x" follows no link
             file.write(text)
         os.replace(temporary, path)
     except OSError:
@@ -101,7 +101,7 @@ def replace(path: str, text: str) -> None:
 
 
 def _type_name(kind: "type[BaseException]") -> str:
-    """The qualified name; without module for builtins and the script's own, and torch's documented name for out of memory."""
+    """Return the qualified name, without the module for builtins and the script's types; torch's documented one for OOM."""
     if kind.__module__ in ("builtins", "__main__"):
         return kind.__qualname__
     if kind.__name__ == "OutOfMemoryError" and str(kind.__module__).partition(".")[0] == "torch":
@@ -110,16 +110,16 @@ def _type_name(kind: "type[BaseException]") -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """str(error), even if that raises."""
+    """Return str(error), or a placeholder if that raises."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - the class's own code; the traceback module writes the same then
+    except Exception:  # noqa: BLE001 - the class's own code; the traceback module prints the same text
         return "<exception str() failed>"
 
 
 def _clip(text: str, limit: int) -> str:
-    """`text`, or its head and tail, in at most `limit` characters."""
+    """Shorten `text` to at most `limit` characters by keeping its head and tail."""
     if len(text) <= limit:
         return text
-    half = limit // 2 - 32  # leaves room for the line between
+    half = limit // 2 - 32  # leaves room for the line in between
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

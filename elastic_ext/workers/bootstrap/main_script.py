@@ -1,7 +1,7 @@
 """Finds, reads and compiles the user's script as `python [-m] SCRIPT` does (CPython 3.10 to 3.13: Modules/main.c,
-Python/pythonrun.c). Nothing here runs it.
+Python/pythonrun.c). Nothing here runs the script.
 
-Loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
+This file is loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
 """
 
 import marshal
@@ -21,7 +21,7 @@ _PY_FILE_INPUT = 257  # Py_file_input
 
 
 def fresh_main() -> "dict[str, Any]":
-    """Put a new `__main__` into sys.modules and return its namespace as the interpreter would start with it."""
+    """Put a new `__main__` into sys.modules and return its namespace as the interpreter would initialize it."""
     main: ModuleType = type(sys)("__main__")
     main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=sys.modules["builtins"])
     sys.modules["__main__"] = main
@@ -29,7 +29,7 @@ def fresh_main() -> "dict[str, Any]":
 
 
 def forget_file(namespace: "dict[str, Any]") -> None:
-    """When a script is over, atexit handlers and remaining threads do not see these names (PyRun_SimpleFile)."""
+    """Remove the names that atexit handlers and remaining threads do not see after the script ends (PyRun_SimpleFile)."""
     namespace.pop("__file__", None)
     namespace.pop("__cached__", None)
 
@@ -37,7 +37,7 @@ def forget_file(namespace: "dict[str, Any]") -> None:
 def resolve(argv: "list[str]", namespace: "dict[str, Any]") -> "tuple[Callable[..., object], tuple[Any, ...]]":
     """Set sys.path[0] and return the function that runs the script, with its arguments (pymain_run_python).
 
-    argv: [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS]. namespace: of `__main__`.
+    argv: [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS]. namespace: that of `__main__`.
     """
     if not argv or argv == ["-m"]:
         say("usage: bootstrap.py [-m] SCRIPT ARGS...")
@@ -62,7 +62,7 @@ def resolve(argv: "list[str]", namespace: "dict[str, Any]") -> "tuple[Callable[.
 
 
 def _has_importer(path: str) -> bool:
-    """As PyImport_GetImporter."""
+    """Return whether PyImport_GetImporter would find an importer for the path."""
     for hook in sys.path_hooks:
         try:
             hook(path)
@@ -73,7 +73,7 @@ def _has_importer(path: str) -> bool:
 
 
 def _load(filename: str, namespace: "dict[str, Any]") -> "CodeType":
-    """Return the script's code and set the names that tell a script its file (pymain_run_file, PyRun_SimpleFile)."""
+    """Return the script's code and set `__file__`, `__cached__` and `__loader__` (pymain_run_file, PyRun_SimpleFile)."""
     try:
         with open(filename, "rb") as file:
             data = file.read()
@@ -87,16 +87,16 @@ def _load(filename: str, namespace: "dict[str, Any]") -> "CodeType":
         return _compile(data, filename, namespace)
     if data[:4] != MAGIC_NUMBER:
         raise RuntimeError("Bad magic number in .pyc file")
-    code: CodeType = marshal.loads(data[16:])  # after the magic number, flags and two words about the source
+    code: CodeType = marshal.loads(data[16:])  # skips the magic number, the flags and two words about the source
     return code
 
 
 def _compile(data: bytes, filename: str, namespace: "dict[str, Any]") -> "CodeType":
-    """compile(), but with the errors of CPython's file parser: they differ for encodings, null bytes and a sudden end."""
+    """Compile with the errors of CPython's file parser. They differ for encodings, null bytes and an unexpected end."""
     try:
         return compile(data, filename, "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
-        pass  # not handled in here, or it would become the context of the same error
+        pass  # handled outside this block, or it would become the context of the same error
     try:
         import ctypes
 
@@ -108,7 +108,7 @@ def _compile(data: bytes, filename: str, namespace: "dict[str, Any]") -> "CodeTy
     run_file.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, *[ctypes.py_object] * 2, ctypes.c_int, ctypes.c_void_p]
     path = os.fsencode(filename)
     run_file(fopen(path, b"rb"), path, _PY_FILE_INPUT, namespace, namespace, 1, None)
-    return compile("", filename, "exec")  # the file has just been replaced by a good one, and that one has run
+    return compile("", filename, "exec")  # a valid file has just replaced this one, and run_file has run it
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
 """Runs the user's script as `__main__` and reports on it to the agent; see `bootstrap.py`, which loads this by path.
 
-A step is a call of `step` of a torch.optim.Optimizer, seen by the global post hook of torch.optim. Every optimizer counts, and an
-optimizer in another (ZeroRedundancyOptimizer, a subclass that calls super().step()) counts too; a step that GradScaler skips does
+A step is a call to `step` of a torch.optim.Optimizer, seen by the global post hook of torch.optim. Every optimizer counts,
+including one inside another (ZeroRedundancyOptimizer, a subclass that calls super().step()). A step that GradScaler skips does
 not. Checked with torch 2.8, 2.13 and 2.15: eager, fused, DDP, FSDP2, GradScaler, several optimizers, LBFGS (one per `step`, not
 per closure), optimizer in backward, torch.compile of the model and of the step (torch itself breaks the graph inside `step`).
 Not seen: replays of a CUDA graph that holds the step, and optimizers that do not derive from torch.optim.Optimizer.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
 
     def _load(name: str, folder: str = "") -> "ModuleType":
-        """Run a file of this package from its cached bytecode; it gets no name in sys.modules."""
+        """Run a file of this package from its cached bytecode, without adding it to sys.modules."""
         path = os.path.join(os.path.dirname(__file__), folder, f"{name}.py")
         module = type(sys)(f"elastic_ext_{name}")
         exec(SourceFileLoader(module.__name__, path).get_code(module.__name__), module.__dict__)
@@ -39,31 +39,31 @@ else:
     main_script = _load("main_script")
 
 _OURS = (globals(), main_script.__dict__)
-"""Namespaces of the frames that stand between the interpreter and the script."""
+"""Namespaces of the frames between the interpreter and the script."""
 
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
-# torch.distributed.checkpoint.state_dict steps a fresh optimizer once to allocate its state: no step of the training.
+# torch.distributed.checkpoint.state_dict steps a new optimizer once to allocate its state. That is not a training step.
 _STATE_INITIALIZER = "_init_optim_state"
 
 
 def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
-    """Run [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS] as `__main__`; message: from the agent.
+    """Run [SCRIPT, *ARGS] or ["-m", MODULE, *ARGS] as `__main__`; message: the agent's message.
 
-    Raises what left the script, unchanged: the caller lets it go up to the interpreter, which then ends the process as usual.
-    Works in a forked child too: the callers' frames are left out of what is printed.
+    Raises the script's exception unchanged: the caller lets it reach the interpreter, which then ends the process as usual.
+    This also works in a forked child: the printed traceback omits the callers' frames.
     """
     _connect_stderr(message)
     pid = os.getpid()
     row = _arm(message)
     _reports.begin(row, message)
-    sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy puts the module's file in place of "-m"
+    sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
     namespace = main_script.fresh_main()
     run: Callable[..., object] | None = None
     try:
         run, arguments = main_script.resolve(argv, namespace)
         run(*arguments)
     except BaseException as error:
-        # A child forked by the script gets here too; only the process that the agent started reports to the agent.
+        # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
         recorded = pid == os.getpid() and _record(error, row)
         _reports.ending(error)
         if not isinstance(error, SystemExit):
@@ -79,7 +79,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
 
 
 def worker_message() -> "WorkerMessage":
-    """Return the agent's message to this worker; if it cannot be used, print a warning and return an empty one."""
+    """Return the agent's message to this worker. If it is unusable, print a warning and return an empty one."""
     text = os.environ.get(worker_env.WORKER_ENV, "").strip()
     if not text:
         return {}
@@ -89,7 +89,7 @@ def worker_message() -> "WorkerMessage":
     try:
         message, end = make_scanner(type("Decoder", (), decoder))(text, 0)
         return worker_env.checked(message if end == len(text) else None)
-    except (StopIteration, SystemError):  # a syntax error; SystemError as json.decoder is not there to make the right one
+    except (StopIteration, SystemError):  # a syntax error; SystemError because json.decoder is not loaded
         why = "expected a JSON object"
     except ValueError as error:
         why = str(error)
@@ -98,12 +98,12 @@ def worker_message() -> "WorkerMessage":
 
 
 def exit_handlers_are_done() -> None:
-    """Register it first with atexit: then it runs last."""
+    """Report that the exit handlers are done. Register this first with atexit, so that it runs last."""
     _reports.exit_handlers_done()
 
 
 class _Reports:
-    """What this worker reports to its agent, besides its steps. Children that the script forks report nothing."""
+    """This worker's reports to its agent, except its steps. Children that the script forks report nothing."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -118,7 +118,7 @@ class _Reports:
         self._environ = dict(os.environ)
 
     def ending(self, error: BaseException) -> None:
-        """The worker is about to end with this error. Ctrl-C ends it by a signal, which is soon enough."""
+        """Report that the worker is about to end with this error. Ctrl-C needs no report: its signal ends the worker soon."""
         if self._row is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
             return
         code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
@@ -132,7 +132,7 @@ class _Reports:
             worker_env.wake(self._wake_path)
 
     def modules(self) -> None:
-        """Write, once, what has been imported so far, in order, and which variables the script has set."""
+        """Write, once, which modules have been imported so far, in order, and which variables the script has set."""
         path, self._modules_path = self._modules_path, None
         if path is None or self._pid != os.getpid():
             return
@@ -143,7 +143,7 @@ class _Reports:
             changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
             error_file.replace(path, json.dumps({"modules": found, "changed": changed}))
             worker_env.wake(self._wake_path)
-        except Exception as error:  # noqa: BLE001 - it only costs the agent some knowledge; the script must not notice
+        except Exception as error:  # noqa: BLE001 - only the agent loses information; the script must not notice
             _warn(f"the agent does not learn what this worker has imported: {error_file.text_of(error)}")
 
 
@@ -151,14 +151,14 @@ _reports = _Reports()
 
 
 def _exit_code(code: object) -> int:
-    """The exit code of a process that ends with SystemExit(code)."""
+    """Return the exit code of a process that ends with SystemExit(code)."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def origin_of(module: object) -> "str | None":
-    """The file that a module was loaded from, if any."""
+    """Return the file that a module was loaded from, if any."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return origin if isinstance(origin, str) else None
 
@@ -167,21 +167,21 @@ def origin_of(module: object) -> "str | None":
 
 
 def _record(error: BaseException, row: "memoryview | None") -> bool:
-    """Write the error file; True if it now tells of the error, written by us or by torch's @record."""
+    """Write the error file. Return True if it now describes the error, written by us or by torch's @record."""
     path = os.environ.get(error_file.ERROR_FILE_ENV)
     if not path or (isinstance(error, SystemExit) and error_file.runpy_refusal(error) is None):
         return False
     first_step_done = bool(row[layout.STEPS]) if row and row[layout.OPTIM_HOOKED] else None
     try:
         return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done)
-    except Exception as failure:  # noqa: BLE001 - the exception's own code runs in there, and nothing may change how the script ends
+    except Exception as failure:  # noqa: BLE001 - this runs the exception's own code, and nothing may change how the script ends
         reason = error_file.text_of(failure)
         _warn(f"the error file {path} cannot be written: {reason}; the agent will see the exit code only")
         return False
 
 
 def _without_our_frames(trace: "TracebackType | None") -> "TracebackType | None":
-    """The traceback from the script's first frame on; unchanged if none of our frames is in it."""
+    """Return the traceback from the script's first frame on, or `trace` itself if it contains none of our frames."""
     seen = trace
     while seen is not None and not _is_ours(seen):
         seen = seen.tb_next  # callers of run_as_main
@@ -197,11 +197,11 @@ def _is_ours(trace: "TracebackType") -> bool:
 
 
 def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
-    """Have the exception that is on its way shown as if the interpreter had run the script itself.
+    """Install an excepthook that shows the current exception as if the interpreter had run the script itself.
 
     Args:
-        quiet: the agent shows it; print nothing unless the script has an excepthook of its own.
-        namespace: to forget its file after that.
+        quiet: the agent shows it; print nothing unless the script has its own excepthook.
+        namespace: loses its file names afterwards.
     """
     previous = getattr(sys, "excepthook", sys.__excepthook__)
     silent = quiet and _is_default(previous)
@@ -216,7 +216,7 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
         except SystemExit as exit_:
             _reports.ending(exit_)
             raise
-        except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter does, which would show this frame
+        except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter would, but without this frame
             own = _without_our_frames(broken.__traceback__)
             main_script.say("Error in sys.excepthook:")
             sys.__excepthook__(type(broken), BaseException.with_traceback(broken, own), own)
@@ -228,7 +228,7 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
 
 
 def _is_default(hook: "Callable[..., Any]") -> bool:
-    """Python's own excepthook, or torch's around it: init_process_group installs one that adds "[rank0]: " to each line."""
+    """Return whether `hook` is Python's, or torch's wrapper from init_process_group, which adds "[rank0]: " to each line."""
     while getattr(hook, "__name__", None) == "_distributed_excepthook":
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
         if "old_hook" not in cells:
@@ -238,24 +238,24 @@ def _is_default(hook: "Callable[..., Any]") -> bool:
 
 
 def _warn(text: str) -> None:
-    """Write to the descriptor: sys.stderr may be an object of the script's, whose errors must not replace another one."""
+    """Write a warning to fd 2. sys.stderr may be the script's own object, whose errors must not replace another error."""
     try:
         os.write(2, f"elastic_ext: {text}\n".encode(errors="backslashreplace"))
     except OSError:
-        pass  # closed: there is nobody to tell
+        pass  # closed: nobody can read it
 
 
 # What the message asks for.
 
 
 def _connect_stderr(message: "WorkerMessage") -> None:
-    """Make fd 2 the agent's named pipe, for children and C code too. On an error it stays what it is."""
+    """Make fd 2 the agent's named pipe, also for children and C code. On an error, fd 2 stays unchanged."""
     path = message.get("stderr")
     if path is None:
         return
     try:
-        os.fstat(2)  # closed stays closed
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without a reader: an error instead of a wait
+        os.fstat(2)  # a closed fd 2 stays closed
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without a reader, this fails instead of waiting
         os.set_blocking(pipe, True)
         os.dup2(pipe, 2)
         os.close(pipe)
@@ -264,7 +264,7 @@ def _connect_stderr(message: "WorkerMessage") -> None:
 
 
 def _arm(message: "WorkerMessage") -> "memoryview | None":
-    """Install what the message asks for and return this worker's progress row. A part that fails is left out."""
+    """Install what the message asks for and return this worker's progress row. Parts that fail are left out."""
     row, stacks = None, False
     try:
         row = _own_row(message)
@@ -282,7 +282,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
 
 
 def _own_row(message: "WorkerMessage") -> "memoryview | None":
-    """This worker's row of the progress table, its own fields zero; None if no progress is wanted."""
+    """Return this worker's row of the progress table with its own fields set to 0; None if no progress is wanted."""
     path, slot = message.get("progress"), message.get("slot")
     if path is None or slot is None:
         return None
@@ -307,7 +307,7 @@ def _dump_stacks_on_signal(message: "WorkerMessage") -> bool:
         return False
     import faulthandler
 
-    # A plain descriptor that nothing closes: the handler runs until the process is gone.
+    # A plain descriptor that nothing closes, because the handler may run until the process is gone.
     stacks = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     faulthandler.register(worker_env.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     return True
@@ -316,8 +316,9 @@ def _dump_stacks_on_signal(message: "WorkerMessage") -> bool:
 class _StepCounter:
     """Counts the optimizer steps of this process, not those of children that it forks.
 
-    As the first finder on sys.meta_path it sees every import begin and finds nothing itself, so the import of torch stays as it
-    is, errors included. torch.optim imports on after torch.optim.optimizer: at the next import it registers its hook and goes.
+    As the first finder on sys.meta_path it sees every import begin. It finds nothing itself, so the import of torch is
+    unchanged, errors included. torch.optim imports more after torch.optim.optimizer: at the next import this registers its hook
+    and removes itself.
     """
 
     def __init__(self, row: memoryview) -> None:
@@ -331,7 +332,7 @@ class _StepCounter:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         register = getattr(sys.modules.get(_OPTIMIZER_MODULE), "register_optimizer_step_post_hook", None)
         if register is not None and not self._row[layout.OPTIM_HOOKED]:
-            # A new list: the import system is going over the old one.
+            # A new list, because the import system is iterating over the old one.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             register(_untraced(self._count))
             self._row[layout.OPTIM_HOOKED] = 1
@@ -350,14 +351,14 @@ class _StepCounter:
 
 
 def _untraced(hook: "Callable[..., None]") -> "Callable[..., None]":
-    """Keep torch.compile out of `hook`: it imports the modules of the functions that it traces by name, and ours have no names.
+    """Keep torch.compile out of `hook`: it imports the modules of traced functions by name, and ours have no names.
 
-    Torch does the same to its own functions, the one that gives an optimizer its parameters among them: this imports nothing new.
+    Torch does the same to its own functions, such as the one that gives an optimizer its parameters, so this imports nothing new.
     """
     disable = getattr(sys.modules.get("torch._compile"), "_disable_dynamo", None)
     if disable is None:
         return hook
-    untraced: Callable[..., None] = disable(lambda *args: hook(*args))  # a function: torch sets an attribute of it
+    untraced: Callable[..., None] = disable(lambda *args: hook(*args))  # a lambda, because torch sets an attribute on it
     return untraced
 
 
@@ -369,7 +370,7 @@ def _called_from(function: str) -> bool:
 
 
 def _pythons_own(name: str) -> "Any":
-    """Import one of Python's modules in C, whatever PYTHONPATH holds. The script finds by this name what it would find anyway."""
+    """Import one of Python's C modules, whatever PYTHONPATH holds. What the script finds under this name does not change."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)
     try:

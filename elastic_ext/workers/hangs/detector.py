@@ -1,19 +1,19 @@
 """Decides whether this node's part of the job hangs, and who is to blame. Pure, standard library only; times are in seconds.
 
-A job hangs when none of its workers makes progress for longer than its limit: all others wait in a collective for the one that
-is stuck. So neither one worker nor one node can tell. Each node claims that all its workers stall, takes the claim back when one
-of them continues, and the job hangs when all nodes claim it.
+A job hangs when every worker has made no progress for longer than its limit: all others wait in a collective for the one that
+is stuck. So neither one worker nor one node can tell. Each node claims that all its workers stall and withdraws the claim when
+one of them continues. The job hangs when all nodes claim it.
 
-Progress is a sign of life of the training: an optimizer step, a report, a change of phase. How long is too long is learned from
-the gaps between the signs so far in the same phase. It is never less than a floor:
+Progress is a sign of life of the training: an optimizer step, a report, a change of phase. The limit is learned from the gaps
+between earlier signs in the same phase. It is never less than a floor:
 
-- IDLE_FLOOR_S where nobody does anything: no processor time, no reading, writing, sending or receiving;
-- WORKING_FLOOR_S where somebody works: it may be an evaluation or a save that nobody reported, for which the others wait. The
-  same where somebody sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
+- IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
+- WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
+  a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
 - LONG_FLOOR_S in a phase that is long by nature, START_FLOOR_S before the first sign.
 
-The setting hang_timeout replaces the limit, also where somebody sleeps in the kernel; before the first sign START_FACTOR times
-that applies where nobody does anything. The long phases, and a start at which somebody works, keep their limits.
+The setting hang_timeout replaces the limit, even if a worker sleeps in the kernel. Before the first sign, the limit is
+START_FACTOR times hang_timeout if no worker does anything. Long phases, and a start at which a worker works, keep their limits.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LONG_PHASES = frozenset({"compile", "checkpoint", "eval", "exit"})
 
 QUANTILE = 0.99
 QUANTILE_FACTOR = 10.0  # times the gap that 99 % stay below, up to WORKING_FLOOR_S
-LONGEST_FACTOR = 2.0  # times a longer gap: what ended well once may take longer the next time
+LONGEST_FACTOR = 2.0  # times a longer gap: what ended well once may take longer next time
 
 WORKING_SHARE = 0.02  # of a processor; threads that wait with a timeout use less
 WORKING_BYTES_S = 100_000.0
 RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared processor
 STARVED_SHARE = 0.5  # of the time, ready to run but not running
-STATS_SHARE = 0.45  # of the limit: from then on the process stats are read
-IMMINENT_SHARE = 0.75  # of the limit: from then on a hang is expected, if nobody works
-IMMINENT_IDLE_SHARE = 0.2  # of the limit: nobody has worked for this long, so not since about half of the limit
+STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
+IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
+IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
 LEAST_LOOK_S = 0.1
-LATE_S = 10.0  # a look that comes this late means that the machine had stopped, not the workers
+LATE_S = 10.0  # a look this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
@@ -49,21 +49,21 @@ CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the othe
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What is known at one moment about one running worker.
+    """A snapshot of one running worker.
 
     "Its family" is the worker and every process that it has started.
 
     Attributes:
         rank: its global rank.
-        steps, reports: how many signs of life of each kind so far.
+        steps, reports: how many signs of life of each kind it has given.
         quiet_s: seconds since its last sign of life, or since its start.
         gaps: a histogram of the gaps between earlier signs in this phase: how many were shorter than 2 ** index ms.
         working: its family has recently used processor time or moved bytes; None: not known.
         asleep_in_kernel: a thread of its family was recently in state D.
         idle_s: seconds since its family was last seen to work; 0: not known.
-        state: of its main thread, a letter of proc(5); "": not known.
+        state: state of its main thread, a letter from proc(5); "": not known.
         debugged: a debugger holds it.
-        known: its bootstrap is in place; without it nothing is known of its progress.
+        known: its bootstrap is in place; without it, its progress is not known.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class WorkerStatus:
 
 
 class Activity(Enum):
-    """What the workers of a node do, taken together."""
+    """The combined activity of a node's workers."""
 
     NONE = "nothing"
     KERNEL = "asleep in the kernel"
@@ -94,12 +94,13 @@ class Activity(Enum):
 
 @dataclass(frozen=True)
 class Assessment:
-    """Whether the workers of one node stall.
+    """The state of one node's workers.
 
     Attributes:
+        stalled: whether all of them stall.
         culprits: the ranks with the fewest steps.
-        reason: for people.
-        imminent: they do not stall yet but soon will, and nobody works: the job should save what it can.
+        reason: an explanation for people.
+        imminent: they do not stall yet but soon will, and no worker works: the job should save what it can.
     """
 
     stalled: bool
@@ -109,10 +110,10 @@ class Assessment:
 
 
 def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Assessment:
-    """Whether all workers of this node stall.
+    """Assess whether all workers of this node stall.
 
     Args:
-        workers: all that run.
+        workers: all running workers.
         fixed_s: the setting hang_timeout; None: the limits are learned.
     """
     # A worker that is still unknown after START_FLOOR_S is stuck before its first step.
@@ -139,7 +140,7 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
-    """Whether it has been quiet for IMMINENT_SHARE of its limit, and idle for IMMINENT_IDLE_SHARE of it."""
+    """Return whether the worker was quiet for IMMINENT_SHARE of its limit and idle for IMMINENT_IDLE_SHARE of it."""
     limit = limit_s(worker, Activity.NONE, fixed_s)
     if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
         return False
@@ -147,7 +148,7 @@ def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
 
 
 def works(cpu_share: float | None, bytes_s: float | None) -> bool:
-    """Whether a worker does something. Unknown counts as work: a job that works must not be stopped.
+    """Return whether a worker works. Unknown counts as work: a job that works must not be stopped.
 
     Args:
         cpu_share: the share of a processor that its family has used recently; None: not known.
@@ -159,7 +160,7 @@ def works(cpu_share: float | None, bytes_s: float | None) -> bool:
 
 
 def activity_of(workers: Sequence[WorkerStatus]) -> Activity:
-    """What the workers do together. If one was stopped by a signal, nothing that the others do can bring it back."""
+    """Return the workers' combined activity. NONE if a signal has stopped one: nothing that the others do can resume it."""
     if any(worker.state == STOPPED for worker in workers):
         return Activity.NONE
     if any(worker.working is not False for worker in workers):  # unknown counts as work
@@ -168,21 +169,21 @@ def activity_of(workers: Sequence[WorkerStatus]) -> Activity:
 
 
 def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> float:
-    """The seconds for which this worker may give no sign of life. activity: of all workers of its node."""
+    """Return for how many seconds this worker may give no sign of life. activity: that of its node."""
     works, idle = activity is Activity.WORK, activity is Activity.NONE
     if worker.phase in LONG_PHASES:
         return max(LONG_FLOOR_S, learned_s(worker.gaps, idle=False))
     if not worker.started:
-        if fixed_s is not None:  # on a busy machine, imports and data sets may take much longer
+        if fixed_s is not None:  # imports and data sets may take much longer on a busy machine
             return max(START_FLOOR_S, START_FACTOR * fixed_s) if works else START_FACTOR * fixed_s
-        return float("inf") if works else START_FLOOR_S  # perhaps a script that never steps
+        return float("inf") if works else START_FLOOR_S  # the script may never step
     if fixed_s is not None:
         return fixed_s
     return max(IDLE_FLOOR_S if idle else WORKING_FLOOR_S, learned_s(worker.gaps, idle))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
-    """The limit that follows from the gaps so far, in seconds; 0 without any. gaps: see WorkerStatus."""
+    """Return the limit learned from the gaps so far, in seconds; 0 if there are none. gaps: see WorkerStatus."""
     total, below = sum(gaps), 0
     usual = longest = 0.0
     for bucket, count in enumerate(gaps):
@@ -193,15 +194,15 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
             longest = edge
         below += count
     limit = max(min(QUANTILE_FACTOR * usual, WORKING_FLOOR_S), LONGEST_FACTOR * usual)
-    # One long gap shows how long work may take, not how long everybody may do nothing.
+    # One long gap shows how long work may take, not how long all workers may do nothing.
     return limit if idle else max(limit, LONGEST_FACTOR * longest)
 
 
 def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """The seconds after which `assess` may give another answer.
+    """Return after how many seconds `assess` may give another answer.
 
     The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
-    lasts, the interval stays at half of the floor, because somebody who works may stop working.
+    lasts, the interval stays at half of the floor, because a worker that works may stop working.
     """
     # The first step, or the end of an evaluation, can shorten the limits to this floor.
     often = (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
@@ -213,17 +214,17 @@ def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -
 
 
 def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
-    """Whether all have been quiet for so long that their process stats are needed."""
+    """Return whether all workers have been quiet for so long that their process stats are needed."""
     return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:
-    """Describe, for people, what a worker without progress does.
+    """Describe for people what a worker without progress does.
 
     Args:
         state, wchan: see process_stats.ProcessStats.
         cpu_share: the share of a processor that it has used recently; None: not known.
-        waiting_share: the share of the time in which it was ready to run and had no processor; None: not known.
+        waiting_share: the share of the time that it was ready to run but had no processor; None: not known.
     """
     at = f" in {wchan}" if wchan else ""
     if state == STOPPED:
@@ -244,7 +245,7 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
 
 @dataclass(frozen=True)
 class Stuck:
-    """One worker of a node that hangs, after all were asked for their stacks.
+    """One worker of a node that hangs, after all workers were asked for their stacks.
 
     Attributes:
         rank, steps, reports, quiet_s, phase, state: see WorkerStatus.
@@ -263,11 +264,11 @@ class Stuck:
 
     @property
     def blame(self) -> tuple[int, ...]:
-        """A sort key: the others wait for the worker that has the lowest in the job.
+        """A sort key: the others wait for the worker with the lowest one in the job.
 
         A worker that a signal has stopped comes first, because a hang never stops a worker. One that waits in a collective comes
-        last; its step count says little, for it may have nothing to optimize. In between, fewer steps come first, and of workers
-        with equal steps, one that sleeps in the kernel.
+        last; its step count says little, since it may have nothing to optimize. In between, workers with fewer steps come first;
+        among equals, those that sleep in the kernel.
         """
         if self.state == STOPPED:
             return (CERTAIN, self.steps, self.reports, CERTAIN)
@@ -277,7 +278,7 @@ class Stuck:
 
     @property
     def reason(self) -> str:
-        """Why the job hangs, if this is the culprit; one line for people."""
+        """The reason for the hang if this worker is the culprit, in one line for people."""
         phase = f", in phase {self.phase}" if self.phase else ""
         waits = ", waits for other ranks" if waits_for_others(self.stack) else ""
         return (
@@ -285,7 +286,7 @@ class Stuck:
         )
 
 
-# The innermost Python frame of a rank that waits for others: a part of its path, and the function ("": any function there).
+# The innermost Python frame of a rank that waits for others: part of its path, and the function ("": any function).
 _WAITING = (
     ("/torch/distributed/", ""),
     ("/torch/autograd/graph.py", "_engine_run_backward"),  # reduces the gradients
@@ -294,7 +295,7 @@ _WAITING = (
     ("/torch/cuda/streams.py", "synchronize"),
     ("/torch/_ops.py", "__call__"),  # functional collectives
 )
-# Exceptions: frames of a rank that does its own part. A disk or a store does not answer, and the others wait for this rank.
+# Exceptions: frames of a rank that does its own part. It waits for a disk or a store, and the others wait for it.
 _STORING = tuple(
     f"/torch/distributed/checkpoint/{name}.py"
     for name in (
@@ -311,7 +312,7 @@ _STORING = tuple(
 
 
 def waits_for_others(stack: str) -> bool:
-    """Whether the main thread waits in a collective. stack: as faulthandler writes it, with the main thread at the end."""
+    """Return whether the main thread waits in a collective. stack: in faulthandler's format, with the main thread last."""
     thread = stack[max(stack.rfind("\nThread 0x"), stack.rfind("\nCurrent thread 0x"), 0) :]
     frame = next((line for line in thread.splitlines() if line.lstrip().startswith("File ")), "")
     if any(path in frame for path in _STORING):
@@ -320,6 +321,6 @@ def waits_for_others(stack: str) -> bool:
 
 
 def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
-    """The workers with the lowest `blame`; several if nothing tells them apart."""
+    """Return the workers with the lowest `blame`; several if nothing tells them apart."""
     least = min((each.blame for each in stuck), default=())
     return [each for each in stuck if each.blame == least]

@@ -1,9 +1,9 @@
-"""Has torch dump NCCL's flight recorder: the last collectives of each rank.
+"""Makes torch dump NCCL's flight recorder: the last collectives of each rank.
 
 Written from torch's documentation and headers (ProcessGroupNCCL.hpp, FlightRecorder.hpp of 2.13); never run on a GPU. Torch's
-monitor thread makes a named pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE<rank>.pipe and checks it about once a second. On any byte it
+monitor thread creates a named pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE<rank>.pipe and checks it about once a second. On any byte it
 writes the last TORCH_NCCL_TRACE_BUFFER_SIZE (2000) collectives to TORCH_NCCL_DEBUG_INFO_TEMP_FILE<rank>, which newer versions
-call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle, which this module never opens;
+call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This module never opens it;
 `python -m torch.distributed.flight_recorder.fr_trace` reads it.
 """
 
@@ -26,14 +26,14 @@ class FlightRecorder:
     """The flight recorders of all workers of one agent.
 
     Attributes:
-        variables: for the workers' environment; without those that the user has set.
+        variables: additions to the workers' environment; without those that the user has set.
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:
-        """run_dir: the agent's private directory, for the pipes. environ: the agent's environment.
+        """Choose the paths. run_dir: the agent's private directory, for the pipes. environ: the agent's environment.
 
-        The dumps go elsewhere, because people read them after the job: to a directory that only this user may enter, since torch
-        would follow a link that somebody has planted.
+        People read the dumps after the job, so they do not go to run_dir. They go to a directory that only this user may enter,
+        since torch would follow a link planted by another user.
         """
         chosen = next((environ[name] for name in DUMP_FILES if environ.get(name)), None)
         self._own = tempfile.mkdtemp(prefix="elastic_ext_flight_") if chosen is None else None
@@ -43,7 +43,7 @@ class FlightRecorder:
         self.variables = {name: value for name, value in wanted.items() if not environ.get(name)}
 
     def close(self) -> None:
-        """Remove the directory of the dumps, unless there is one to read."""
+        """Remove the directory of the dumps if it holds none."""
         if self._own is not None:
             try:
                 os.rmdir(self._own)
@@ -52,7 +52,7 @@ class FlightRecorder:
                     raise
 
     def dump(self, ranks: Iterable[int]) -> str:
-        """Have these ranks dump their records; return a sentence that says where they are, "" if none. Takes WAIT_S at most."""
+        """Make these ranks dump their records; return a sentence that says where, "" if none did. Takes WAIT_S at most."""
         begin = time.time()
         asked = [rank for rank in ranks if _ask(f"{self._pipes}{rank}.pipe")]
         deadline = time.monotonic() + WAIT_S

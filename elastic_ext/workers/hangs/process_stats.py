@@ -1,12 +1,12 @@
-"""What the kernel says about a worker without progress: does it work, sleep, wait for a processor, or is it stopped?
+"""Reads from the kernel what a worker without progress does: does it work, sleep, wait for a processor, or is it stopped?
 
-The I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `tcp_traffic`). None stands for what cannot
-be read.
+This is the I/O for `detector`. Everything comes from /proc (see proc(5)) except sockets (see `tcp_traffic`). None stands for what
+cannot be read.
 
-A worker's family is the worker, every process that it has started, and what those have started. Family members are found by
-parent, so that a helper in a session of its own belongs to it, and by process group and session, so that a process whose parent
-has ended does. Only a daemon, which has left both its parent and its session, is missed. (Its environment would still tell. But
-reading the memory of another process can block, and the watch must never wait for the processes that it watches.)
+A worker's family is the worker, every process that it has started, and what those have started. Members are found by parent,
+which covers a helper in its own session, and by process group and session, which covers a process whose parent has ended. Only a
+daemon, which has left both its parent and its session, is missed. (Its environment would identify it. But reading the memory of
+another process can block, and the watch must never wait for the processes that it watches.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 ASLEEP_IN_KERNEL = "D"
 _ENDED = ("Z", "X", "x")
 
-# The system calls in which an interactive debugger waits for its user (Linux, asm/unistd_64.h, asm-generic/unistd.h).
+# The system calls in which an interactive debugger waits for its user (Linux asm/unistd_64.h, asm-generic/unistd.h).
 _READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine())
 _SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  # readline waits here, for stdin only
 _EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit waits here
@@ -32,12 +32,12 @@ _EPOLLIN = 0x1
 
 @dataclass(frozen=True)
 class ProcessStats:
-    """A worker at one moment. Counts start with its processes.
+    """A snapshot of a worker. Its processes are counted from their start.
 
     Attributes:
-        state: of the main thread, a letter of proc(5).
+        state: state of the main thread, a letter from proc(5).
         cpu_s: processor time of the family, including members that have ended and were waited for.
-        waited_s: the time in which the worker's own threads were ready to run and had no processor.
+        waited_s: the time that the worker's own threads were ready to run but had no processor.
         io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
         sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
         asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
@@ -57,7 +57,7 @@ class ProcessStats:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a worker did between two looks.
+    """A worker's activity between two looks.
 
     Attributes:
         cpu_share: the share of a processor that its family used; None: not known.
@@ -71,9 +71,9 @@ class Rates:
 
 
 def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
-    """The rates of one worker over `took_s` seconds.
+    """Return the rates of one worker over `took_s` seconds.
 
-    A sum can shrink, when a member of the family has ended and nobody waited for it. The rate is not known then.
+    A sum shrinks when a family member has ended and nobody waited for it. Its rate is then not known.
     """
     cpu_s = now.cpu_s - before.cpu_s
     moved = _moved(before, now)
@@ -93,7 +93,7 @@ def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
 
 
 def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
-    """The stats of these workers, by pid, without those that cannot be read. Each must lead its process group."""
+    """Return the stats of these workers, by pid, without those that cannot be read. Each must lead its process group."""
     wanted = set(pids)
     processes = _processes()
     families = members(processes, wanted)
@@ -121,7 +121,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
 
 @dataclass(frozen=True)
 class Process:
-    """One line of /proc/PID/stat. cpu_s: includes children that have ended and were waited for."""
+    """A parsed /proc/PID/stat. cpu_s: includes children that have ended and were waited for."""
 
     parent: int
     group: int
@@ -131,7 +131,7 @@ class Process:
 
 
 def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[int, list[int]]:
-    """The pids of each worker's family, its own included. processes: all of this machine, by pid."""
+    """Return the pids of each worker's family, including its own. processes: all processes of this machine, by pid."""
     found: dict[int, list[int]] = {worker: [] for worker in workers}
     for pid in processes:
         worker = _worker_of(pid, processes, found.keys())
@@ -141,7 +141,7 @@ def members(processes: Mapping[int, Process], workers: Collection[int]) -> dict[
 
 
 def _worker_of(pid: int, processes: Mapping[int, Process], workers: Collection[int]) -> int | None:
-    seen = set()  # the processes were read one after the other, so reused pids could form a circle
+    seen = set()  # the processes were read one after the other, so reused pids could form a cycle
     while pid in processes and pid not in seen:
         one = processes[pid]
         mine = next((each for each in (pid, one.group, one.session) if each in workers), None)
@@ -182,12 +182,12 @@ def _own(pid: int) -> ProcessStats:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat from the third on. The second is a name, which may contain anything."""
+    """Return the fields of /proc/PID/stat from the third on. The second is a name, which may contain anything."""
     return _text(pid, "stat").rpartition(")")[2].split()
 
 
 def _io_bytes(family: Iterable[int]) -> int | None:
-    """Bytes moved by the living members. The counts of the others went to whoever waited for them."""
+    """Return the bytes moved by the living members. The counts of the others went to whoever waited for them."""
     total = 0
     for pid in family:
         try:
@@ -195,7 +195,7 @@ def _io_bytes(family: Iterable[int]) -> int | None:
             total += int(counts["rchar"]) + int(counts["wchar"])
         except (OSError, ValueError, KeyError):
             if _lives(pid):
-                return None  # it is another user's, or this kernel does not count
+                return None  # it belongs to another user, or this kernel does not count
     return total
 
 
@@ -241,12 +241,12 @@ def _waited_s(pid: int) -> float:
 
 
 def _reads_terminal(pid: int) -> bool:
-    """Whether a thread waits for input from a terminal, as pdb does at a breakpoint, and ipdb in a thread of its own."""
+    """Return whether a thread waits for input from a terminal, as pdb does at a breakpoint and ipdb in its own thread."""
     return any(_is_terminal(pid, descriptor) for thread in _threads(pid) for descriptor in _awaited_descriptors(pid, thread))
 
 
 def _awaited_descriptors(pid: int, thread: str) -> list[int]:
-    """The descriptors that the thread waits to read from, according to the arguments of its system call."""
+    """Return the descriptors that the thread waits to read from, according to the arguments of its system call."""
     call = _optional(pid, f"task/{thread}/syscall").split()
     if len(call) < 2 or not call[0].isdecimal():
         return []
@@ -259,7 +259,7 @@ def _awaited_descriptors(pid: int, thread: str) -> list[int]:
 
 
 def _watched(pid: int, epoll: int) -> list[int]:
-    """The descriptors that this epoll instance watches for input: the lines `tfd: N events: HEX ...` of proc(5)."""
+    """Return the descriptors that this epoll instance watches for input: lines `tfd: N events: HEX ...`, see proc(5)."""
     lines = [line.split() for line in _optional(pid, f"fdinfo/{epoll}").splitlines() if line.startswith("tfd:")]
     return [int(fields[1]) for fields in lines if int(fields[3], 16) & _EPOLLIN]
 

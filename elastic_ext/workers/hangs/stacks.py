@@ -1,4 +1,4 @@
-"""Gets the stacks of a worker's threads. The worker writes them itself, on a signal that its bootstrap handles."""
+"""Gets the stacks of a worker's threads. The worker writes them itself on a signal that its bootstrap handles."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ QUIET_S = 0.02
 
 
 def dump(pid: int, path: str) -> str:
-    """Have process `pid` append its stacks to the file `path`; return what it wrote, "" if nothing. Takes WAIT_S at most.
+    """Make process `pid` append its stacks to the file `path`; return what it wrote, "" if nothing. Takes WAIT_S at most.
 
-    Call this only for a worker whose progress row says that it handles the signal (`stacks_armed`). Any other would die from it.
+    Call this only for a worker whose progress row says that it handles the signal (`stacks_armed`). It would kill any other.
     """
     if not _handles_signal(pid):
         return ""
     before = _size(path)
     try:
         pidfd = pidfds.watch(pid)
-    except OSError as error:  # it has ended, or no descriptor is left
+    except OSError as error:  # the process has ended, or no descriptor is left
         logger.debug("the stacks of process %s cannot be asked for: %s", pid, error)
         return ""
     deadline = time.monotonic() + WAIT_S
     size = before
     try:
         pidfds.send(pidfd, pid, STACKS_SIGNAL)
-        # The dump has no end mark: it is complete once the file has grown and then stays the same. The pidfd ends the wait early.
+        # The dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
         while time.monotonic() < deadline and not readable(pidfd, QUIET_S):
             last, size = size, _size(path)
             if size > before and size == last:
@@ -50,7 +50,7 @@ def dump(pid: int, path: str) -> str:
 
 
 def _handles_signal(pid: int) -> bool:
-    """Whether the process still has a handler. A script that called exec() has lost it, and its progress row still claims it."""
+    """Return whether the process still has a handler. After exec() it has none, but its progress row still claims one."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]

@@ -1,4 +1,4 @@
-"""How many bytes the TCP sockets of this machine have moved. The I/O for `process_stats`, standard library only.
+"""Counts the bytes that the TCP sockets of this machine have moved. I/O for `process_stats`, standard library only.
 
 /proc/PID/io counts read(2) and write(2) but not send(2) and recv(2), so an upload from memory looks idle there. The kernel
 reports the bytes of each socket by netlink (sock_diag(7), which `ss -ti` uses); /proc/PID/fd lists the sockets of a process.
@@ -36,7 +36,7 @@ _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 def by_inode() -> dict[int, int] | None:
-    """Bytes moved so far (sent and acknowledged, or received) by each TCP socket of this network namespace; None: not known."""
+    """Return the bytes sent and acknowledged, or received, by each TCP socket of this network namespace; None: not known."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
             kernel.settimeout(_TIMEOUT_S)
@@ -46,7 +46,7 @@ def by_inode() -> dict[int, int] | None:
 
 
 def inodes(pid: int) -> set[int]:
-    """The inodes of all sockets that the process has open. Raises OSError if it has ended or belongs to somebody else."""
+    """Return the inodes of all open sockets of the process. Raises OSError if it has ended or belongs to another user."""
     found = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -59,12 +59,12 @@ def inodes(pid: int) -> set[int]:
 
 
 def moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
-    """Bytes moved between two looks by the sockets that are open now."""
+    """Return the bytes moved between two looks by the sockets that are open now."""
     return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
 
 
 def _ask(kernel: socket.socket, family: int) -> Iterator[tuple[int, int]]:
-    """The inode and the bytes of each socket of one address family. Raises OSError if the kernel refuses."""
+    """Yield the inode and the bytes of each socket of one address family. Raises OSError if the kernel refuses."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), _STATES)
     kernel.send(
         _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, family, 0) + request
@@ -99,5 +99,5 @@ def _socket(body: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _padded(length: int) -> int:
-    """Round up: messages and attributes begin at multiples of four."""
+    """Round up, because messages and attributes begin at multiples of four."""
     return (length + 3) & ~3

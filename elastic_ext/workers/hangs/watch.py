@@ -1,4 +1,4 @@
-"""Watches one round's workers for hangs: reads their progress and their process stats when the detector says that it is time."""
+"""Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-RECENT_SHARE = 0.4  # of the limit: for this long what a worker did counts as recent
+RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
 class HangWatch:
@@ -29,10 +29,10 @@ class HangWatch:
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
-        """ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
+        """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
         self.stalled = self.imminent = False
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
-        self._quiet_from = time.monotonic()  # quiet time before this does not count: a debugger, or a machine that stood still
+        self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_look = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
         self._speeds = Speeds(self._ranks)
@@ -40,15 +40,15 @@ class HangWatch:
 
     @property
     def step_s(self) -> dict[int, float]:
-        """Seconds per step recently, by local rank; empty: not known yet. Replaced, never changed in place."""
+        """Return the recent seconds per step, by local rank; empty: not known yet. Replaced, never changed in place."""
         return self._speeds.step_s
 
     def next_look_s(self) -> float:
-        """Seconds until look() has something to do."""
+        """Return the seconds until look() has something to do."""
         return max(0.0, self._next_look - time.monotonic())
 
     def look(self, pids: Mapping[int, int]) -> Assessment | None:
-        """Assess the workers if it is time to; None: it is not. pids: of the workers that run, by local rank."""
+        """Assess the workers, or return None before the next look is due. pids: those of running workers, by local rank."""
         now = time.monotonic()
         if now < self._next_look:
             return None
@@ -108,7 +108,7 @@ class HangWatch:
     # Once the whole job hangs.
 
     def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, Stuck]:
-        """Where each worker is, by local rank. Every worker that can is asked for its stacks.
+        """Return where each worker is stuck, by local rank. Asks every worker that can answer for its stacks.
 
         stacks_files: where each worker writes its stacks, by local rank.
         """
@@ -134,17 +134,17 @@ class HangWatch:
 
 
 class Stall:
-    """What the workers' processes do while all workers are quiet. It ends when one of them gives a sign of life."""
+    """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life."""
 
     def __init__(self) -> None:
         self._at = self._before_at = -math.inf
         self._stats: dict[int, ProcessStats] = {}  # at the last look, by local rank
         self._before: dict[int, ProcessStats] = {}  # at the look before
-        self._worked: dict[int, float] = {}  # when each was last seen to work, or its work was not known
+        self._worked: dict[int, float] = {}  # when each was last seen to work, or its activity was not known
         self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
-        """Read the stats of all workers and note what each has done since the last look. pids: by local rank."""
+        """Read the stats of all workers and record what each has done since the last look. pids: by local rank."""
         sample = process_stats.read(pids.values())
         self._before_at, self._before = self._at, self._stats
         self._at, self._stats = now, {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
@@ -156,22 +156,22 @@ class Stall:
                 self._slept[local_rank] = now
 
     def forget_activity(self) -> None:
-        """Let nobody count as idle until there are two more looks."""
+        """Count no worker as idle until there are two more looks."""
         self._worked.clear()
         self._slept.clear()
 
     def rates(self, local_rank: int) -> Rates:
-        """What this worker did between the last two looks."""
+        """Return this worker's rates between the last two looks."""
         if local_rank not in self._before or local_rank not in self._stats or self._at <= self._before_at:
             return Rates()
         return process_stats.rates(self._before[local_rank], self._stats[local_rank], self._at - self._before_at)
 
     def uncounted(self) -> list[int]:
-        """Local ranks whose bytes the kernel does not tell."""
+        """Return the local ranks whose bytes the kernel does not report."""
         return [each for each, stats in self._stats.items() if stats.io_bytes is None or stats.sockets is None]
 
     def complete(self, worker: WorkerStatus, local_rank: int, now: float, limit_s: float) -> WorkerStatus:
-        """Add what its processes show. limit_s: for which it may be quiet if nobody works."""
+        """Add what its processes show. limit_s: how long it may be quiet if no worker works."""
         stats = self._stats.get(local_rank)
         if stats is None:
             return worker
@@ -186,17 +186,17 @@ class Stall:
 
 
 class Speeds:
-    """The workers' step times over a round, and who is slower than the others."""
+    """The workers' step times over a round, and which ranks are slower than the others."""
 
     def __init__(self, ranks: Mapping[int, int]) -> None:
-        """ranks: the workers' global ranks, by local rank."""
+        """Start without step times. ranks: the workers' global ranks, by local rank."""
         self.step_s: dict[int, float] = {}
         self._ranks = ranks
         self._marks: dict[int, StepMark] = {}
         self._slow: frozenset[int] = frozenset()
 
     def look(self, progress: Mapping[int, Progress]) -> None:
-        """Update the step times, and log it when other ranks than before are slow. progress: by local rank."""
+        """Update the step times and log each change in which ranks are slow. progress: by local rank."""
         marks = {rank: StepMark(each.steps, each.last_step_ns / 1e9) for rank, each in progress.items() if each.steps}
         times = step_times.step_times(self._marks, marks)
         if times is None:

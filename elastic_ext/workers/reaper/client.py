@@ -1,4 +1,4 @@
-"""The agent's side of the reaper: starts it, sends it the workers of each round, ends it. `reaper.py` states the protocol."""
+"""The agent's side of the reaper: starts it, sends it each round's workers and ends it. `reaper.py` defines the protocol."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from elastic_ext.workers.reaper import reaper
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 40.0  # the reaper itself gives up after about 30 s
-STOPPED_S = 2.0  # the wait for its end before this checks whether somebody has stopped it
+STOPPED_S = 2.0  # how long to wait for its end before checking whether it is stopped
 
 
 class Reaper:
-    """Keeps a reaper process beside the agent from construction to close().
+    """Keeps a reaper process running beside the agent from construction to close().
 
-    If none can be started (no process or descriptor is left), this logs it once, and each round tries again.
+    If no reaper can be started (no process or descriptor is left), this logs it once, and each round tries again.
 
     Attributes:
-        pidfd: readable once the reaper has ended; None: there is no reaper.
+        pidfd: readable once the reaper has ended; None: no reaper runs.
     """
 
     def __init__(self, token: str, run_dir: str) -> None:
-        """token: in the environment of every worker. run_dir: a directory to remove once the agent has ended."""
+        """Start the reaper. token: in every worker's environment. run_dir: a directory to remove once the agent has ended."""
         self._token = token
         self._run_dir = run_dir
         self._workers: list[int] = []
@@ -39,12 +39,12 @@ class Reaper:
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None
         self._cannot_start = False  # logged once
-        self._cannot_run = False  # it ended by itself: the next one would, too
+        self._cannot_run = False  # it ended by itself, as the next one would
         self._start()
 
     def _start(self) -> None:
         path = str(Path(__file__).with_name("reaper.py"))
-        # Blocked signals stay blocked over exec: none of these can end the reaper, not even at its start.
+        # Blocked signals stay blocked across exec, so none of these can end the reaper, even while it starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
         try:
             self._process = self._spawn(path)
@@ -66,9 +66,9 @@ class Reaper:
             [sys.executable, "-I", "-S", path, str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            # Without the token; but some interpreters find their own library through LD_LIBRARY_PATH only.
+            # Without the token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
             env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            bufsize=0,  # or close() would write again what could not be written
+            bufsize=0,  # or close() would retry writes that have failed
             start_new_session=True,  # a signal to the agent's process group must not reach it
         )
         assert process.stdin is not None
@@ -78,7 +78,7 @@ class Reaper:
     def watch(self, pids: Iterable[int], will: LastWill | None = None) -> None:
         """Send the workers of this round to the reaper.
 
-        will: how to take this node out of the rendezvous if the agent is killed; None: there is nothing to do.
+        will: how to take this node out of the rendezvous if the agent is killed; None: nothing to do.
         """
         self._workers = list(pids)
         self._will = will
@@ -88,7 +88,7 @@ class Reaper:
         self._send_round()
 
     def revive(self) -> None:
-        """Start the reaper again if somebody killed it (its pidfd is readable then); continue it if somebody stopped it."""
+        """Restart the reaper if it was killed (its pidfd is then readable); continue it if it was stopped."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -126,7 +126,7 @@ class Reaper:
         self._release()
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for its end. False: somebody keeps it stopped."""
+        """Wait for the process to end. Return False if it stays stopped."""
         pidfds.go_on(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)
@@ -164,7 +164,7 @@ class Reaper:
         try:
             whole = self._process.stdin.write(text) == len(text)  # None: the pipe is full
         except BrokenPipeError:
-            return  # it has ended; its pidfd reports that
+            return  # the reaper has ended; its pidfd reports that
         if not whole:  # half a line may be in the pipe, so this reaper would misread the next one
             logger.warning("the reaper (pid %s) has not read its messages for a long time; starting another", self._process.pid)
             self._kill()

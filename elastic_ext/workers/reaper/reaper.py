@@ -1,20 +1,20 @@
 """The reaper: a process that outlives the agent and kills the agent's workers once the agent is gone.
 
-A worker whose agent was killed with SIGKILL would go on training, unseen, on devices that the next round needs.
+A worker whose agent was killed with SIGKILL would keep training, unseen, on devices that the next round needs.
 
 The agent starts the reaper as `python -I -S reaper.py VERSION AGENT_PID TOKEN RUN_DIR` (standard library only: a few MB).
 TOKEN is in the environment of every process that the agent starts for its job; RUN_DIR is the agent's private directory.
 
-Wire protocol, version 1: lines on the reaper's standard input. Nothing comes back but the reaper's end.
+Wire protocol, version 1: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
 
-    workers PID PID ...    the workers of this round; it replaces the list before (a forked worker may not carry the token)
+    workers PID PID ...    the workers of this round; replaces the previous list (a forked worker may not carry the token)
     will JSON              how to take this node out of the rendezvous: the keys of `base.last_will.LastWill`
     end clean              the agent ends well: it left on purpose what is still alive
     end                    the agent ends in any other way: nothing that it started may stay
 
-The agent's death is an event as well: its pidfd becomes readable. After it, as after `end`, the reaper kills everything that
-carries the token, grandchildren included, whatever session or group they moved to, and removes RUN_DIR. After a death, and only
-once nothing of the node runs any more, it revokes the lease, so that the other nodes go on at once.
+The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
+the token, including grandchildren in any session or group, and removes RUN_DIR. After a death, once nothing of the node runs
+anymore, it revokes the lease, so that the other nodes continue at once.
 A reaper of another version exits with code 1 before it reads a line.
 """
 
@@ -31,8 +31,8 @@ CLEAN = "clean"
 # These are for the agent. The reaper must outlive it, so the agent starts the reaper with them blocked.
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 REVOKE_TIMEOUT_S = 2.0
-EXEC_S = 0.3  # from a fork to its exec; no event reports it
-AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, where no pidfd reports its end
+EXEC_S = 0.3  # from a fork to its exec; no event reports the exec
+AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, if no pidfd reports its end
 END_CHECK_S = 0.1
 SEARCHES = 30  # a process that sleeps in the kernel cannot be killed: give up after this many searches, of about a second each
 
@@ -59,13 +59,13 @@ def _log(text: str) -> None:
 
 
 class Process:
-    """One process, and never another one that got the same number later.
+    """One process, never a later one with the same pid.
 
-    A pidfd identifies it. Where there is none (an old kernel, a seccomp profile, no descriptor left), its start time does.
+    A pidfd identifies it. If there is no pidfd (an old kernel, a seccomp profile, no descriptor left), its start time does.
     """
 
     def __init__(self, pid: int) -> None:
-        """Raises ProcessLookupError."""
+        """Open the process. Raises ProcessLookupError."""
         self.pid = pid
         self.pidfd = -1
         try:
@@ -82,7 +82,7 @@ class Process:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, after this time at most."""
+        """Wait for the process to end; return whether it has ended. May return False before the timeout."""
         if self.pidfd >= 0:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -92,7 +92,7 @@ class Process:
         return _start_time(self.pid) != self._started
 
     def kill(self) -> bool:
-        """Send SIGKILL. False: it has ended already, or this process may not kill it."""
+        """Send SIGKILL. Return False if the process has already ended or this process may not kill it."""
         if self.ended:
             return False
         try:
@@ -101,7 +101,7 @@ class Process:
                     signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
                 except ProcessLookupError:
                     return False
-                except OSError:  # some seccomp profiles refuse it and allow kill(2)
+                except OSError:  # some seccomp profiles refuse this and allow kill(2)
                     os.kill(self.pid, signal.SIGKILL)
             else:
                 os.kill(self.pid, signal.SIGKILL)
@@ -123,7 +123,7 @@ def _process(pid: int) -> "Process | None":
 
 
 def _start_time(pid: int) -> bytes:
-    """When a process started, in the kernel's ticks; b"" if it has ended, also as a zombie."""
+    """Return when a process started, in kernel ticks; b"" if it has ended, including zombies."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b") ")[2].split()  # from the third field of proc_pid_stat(5) on
@@ -136,12 +136,12 @@ def _start_time(pid: int) -> bytes:
 
 
 class Messages:
-    """What the agent has sent so far.
+    """The content of the agent's messages so far.
 
     Attributes:
         workers: by pid.
         will: JSON, or "".
-        end: CLEAN, "dirty", or "" as long as the agent has sent no `end`.
+        end: CLEAN, "dirty", or "" if the agent has not sent `end`.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Messages:
 
 
 def _listen(agent: "Process | None") -> Messages:
-    """Read until the agent says that it ends, or dies. agent: None: it is dead, and what it sent waits to be read."""
+    """Read messages until the agent sends `end` or dies. agent: None if it is dead; its messages can still be read."""
     messages = Messages()
     pending = b""
     poll = select.poll()
@@ -187,14 +187,14 @@ def _listen(agent: "Process | None") -> Messages:
     return messages
 
 
-# What the reaper does.
+# The reaper's actions.
 
 
 def _kill_all(token: bytes, workers: dict[int, Process], empty_searches: int) -> set[int]:
     """Kill the workers and all processes with the token; return their pids.
 
-    empty_searches: stop after this many searches that found nothing. After a death two: a child that was between fork and exec
-    when the agent died carries the token only after its exec.
+    empty_searches: stop after this many searches that find nothing. After a death it is two, because a child that was between
+    fork and exec when the agent died carries the token only after its exec.
     """
     killed = {pid for pid, worker in workers.items() if worker.kill()}
     for _ in range(SEARCHES):
@@ -211,7 +211,7 @@ def _kill_all(token: bytes, workers: dict[int, Process], empty_searches: int) ->
 def kill_marked(token: bytes) -> "set[int]":
     """Kill each process with the token in its environment; return their pids.
 
-    Each is opened before its environment is read, so that the kill cannot hit another process with the same number.
+    Each is opened before its environment is read, so the kill cannot hit another process with the same pid.
     """
     killed = set()
     for name in os.listdir("/proc"):
@@ -224,14 +224,14 @@ def kill_marked(token: bytes) -> "set[int]":
                 killed.add(int(name))
                 process.wait(1.0)
         except OSError:
-            pass  # it has ended, or belongs to another user
+            pass  # the process has ended, or belongs to another user
         finally:
             process.close()
     return killed
 
 
 def _revoke_lease(text: str) -> None:
-    """Revoke the lease through etcd's JSON gateway (3.4 and later), because this process has no gRPC. text: a LastWill."""
+    """Revoke the lease through etcd's JSON gateway (3.4 and later), since this process has no gRPC. text: a LastWill as JSON."""
     import json
     import ssl
     import urllib.request

@@ -1,6 +1,6 @@
-"""The agent's side of `protocol`: the server's process, a standby that waits, and a Popen that starts no new process.
+"""The agent's side of `protocol`: the server's process, a waiting standby, and a Popen that starts no new process.
 
-Every object here is used by one thread at a time.
+Only one thread at a time may use an object of this module.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 SERVER = str(Path(__file__).with_name("server.py"))
 PARK_S = 5.0  # a fork takes 10 ms
-RELEASE_S = 2.0  # the standby only waits for this; one that does not read is stopped or swapped out
+RELEASE_S = 2.0  # the standby does nothing but wait for this; one that does not read is stopped or swapped out
 END_S = 5.0
-NICE = 10  # a tenth of what a worker gets of a processor that both want
-OUTPUT_BYTES = 1000  # of what a server has printed, for the log
+NICE = 10  # a tenth of a worker's share of a processor that both want
+OUTPUT_BYTES = 1000  # how much of a server's output goes to the log
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Standby:
-    """A process that waits to become a worker, and a child of this one.
+    """A child of this process that waits to become a worker.
 
-    Invariant: its pidfd is open until it is released or ended, so no stranger is ever signalled.
+    Invariant: its pidfd is open until it is released or ended, so a signal never hits an unrelated process.
     """
 
     def __init__(self, pid: int, waiting: socket.socket) -> None:
@@ -54,11 +54,11 @@ class Standby:
 
     @property
     def alive(self) -> bool:
-        """False once its process has ended."""
+        """Return whether its process still runs."""
         return not readable(self.pidfd)
 
     def release(self, message: Release, descriptors: Sequence[int]) -> None:
-        """Let it run. Raises OSError if it does not confirm that; it has been killed then."""
+        """Let it run. If it does not confirm that, kill it and raise OSError."""
         text = json.dumps(message).encode()
         limits.as_users(self.pid)
         try:
@@ -81,7 +81,7 @@ class Standby:
         try:
             os.waitpid(self.pid, 0)
         except ChildProcessError:
-            pass  # somebody waits for all children of this process
+            pass  # other code waits for all children of this process
         self._close()
 
     def _close(self) -> None:
@@ -91,14 +91,14 @@ class Standby:
 
 @dataclass(frozen=True)
 class ServerEnd:
-    """How a server's process ended. exitcode: as subprocess has it; None if unknown. output: the end of what it has printed."""
+    """The end of a server's process. exitcode: as in subprocess; None if unknown. output: the end of its output."""
 
     exitcode: int | None
     output: str
 
     @property
     def killed(self) -> bool:
-        """A signal ended it: another server need not end the same way."""
+        """Return whether a signal ended it. Another server need not end the same way."""
         return self.exitcode is not None and self.exitcode < 0
 
     def __str__(self) -> str:
@@ -115,13 +115,13 @@ class ServerProcess:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: str, cwd: str | None = None) -> None:
-        """Start it. Raises OSError.
+        """Start the process. Raises OSError.
 
         Args:
             command: the interpreter with its options.
-            env: of the workers.
+            env: the workers' environment.
             output: file for what imports print.
-            cwd: of the workers; None: the agent's.
+            cwd: the workers' directory; None: the agent's.
         """
         self.importing = False
         self._lowered = False
@@ -156,19 +156,19 @@ class ServerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when `hear` would not block."""
+        """Return a descriptor that is readable when `hear` would not block."""
         return self._control.fileno()
 
     def preload(self, path: str) -> None:
-        """Ask it to import. path: of a file that holds a `protocol.PreloadRequest`. `hear` returns when that is done."""
+        """Ask it to import. path: a file that holds a `protocol.PreloadRequest`. `hear` returns when that is done."""
         self.importing = True
         try:
             self._send({"preload": path})
         except OSError:
-            pass  # it has ended, and `hear` says so
+            pass  # it has ended; `hear` reports that
 
     def hear(self) -> Ready | None:
-        """Wait for its answer to `preload`; None: it has ended. Raises OSError if no descriptor is left."""
+        """Wait for its answer to `preload`; return None if it has ended. Raises OSError if no descriptor is left."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
         except ConnectionError:
@@ -187,7 +187,7 @@ class ServerProcess:
         return ready
 
     def park(self, count: int) -> list[Standby]:
-        """Fork standbys; returns fewer if some did not come up in time."""
+        """Fork standbys and return them; fewer than `count` if some did not start in time."""
         waiting = []
         with _adopting_orphans():
             for _ in range(count):
@@ -207,21 +207,21 @@ class ServerProcess:
             return [standby for each in waiting if (standby := _greeted(each, deadline)) is not None]
 
     def yield_to_workers(self) -> None:
-        """Lower its priority until it has imported, if that can be undone: workers are forked from this process."""
+        """Lower its priority until its imports are done, if that can be undone: workers are forked from it."""
         if self.importing and not self._lowered:
             self._lowered = True
             self._renice(NICE)
 
     def _renice(self, more: int) -> None:
-        """more: than this process's. Not SCHED_IDLE, which gets nothing at all on a busy host."""
+        """Set its niceness to this process's plus `more`. Not SCHED_IDLE, which gets nothing at all on a busy host."""
         if _priority_can_be_raised():
             try:
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + more)
             except ProcessLookupError:
-                pass  # `hear` says so
+                pass  # `hear` reports that
 
     def end(self) -> None:
-        """Kill and reap it. Its standbys go on waiting without it."""
+        """Kill and reap it. Its standbys keep waiting without it."""
         self._control.close()
         if self._process.poll() is None:
             self._process.kill()
@@ -229,7 +229,7 @@ class ServerProcess:
         os.close(self.pidfd)
 
     def how_it_ended(self) -> ServerEnd:
-        """After `hear` has returned None."""
+        """Return how the process ended. Call this after `hear` has returned None."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -246,19 +246,19 @@ class ServerProcess:
 
 
 def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
-    """The standby at the other end, once it has sent its pid; None if it has not by the deadline (monotonic)."""
+    """Return the standby at the other end once it has sent its pid; None if it has not by the deadline (monotonic)."""
     waiting.settimeout(max(0.01, deadline - time.monotonic()))
     ours = 0
     try:
         pid = int(waiting.recv(32) or b"0")
         if pid:
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ours to wait for, or an error
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # an error if it is not our child
             ours = pid
             return Standby(pid, waiting)
     except OSError as error:
         logger.debug("a standby did not come up: %s", error)
     waiting.close()
-    if ours:  # no descriptor to know it by: it must not stay as a zombie
+    if ours:  # no descriptor left to watch it: it must not stay as a zombie
         os.kill(ours, signal.SIGKILL)
         os.waitpid(ours, 0)
     return None
@@ -266,9 +266,9 @@ def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """While standbys are forked, this process becomes the parent of orphaned descendants.
+    """Make this process the parent of orphaned descendants while standbys are forked.
 
-    An orphan of somebody else that arrives in these milliseconds stays a child of the agent, and a zombie when it has ended.
+    Any other orphan that arrives in these milliseconds stays a child of the agent, and becomes a zombie when it has ended.
     """
     before = ctypes.c_int()
     _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -282,7 +282,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 @functools.cache
 def _priority_can_be_raised() -> bool:
-    """Whether a process may return from a lower priority, which takes a right (getpriority(2)): tried on a process of its own."""
+    """Return whether a process may raise its lowered priority again, which takes a right (getpriority(2)). Tried on `cat`."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:  # until its input ends
         own = os.getpriority(os.PRIO_PROCESS, other.pid)
         try:
@@ -294,10 +294,10 @@ def _priority_can_be_raised() -> bool:
 
 
 class WarmPopen(subprocess.Popen[bytes]):
-    """A Popen whose process is a standby, already there. Everything a Popen can do works: the standby is a child of this process.
+    """A Popen whose process is an existing standby. All Popen methods work, because the standby is a child of this process.
 
-    Python's private name here is `_execute_child` (3.10 to 3.14: the pipe ends are arguments 10 to 15 of it, in this order);
-    `_close_pipe_fds` is what it ends with.
+    This relies on Python's private `_execute_child` (3.10 to 3.14: the pipe ends are its arguments 10 to 15, in this order) and
+    on `_close_pipe_fds`, which it calls last.
     """
 
     def __init__(
@@ -309,20 +309,20 @@ class WarmPopen(subprocess.Popen[bytes]):
         processors: frozenset[int] | None = None,
         **streams: Any,
     ) -> None:
-        """Release the standby. Raises OSError if it has died meanwhile.
+        """Release the standby. Raises OSError if it has died in the meantime.
 
         Args:
-            command: of the cold start.
-            program: the end of it, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
-            env: of the worker.
-            processors: to run on; None: those of this process.
+            command: the command of the cold start.
+            program: the end of `command`, which the bootstrap runs: [SCRIPT, ...] or ["-m", MODULE, ...].
+            env: the worker's environment.
+            processors: the processors to run on; None: those of this process.
             streams: stdin, stdout, stderr and text options, as for subprocess.Popen.
         """
         self._standby = standby
         self._program = list(program)
         self._shown = list(command)
         self._processors = processors
-        # The script is not to see the bootstrap.
+        # The script must not see the bootstrap.
         super().__init__([*command[: len(command) - len(program) - 1], *program], env=env, start_new_session=True, **streams)
 
     def _execute_child(self, args: Sequence[str], executable: object, preexec_fn: object, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Why workers are started without a warm standby: each start is counted, each reason is logged once."""
+"""The reasons why workers start without a warm standby. Each start is counted, and each reason is logged once."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from elastic_ext.workers.standby.rules import Cold, ColdReason
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 5.0  # after a passing lack of descriptors, processes or memory; doubles with each, up to
-RETRY_MOST_S = 300.0
+RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
+RETRY_MOST_S = 300.0  # the longest pause
 NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
 
 
 class ColdStarts:
-    """The reasons of one pool. Any thread may call this.
+    """The reasons for the cold starts of one pool. Any thread may call this.
 
     Attributes:
-        off: why there are no standbys, and will be none until `retry` says otherwise; None: there may be some.
-        unfit: why the standbys that wait cannot be used.
-        next_round: why the next round is started cold.
+        off: why there are no standbys until `retry` clears this; None: there may be some.
+        unfit: why the waiting standbys cannot be used.
+        next_round: why the next round starts cold.
     """
 
     def __init__(self, started: Callable[[str, str], None]) -> None:
-        """started: called for each start of a worker with "warm" or "cold", and with the reason."""
+        """Start without reasons. started: called for each worker start with "warm" or "cold", and the reason."""
         self.off: Cold | None = None
         self.unfit: Cold | None = None
         self.next_round: Cold | None = None
         self._started = started
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._logged: set[str] = set()
-        self._retry_at: float | None = None  # monotonic; set only while `off` is a passing lack
+        self._retry_at: float | None = None  # monotonic; set only while `off` is a temporary shortage
         self._pause_s = RETRY_S
 
     @property
     def reason(self) -> Cold | None:
-        """Why a start would be cold now, whatever standbys wait."""
+        """Return why a start would be cold now even if standbys wait, or None."""
         return self.off or self.unfit or self.next_round
 
     def count_warm(self) -> None:
@@ -58,14 +58,14 @@ class ColdStarts:
             logger.log(level, "workers are started without a warm standby: %s", cold.text)
 
     def give_up(self, cold: Cold) -> None:
-        """There will be no standbys."""
+        """Do without standbys for good."""
         self.off = cold
         self.log(cold)
 
-    # A passing lack: tried again after a pause.
+    # A temporary shortage: the pool tries again after a pause.
 
     def pause(self, lacking: str) -> None:
-        """There are no standbys for a while, at most until the next round has started."""
+        """Do without standbys for a while, at most until the next round has started."""
         with self._lock:
             self.off = Cold(ColdReason.LACKING, f"what they need was lacking: {lacking}")
             self._retry_at = time.monotonic() + self._pause_s
@@ -73,13 +73,13 @@ class ColdStarts:
         self.log(self.off)
 
     def retry_within(self, seconds: float) -> None:
-        """If there is a pause, end it after this time."""
+        """If there is a pause, let it end after this time."""
         with self._lock:
             if self._retry_at is not None:
                 self._retry_at = time.monotonic() + seconds
 
     def retry(self) -> float | None:
-        """End the pause if it is over; return how many seconds it still lasts, None if there is none."""
+        """End the pause if its time is over; return how many seconds are left, None if there is no pause."""
         with self._lock:
             if self._retry_at is None:
                 return None
@@ -91,7 +91,7 @@ class ColdStarts:
         return None
 
     def recovered(self) -> None:
-        """All standbys wait."""
+        """Reset the pause, because all standbys wait."""
         with self._lock:
             paused, self._pause_s = self._pause_s > RETRY_S, RETRY_S
         if paused:

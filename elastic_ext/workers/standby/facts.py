@@ -1,4 +1,4 @@
-"""Reads from this host what `rules` decides on: what a process inherits, the script's text, the files beside it."""
+"""Reads the facts that `rules` decides on from this host: what a process inherits, the script's text, the files beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOURCE_BYTES = 1 << 20
 
 
 def surroundings(environ: Mapping[str, str]) -> dict[str, object]:
-    """What a process inherits, and a standby has inherited when its server was started; keyed by what a message calls it."""
+    """Return what a process inherits now, as a standby did when its server started; keys are names for messages."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
         umask = next((line.split()[1] for line in lines if line.startswith("Umask:")), None)
     return {
@@ -37,7 +37,7 @@ def _limit(number: int) -> tuple[int, int] | None:
 
 
 def listed(folder: str) -> list[tuple[str, bool]]:
-    """The names in a folder, each with whether it is a package."""
+    """Return the names in a folder, each with whether it is a package."""
     try:
         with os.scandir(folder) as entries:
             found = [(entry.name, entry.is_dir()) for entry in entries]
@@ -54,7 +54,7 @@ def _is_package(folder: str) -> bool:
 
 
 def source(program: Sequence[str], folder: str) -> str:
-    """The text of the script, "" if it has none. folder: where modules are looked for first."""
+    """Return the text of the script, "" if it has none. folder: where to look for modules first."""
     path = program[0] if program[0] != "-m" else _file_of(program[1], folder)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -66,7 +66,7 @@ def source(program: Sequence[str], folder: str) -> str:
 
 
 def _file_of(module: str, folder: str) -> str:
-    """The file that `python -m module` runs, found without importing anything; "" if there is none."""
+    """Return the file that `python -m module` runs, without importing anything; "" if there is none."""
     search: Sequence[str] | None = [folder, *sys.path]
     spec = None
     for part in (*module.split("."), "__main__"):

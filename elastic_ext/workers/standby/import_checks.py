@@ -1,9 +1,9 @@
 """Finds imports that must not happen before a fork, because forked processes would differ from ones that import by themselves.
 
 Fork copies one thread and all locks, open files stay shared, and a value computed at import is the same in every fork. After a
-cold start each process has its own. So the server checks after each import whether a forked process could tell the difference.
+cold start, each process has its own. So the server checks after each import whether a forked process could tell the difference.
 
-Standard library only: `server.py` loads this by path, with an interpreter that may have no elastic_ext.
+Standard library only: `server.py` loads this by path, in an interpreter that may not have elastic_ext.
 """
 
 import os
@@ -29,24 +29,24 @@ PER_WORKER = frozenset(
 """Variables that the agent sets for each worker. No preloaded module may have read them."""
 
 ONLY_THEIR_OWN = frozenset({"tqdm", "fsspec", "networkx"})
-"""Packages that iterate over all variables at import but keep only those with their own prefix, as their sources show."""
+"""Packages that iterate over all variables at import but, as their sources show, keep only those with their own prefix."""
 
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/hl", "/dev/xdna")
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
-_MAPPING = ("os", "_collections_abc", "collections.abc")  # modules whose frames lie between os.environ and its user
+_MAPPING = ("os", "_collections_abc", "collections.abc")  # modules whose frames lie between os.environ and the code that uses it
 
 
 class _WatchedVariables(dict[bytes, bytes]):
-    """Replaces the dict behind os.environ while modules are imported, and records which variables are read, and who reads all.
+    """Replaces the dict behind os.environ during imports. Records which variables are read by name, and which module reads all.
 
-    Code that iterates over all variables, as for a copy, reads none by name: it asks for the values in the order of the keys.
+    Code that iterates over all variables, such as a copy, reads none by name: it asks for the values in the order of the keys.
     """
 
     def __init__(self, values: "dict[bytes, bytes]") -> None:
         super().__init__(values)
         self.read: set[str] = set()
-        self.copied_by: str | None = None  # a module that has iterated over all
-        self._iterating: list[bytes] = []  # keys whose values an iteration has yet to ask for, the next one last
+        self.copied_by: str | None = None  # a module that has iterated over all variables
+        self._iterating: list[bytes] = []  # keys whose values an iteration has yet to ask for, in reverse order
 
     def __iter__(self) -> "Iterator[bytes]":
         frame = sys._getframe(1)
@@ -72,7 +72,7 @@ class ImportChecks:
     """Checks the imports of this process. Call `begin`, then `before` and `why_unsafe` around each import, then `end`.
 
     Attributes:
-        read: variables that imports have read by name, by the module that was asked for.
+        read: variables that imports have read by name; keyed by the requested module.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class ImportChecks:
         os.environ._data = os.environb._data = self._watched  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Stop watching os.environ; what imports have set stays."""
+        """Stop watching os.environ; variables that imports have set stay."""
         self._plain.clear()
         self._plain.update(self._watched.items())
         os.environ._data = os.environb._data = self._plain  # type: ignore[attr-defined]
 
     def before(self) -> None:
-        """Call it before each import."""
+        """Record the state before an import."""
         self._watched.read.clear()
         self._watched.copied_by = None
         if "tempfile" in sys.modules:
@@ -103,7 +103,7 @@ class ImportChecks:
         self._before = {"generators": _generators(), "shared": _shared_memory(), "path": list(sys.path)}
 
     def why_unsafe(self, name: str) -> "str | None":
-        """Why it is unsafe to fork from this process after the import of `name`; None: it is safe."""
+        """Return why it is unsafe to fork from this process after importing `name`; None if it is safe."""
         self.read[name] = set(self._watched.read)
         return self._variables() or self._shared() or self._values()
 
@@ -122,7 +122,7 @@ class ImportChecks:
         if mapped := _shared_memory() - self._before["shared"]:
             return f"it maps {min(mapped)} when it is imported, a lock or memory that workers would share"
         if threads() > 1:
-            # OpenBLAS stops its threads at a fork and starts them again when needed, in both processes. Other libraries do not.
+            # OpenBLAS stops its threads at a fork and restarts them on demand, in both processes. Other libraries do not.
             child = os.fork()
             if child == 0:
                 os._exit(0)
@@ -141,14 +141,14 @@ class ImportChecks:
         before, now = self._before["generators"], _generators()
         if seeded := [kind for kind in before if now.get(kind) != before[kind]]:
             return f"it seeds {seeded[0]} when it is imported, and each worker gets a seed of its own"
-        # CPython's private generator of names for temporary files: None until the first one.
+        # CPython's private generator of temporary file names: None until the first name.
         if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
             return "it makes a temporary file or directory when it is imported, which workers would share"
         return None
 
 
 def elsewhere(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":
-    """Modules that were loaded from another file than in the workers, with the reason.
+    """Return the modules that were loaded from a different file than in the workers, each with the reason.
 
     origins: the workers' files by module. origin_of: returns the file of a module object, if any.
     """
@@ -161,7 +161,7 @@ def elsewhere(origins: "Mapping[str, str]", origin_of: "Callable[[object], str |
 
 
 def site_reads_variables(names: "Collection[str]") -> "str | None":
-    """Why the interpreter's own start-up code may act differently in each worker; None: it does not. names: of sys.modules."""
+    """Return why the interpreter's start-up code may act differently in each worker, or None. names: keys of sys.modules."""
     for name in ("sitecustomize", "usercustomize"):
         path = getattr(sys.modules.get(name), "__file__", None) if name in names else None
         if path is None:
@@ -177,10 +177,10 @@ def site_reads_variables(names: "Collection[str]") -> "str | None":
 
 
 def hidden_from(names: "Collection[str]") -> "str | None":
-    """Why a worker would import another module than this process has, by sys.path as it is now; None: it would not."""
+    """Return why a worker with the current sys.path would import a different module than this process has, or None."""
     for name in sorted(names):
         ours = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
-        if "." in name or ours is None or not os.path.isabs(ours):  # built in or frozen: found before any path is looked at
+        if "." in name or ours is None or not os.path.isabs(ours):  # built in or frozen: found before sys.path is searched
             continue
         found = PathFinder.find_spec(name)
         if found is not None and found.origin != ours:
@@ -189,12 +189,12 @@ def hidden_from(names: "Collection[str]") -> "str | None":
 
 
 def threads() -> int:
-    """The number of threads of this process, those of C libraries too."""
+    """Return the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def _draw_on() -> None:
-    """Draw until the next few draws leave most of the state unchanged: a Mersenne Twister renews 624 words at a time."""
+    """Draw until the next few draws leave the state's words unchanged: a Mersenne Twister renews 624 words at a time."""
     while random.getstate()[1][-1] > 600:
         random.random()
     numpy = sys.modules.get("numpy.random")
@@ -203,7 +203,7 @@ def _draw_on() -> None:
 
 
 def _generators() -> "dict[str, object]":
-    """State of the random generators that seeding changes and a few draws do not."""
+    """Return the state of the random generators that seeding changes but a few draws do not."""
     found: dict[str, object] = {"random": hash(random.getstate()[1][:-1])}
     numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if hasattr(numpy, "get_state"):
@@ -214,7 +214,7 @@ def _generators() -> "dict[str, object]":
 
 
 def _shared_memory() -> "set[str]":
-    """Paths (or addresses) of mapped memory that a fork would share."""
+    """Return the paths (or addresses) of mapped memory that a fork would share."""
     found = set()
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -233,13 +233,13 @@ def _children() -> str:
 
 
 def _open_files() -> "set[tuple[int, str]]":
-    """Descriptor and path of all open files but harmless ones."""
+    """Return the descriptors and paths of all open files except harmless ones."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
-            continue  # the listing's own
+            continue  # listdir's own descriptor
         if path not in HARMLESS_FILES:
             found.add((int(name), path))
     return found

@@ -1,4 +1,4 @@
-"""How much memory this process may still use, and how much processes use: from /proc and the memory cgroups."""
+"""Reads how much memory this process may still use, and how much processes use, from /proc and the memory cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNLIMITED = 1 << 60  # "no limit" in cgroup v1 is a number near 2**63
 
 
 def available() -> int:
-    """Bytes that can be allocated without swapping, given the host and the limits of all cgroups that this process is in."""
+    """Return how many bytes can be allocated without swapping, within the limits of the host and of this process's cgroups."""
     return min([_host(), *_groups()])
 
 
@@ -19,7 +19,7 @@ def _host() -> int:
 
 
 def _groups() -> list[int]:
-    """Bytes left in each cgroup that has a limit, as far as a container sees the tree."""
+    """Return the bytes left in each cgroup that has a limit, as far as a container sees the tree."""
     left = []
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -50,12 +50,12 @@ def _left(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> in
 
 
 def proportional(pids: Iterable[int]) -> int:
-    """Bytes that these processes use; a page that several of them share counts once (PSS)."""
+    """Return how many bytes these processes use; a page that several of them share counts once (PSS)."""
     total = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
                 total += next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
         except OSError:
-            pass  # it has ended, or runs as another user
+            pass  # the process has ended, or runs as another user
     return total

@@ -1,4 +1,4 @@
-"""Which modules the servers of one pool import, and what is learned about them: from workers, and from each server's imports."""
+"""Chooses the modules that the servers of one pool import. Learns about them from workers and from each server's imports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImportOutcome:
-    """What a server's imports mean for the pool.
+    """The consequences of a server's imports for the pool.
 
     Attributes:
-        hopeless: why no server can do better; None: one can, or this one is good.
-        unsafe: modules were imported that must not be; the next server leaves them out.
+        hopeless: why no server can do better; None: another one can, or this one is good.
+        unsafe: this server imported modules that it must not; the next one leaves them out.
     """
 
     hopeless: str | None
@@ -34,16 +34,16 @@ class ImportOutcome:
 
 
 class PreloadedModules:
-    """`learn` may be called from any thread, the rest from the pool's thread."""
+    """The modules to import. Any thread may call `learn`; only the pool's thread may call the rest."""
 
     def __init__(self, spec: StandbySpec) -> None:
         self._spec = spec
         self._learned: Learned | None = None  # written once
-        self._chosen: list[str] = []  # of what was learned
+        self._chosen: list[str] = []  # from `_learned`
         self._excluded = set(spec.exclude)
 
     def learn(self, path: str) -> bool:
-        """Read what a worker may have written there (`worker_env`: modules). True: this is the first report; it alone counts."""
+        """Read a worker's report if there is one (`worker_env`: modules). Return whether it is the first; only that counts."""
         if self._learned is not None or not os.path.exists(path):
             return False
         try:
@@ -58,18 +58,18 @@ class PreloadedModules:
 
     @property
     def can_choose(self) -> bool:
-        """Something was learned that no server imports yet."""
+        """Return whether there is a report from which nothing has been chosen yet."""
         return self._learned is not None and not self._chosen
 
     def choose(self) -> bool:
-        """Choose from what was learned; True if waiting standbys may have read variables that the workers set."""
+        """Choose from the report; return whether waiting standbys may have read variables that the workers set."""
         assert self._learned is not None
         folders = [self._spec.folder, os.getcwd()]
         self._chosen = rules.worth_preloading(self._learned, folders, self._excluded) or list(DEFAULT_MODULES)
         return bool(self._learned.changed)
 
     def request(self) -> PreloadRequest:
-        """What a server is to import now."""
+        """Return the request for a server's imports."""
         learned = self._learned.modules if self._learned is not None else ()
         return {
             "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.covered(name, self._excluded)],
@@ -81,7 +81,7 @@ class PreloadedModules:
         }
 
     def check(self, ready: Ready) -> ImportOutcome:
-        """Exclude from now on what was not safe to import, and log it."""
+        """Log what was not safe to import, exclude it from now on, and return what that means for the pool."""
         unsafe = {rules.blamed(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
         absent = {name: why for name, why in ready["absent"].items() if rules.blamed(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
@@ -109,5 +109,5 @@ class PreloadedModules:
         return {module: f"the script sets {name}, which is read when it is imported" for module, name in found.items()}
 
     def _masked(self, text: str) -> str:
-        """Without the secrets of the workers' environment: modules print and raise what they like."""
+        """Mask the secrets of the workers' environment, because modules may print and raise anything."""
         return masked(text, self._spec.environ())

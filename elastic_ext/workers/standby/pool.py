@@ -1,7 +1,7 @@
-"""The warm standbys of one agent: kept ready by a thread, given to the workers that start, replaced by others afterwards.
+"""The warm standbys of one agent. A thread keeps them ready, new workers take them, and the thread replaces them.
 
-Nobody ever waits for a standby. If none is ready, or if a standby could be told from a process that has just been started, the
-worker is started the usual way, and the reason is counted and logged once.
+No start ever waits for a standby. If none is ready, or if a standby would differ from a newly started process, the worker starts
+cold, and the reason is counted and logged once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StandbyPool:
-    """For the supervisor's thread. `cold_starts`, `modules` and `waiting` are shared with the thread behind it."""
+    """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class StandbyPool:
         """Begin to make standbys.
 
         Args:
-            run_dir: for small files.
-            started: called for each start of a worker with "warm" or "cold", and the reason.
-            shown: called with the number of standbys that wait and the bytes that they and their server use.
+            run_dir: a directory for small files.
+            started: called for each worker start with "warm" or "cold", and the reason.
+            shown: called with the number of waiting standbys and the bytes that they and their server use.
 
         Raises:
-            OSError, RuntimeError: no descriptor or no thread is to be had.
+            OSError, RuntimeError: no descriptor or thread is available.
         """
         self._spec = spec
         self._cold = ColdStarts(started)
@@ -53,7 +53,7 @@ class StandbyPool:
         self._released: list[int] = []  # pids, since the last round was started
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
-        """Release a standby to run this command; None, with the reason logged, if it must be started the usual way."""
+        """Release a standby to run this command; log why and return None if the command needs a cold start."""
         args, processors = rules.unbound(args)
         cold = self._why_cold(args, env, processors)
         while cold is None:
@@ -88,21 +88,21 @@ class StandbyPool:
         return Cold(ColdReason.PROCESSORS, unbindable) if unbindable is not None else None
 
     def rest(self, reason: str) -> None:
-        """The next round is to be started the usual way."""
+        """Make the next round start cold."""
         self._cold.next_round = Cold(ColdReason.AFTER_A_FAILURE, reason)
 
     def round_started(self) -> list[int]:
-        """All workers of a round have been started. Replace the standbys that they have taken; return the pids of those."""
+        """Replace the standbys that a round's workers have taken, once all have started; return the pids of those taken."""
         self._cold.next_round = None
         self._thread.round_started()
         released, self._released = self._released, []
         return released
 
     def learn(self, path: str) -> None:
-        """A worker may have written there what it has imported; the first that has is believed."""
+        """Learn which modules a worker has imported, if it has written a report to `path`. Only the first report counts."""
         if self._modules.learn(path):
             self._thread.wake()
 
     def close(self) -> None:
-        """End the server and all standbys that wait."""
+        """End the server and all waiting standbys."""
         self._thread.close()

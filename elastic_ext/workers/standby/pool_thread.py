@@ -1,4 +1,4 @@
-"""The thread that keeps the warm standbys of one agent ready: it starts a server, has it import, and forks standbys from it."""
+"""The thread that keeps the warm standbys of one agent ready. It starts a server, makes it import, and forks standbys from it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from elastic_ext.workers.standby.waiting import WaitingStandbys
 
 logger = logging.getLogger(__name__)
 
-MEMORY_LOOK_S = 5.0  # not every kernel and control group reports memory pressure
-REFILL_AFTER_S = 0.3  # for this long, what has just been started has the processors to itself
-MOST_SERVERS = 8  # of one job: what fails so often will not work later
+MEMORY_LOOK_S = 5.0  # not every kernel and cgroup reports memory pressure
+REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
+MOST_SERVERS = 8  # per job: after so many failures, another server would fail too
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 
 class ServerStarter:
-    """Starts one server after the other for a pool, and tells each what to import."""
+    """Starts one server after another for a pool and tells each what to import."""
 
     def __init__(self, spec: StandbySpec, run_dir: str, modules: PreloadedModules) -> None:
-        """run_dir: for small files."""
+        """Start no server yet. run_dir: a directory for small files."""
         self._spec = spec
         self._output = os.path.join(run_dir, "standby.out")
         self._request = os.path.join(run_dir, "standby.modules")
@@ -59,9 +59,9 @@ class ServerStarter:
 
 
 class PoolThread:
-    """Keeps standbys waiting from construction to `close`, unless there is a reason in `cold` not to.
+    """Keeps standbys ready from construction to `close`, unless `cold` holds a reason not to.
 
-    `round_started`, `wake` and `close` are for other threads. They share with the thread `_busy` and `_refill_at`, which are set
+    `round_started`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the thread, which are set
     by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
     """
 
@@ -74,7 +74,7 @@ class PoolThread:
         cold: ColdStarts,
         shown: Callable[[int, int], None],
     ) -> None:
-        """shown: called with the number of standbys that wait and the bytes that they and their server use."""
+        """Start the thread. shown: called with the number of waiting standbys and the bytes that they and their server use."""
         self._spec = spec
         self._starter = starter
         self._modules = modules
@@ -92,18 +92,18 @@ class PoolThread:
     # For other threads.
 
     def round_started(self) -> None:
-        """Replace the standbys that the workers of a new round have taken, once those have had the processors to themselves."""
+        """Replace the standbys that a new round's workers have taken, after leaving them the processors for REFILL_AFTER_S."""
         self._refill_at = time.monotonic() + REFILL_AFTER_S
         self._busy = True
         self._cold.retry_within(REFILL_AFTER_S)
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread look at `modules` and `waiting` again."""
+        """Make the thread look at `modules` and `waiting` again."""
         self._wakeup.set()
 
     def close(self) -> None:
-        """End the server and all standbys that wait."""
+        """End the server, all waiting standbys and the thread."""
         self._closing = True
         self.wake()
         self._thread.join()
@@ -112,7 +112,7 @@ class PoolThread:
     # The thread.
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for those
+        signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for these
         try:
             while not self._closing:
                 try:
@@ -135,7 +135,7 @@ class PoolThread:
             if self._busy:
                 self._server.yield_to_workers()
             if self._modules.can_choose and not self._server.importing:
-                if self._modules.choose():  # else those that wait are good until better ones are there
+                if self._modules.choose():  # else the waiting ones are good until better ones replace them
                     self._waiting.end()
                 self._starter.preload(self._server)
         if self._server is None and self._cold.off is None:
@@ -152,12 +152,12 @@ class PoolThread:
         self._wait(min((each for each in (refill_s, look_s) if each is not None), default=None))
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until the server answers, a standby ends, another thread wakes this one, or the time is over."""
+        """Wait until the server answers, a standby ends, another thread wakes this one, or the timeout expires."""
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
         if self._server is not None:
             poll.register(self._server, select.POLLIN)
-        # A standby that is taken meanwhile closes its descriptor: at worst this wakes for nothing.
+        # A standby that is taken in the meantime closes its descriptor: at worst this wakes for nothing.
         for standby in self._waiting.all():
             poll.register(standby.pidfd, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)}
@@ -202,7 +202,7 @@ class PoolThread:
             self._give_up(outcome.hopeless, ColdReason.UNSAFE_IMPORT)
             return
         if outcome.unsafe:
-            self._end_server()  # the next one leaves them out; those that wait are as good as they were
+            self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
             return
         beside = rules.hidden(facts.listed(self._spec.folder), ready["names"])
         hides = f"{beside} beside the script hides a module that is imported already"
@@ -218,13 +218,13 @@ class PoolThread:
         reason = masked(str(ended), self._spec.environ())
         logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
-        if not ended.killed:  # it would end again
+        if not ended.killed:  # another server would end the same way
             self._give_up(f"their server ended with {reason}")
 
     # The standbys.
 
     def _refill_due(self) -> float | None:
-        """Seconds until standbys are to be forked; None: none are missing, or none can be forked."""
+        """Return the seconds until standbys are due to be forked; None if none are missing or none can be forked."""
         missing = self._spec.workers - len(self._waiting)
         if self._server is None or self._server.importing or self._cold.unfit or self._cold.off or missing <= 0:
             return None
@@ -248,12 +248,12 @@ class PoolThread:
         if len(forked) == missing:
             self._cold.recovered()
 
-    # Ends.
+    # Stopping.
 
     def _pause(self, error: Exception) -> None:
-        """What standbys need is lacking now."""
+        """End everything for a while, because standbys lack a resource."""
         if self._server is not None:
-            self._starter.started -= 1  # it was not in vain
+            self._starter.started -= 1  # this server does not count as failed
         self._end_all()
         self._cold.pause(getattr(error, "strerror", None) or str(error))
 

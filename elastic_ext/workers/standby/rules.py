@@ -1,7 +1,7 @@
 """Decides what may be imported before a worker starts, and when a worker must start cold. Pure functions that return reasons.
 
-No script may behave differently in a standby than after a cold start. Two cases need care: a file beside the script may hide a
-module that is imported already, and an import may have read a variable that the script sets before it imports the module itself.
+No script may behave differently in a standby than after a cold start. Two cases need care: a file beside the script may hide an
+already imported module, and an import may have read a variable that the script sets before it imports the module itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.machinery import all_suffixes
 
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 
-# All but the first: what DDP, FSDP2, torch.compile and checkpoints import at their first use, some 3 s in all.
+# All but the first are imported by DDP, FSDP2, torch.compile and checkpoints at their first use, about 3 s in total.
 DEFAULT_MODULES = (
     "torch",
     "torch.distributed",
@@ -26,8 +26,8 @@ DEFAULT_MODULES = (
     "torch.distributed.checkpoint",
 )
 
-# Prefixes of variables that C code reads when it is loaded, past os.environ: the getenv calls of torch 2.13 (CPU) at import,
-# found by LD_PRELOAD, and for CUDA what its sources read in static initialisers.
+# Prefixes of variables that C code reads when it is loaded, bypassing os.environ: the getenv calls of torch 2.13 (CPU) at import,
+# found by LD_PRELOAD, and for CUDA, those in the static initialisers of its sources.
 READ_BY_LIBRARIES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "DNNL_", "ONEDNN_", "MKLDNN_", "KINETO_"),
     *("TORCH_ALLOW_", "TORCH_BLAS_", "TORCH_CPP_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LINALG_", "TORCH_ROCM_", "TORCH_SHOW_"),
@@ -35,23 +35,23 @@ READ_BY_LIBRARIES = (
     *("MALLOC_", "LD_", "PYTHON", "OPENSSL_", "LC_", "LANG"),
 )
 
-SERVER_BYTES = 700 << 20  # DEFAULT_MODULES, and as much again for the user's
-STANDBY_BYTES = 64 << 20  # not shared with the server; measured 4 to 12 MB, before it runs
-RESERVE_BYTES = 512 << 20  # must be left for the training
+SERVER_BYTES = 700 << 20  # DEFAULT_MODULES, and as much again for the user's modules
+STANDBY_BYTES = 64 << 20  # not shared with the server; measured 4 to 12 MB before it runs
+RESERVE_BYTES = 512 << 20  # left for the training
 
 _BIND = "--physcpubind="  # torch/numa/binding.py, of 2.9 and newer
 
 
 class ColdReason(str, Enum):
-    """Why a worker was started cold, as the metrics count it: a fixed set of labels, never a text from outside."""
+    """The reason for a cold start, as the metrics count it: a fixed set of labels, never text from outside."""
 
-    OFF = "off"  # by the settings, or the program is no Python program
+    OFF = "off"  # the settings turn standbys off, or the program is not a Python program
     NOT_READY = "not_ready"
-    CHANGED = "changed"  # the surroundings are not those in which the standbys were started
-    WRAPPED = "wrapped"  # the command is put behind another one
-    PROCESSORS = "processors"  # a standby cannot be bound to them any more
+    CHANGED = "changed"  # the surroundings differ from those in which the standbys were started
+    WRAPPED = "wrapped"  # another command wraps the command
+    PROCESSORS = "processors"  # a standby can no longer be bound to them
     MEMORY = "memory"
-    LACKING = "lacking"  # descriptors, processes or memory are lacking for now
+    LACKING = "lacking"  # descriptors, processes or memory are temporarily short
     HIDDEN_MODULE = "hidden_module"  # a file beside the script hides an imported module
     UNSAFE_IMPORT = "unsafe_import"
     AFTER_A_FAILURE = "after_a_failure"
@@ -60,7 +60,7 @@ class ColdReason(str, Enum):
 
 @dataclass(frozen=True)
 class Cold:
-    """Why a worker starts cold. text: for the log only; it may hold what modules have printed or raised."""
+    """The reason for a cold start. text: for the log only; it may hold what modules have printed or raised."""
 
     reason: ColdReason
     text: str
@@ -68,10 +68,10 @@ class Cold:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a worker had done by its first step.
+    """A worker's imports and changes by its first step.
 
     Attributes:
-        modules: that it had imported, in order, each with its file if it has one.
+        modules: modules that it had imported, in order, each with its file if it has one.
         changed: names of the environment variables that it had changed.
     """
 
@@ -80,19 +80,19 @@ class Learned:
 
 
 def covered(name: str, packages: Collection[str]) -> bool:
-    """Whether a module is one of these packages or lies in one of them."""
+    """Return whether a module is one of these packages or lies in one of them."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in packages for length in range(1, len(parts) + 1))
 
 
 def blamed(name: str) -> str:
-    """What to leave out if importing `name` was not safe: its package, since any part brings it in; of torch only the part."""
+    """Return what to exclude if importing `name` was unsafe: its package, since any part imports it; in torch, only `name`."""
     package = name.partition(".")[0]
     return name if package == "torch" else package
 
 
 def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collection[str]) -> list[str]:
-    """The modules that lie in none of the user's folders, in the order in which a worker imported them."""
+    """Return the modules that lie in none of the user's folders, in the order in which a worker imported them."""
     folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in users)
     kept = []
     for name, origin in learned.modules:
@@ -108,12 +108,12 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
 
 
 def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
-    """A module that a worker has imported but that fails after torch is imported: a warm start would fail too.
+    """Return a module that a worker has imported but that fails once torch is imported: a warm start would also fail.
 
     Args:
         absent: errors by module, as "TypeName: message". A module that is not found is on a path that the script sets up.
         learned: modules that a worker has imported.
-        unsafe: modules left out for another reason, which may be why others fail.
+        unsafe: modules excluded for another reason, which may make others fail.
     """
     for name, why in absent.items():
         if name in learned and blamed(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
@@ -122,7 +122,7 @@ def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Colle
 
 
 def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:
-    """The name of a file in the script's folder that a worker would import in place of a module that is imported already.
+    """Return the name of a file in the script's folder that a worker would import in place of an already imported module.
 
     beside: names in the folder, each with whether it is a package.
     """
@@ -135,14 +135,14 @@ def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str
 
 
 def variables_set(source: str) -> frozenset[str]:
-    """Names of the environment variables that a script sets or removes: by os.environ, os.putenv or os.unsetenv.
+    """Return the environment variables that a script sets or removes by os.environ, os.putenv or os.unsetenv.
 
-    If one of these places does not name them (a loop, a constant), all strings in capitals of the whole source count.
+    If one of these places does not name them (a loop, a constant), all strings in capitals in the whole source count.
     """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return frozenset()  # it will not run either
+        return frozenset()  # the script will not run either
     found: set[str] = set()
     for targets in filter(None, map(_targets, ast.walk(tree))):
         names = {name for each in targets for name in _names(each)}
@@ -153,7 +153,7 @@ def variables_set(source: str) -> frozenset[str]:
 
 
 def _targets(node: ast.AST) -> Sequence[ast.AST]:
-    """The parts of a statement or call that name the environment variables it sets; empty if it sets none."""
+    """Return the parts of a statement or call that name the environment variables it sets; empty if it sets none."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)) and _last_name(node.value) == "environ":
         return [node.slice]
     if isinstance(node, ast.AugAssign) and _last_name(node.target) == "environ":
@@ -170,7 +170,7 @@ _SETTERS = ("setdefault", "update", "pop", "__setitem__")
 
 
 def _last_name(node: ast.expr) -> str:
-    """`environ` of `os.environ`."""
+    """Return the last name of an expression: `environ` for `os.environ`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -182,11 +182,11 @@ def _names(node: ast.AST) -> set[str]:
 def read_too_early(
     changed: Iterable[str], read: Mapping[str, Collection[str]], set_by_imports: Collection[str]
 ) -> dict[str, str]:
-    """Modules that read a variable at import that the script sets later, each with the variable.
+    """Find modules that read a variable at import that the script sets later.
 
     Args:
         changed: variables that the script sets.
-        read: variables that were read at import, by the module that was asked for.
+        read: variables that were read at import, by requested module.
         set_by_imports: variables that imports themselves set.
 
     Returns:
@@ -203,9 +203,9 @@ def read_too_early(
 
 
 def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | None]:
-    """Split `numactl --physcpubind=0-3,8 COMMAND`, as torchrun's NUMA options make it, into command and processors.
+    """Split `numactl --physcpubind=0-3,8 COMMAND`, as torchrun's NUMA options build it, into command and processors.
 
-    Any other command is returned as it is, with None.
+    Any other command is returned unchanged, with None.
     """
     if len(command) < 3 or command[0] != "numactl" or not command[1].startswith(_BIND):
         return command, None
@@ -220,7 +220,7 @@ def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | Non
 
 
 def unbindable(processors: frozenset[int] | None, allowed: Collection[int], environ: Mapping[str, str]) -> str | None:
-    """Why a standby that is bound to these processors now would differ from a process started by numactl; None: it would not."""
+    """Return why a standby bound to these processors now would differ from a process started by numactl, or None."""
     if processors is None:
         return None
     if not processors <= set(allowed):
@@ -231,12 +231,12 @@ def unbindable(processors: frozenset[int] | None, allowed: Collection[int], envi
 
 
 def differs(now: Mapping[str, object], at_start: Mapping[str, object]) -> str | None:
-    """The name of the first entry that differs; None: none does."""
+    """Return the name of the first entry that differs; None if none does."""
     return next((name for name in sorted(now.keys() | at_start.keys()) if now.get(name) != at_start.get(name)), None)
 
 
 def room(available: int, count: int, server_runs: bool) -> str | None:
-    """Why there is no memory for `count` more standbys; None: there is. available: in bytes, see `memory.available`."""
+    """Return why memory is too short for `count` more standbys, or None. available: in bytes, see `memory.available`."""
     needed = RESERVE_BYTES + count * STANDBY_BYTES + (0 if server_runs else SERVER_BYTES)
     if available >= needed:
         return None

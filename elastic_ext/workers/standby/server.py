@@ -1,31 +1,31 @@
-"""The program that imports what workers import, and forks processes that wait before their first line: warm standbys.
+"""The program that imports what workers import and forks warm standbys: processes that wait before the script's first line.
 
 The agent starts it and talks to it as `protocol.py` describes.
 
-A standby is a child of the agent and not of this process: it is forked by a process that ends at once, while the agent adopts
-orphans (PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads a session and a process group of its own.
+A standby is a child of the agent, not of this process: the process that forks it ends at once, while the agent adopts orphans
+(PR_SET_CHILD_SUBREAPER). So the agent waits for it as for any worker. It leads its own session and process group.
 
-Fork copies one thread and all locks, and what a module works out when it is imported would be the same in all workers: each
-import is checked (`import_checks.py`). A module that must not be imported before the fork is reported, and the agent starts a
-server without it. A server never has a CUDA context: opening a device counts as unsafe.
+Fork copies one thread and all locks, and a value that a module computes at import would be the same in all workers. So each
+import is checked (`import_checks.py`). The server reports a module that must not be imported before the fork, and the agent
+starts a server without it. A server never has a CUDA context: opening a device counts as unsafe.
 
-What a worker can notice of not having been started by exec: modules are imported already, and all standbys of one server share
-the seed of hash(), as with PYTHONHASHSEED.
+A worker can notice two things of not having been started by exec: modules are already imported, and all standbys of one server
+share the seed of hash(), as with PYTHONHASHSEED.
 """
 
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isolated):
-    del sys.path[0]  # the directory of this file: nothing may be imported from there by its short name
+    del sys.path[0]  # the directory of this file: nothing may be imported from it by its short name
 _AT_START = frozenset(sys.modules)
 _WORKERS_PATH = sys.path[:]
-if __name__ == "__main__":  # what the server itself imports is Python's own, whatever PYTHONPATH holds
+if __name__ == "__main__":  # the server itself imports Python's own modules, whatever PYTHONPATH holds
     _os = getattr(sys.modules.get("os"), "__file__", None) or ""
     _standard = [number for number, entry in enumerate(sys.path) if entry and entry == _os.rpartition("/")[0]]
     del sys.path[: _standard[0] if _standard else 0]
 
 # ruff: noqa: E402
-import array  # noqa: F401 - of socket.recv_fds, at its first call
+import array  # noqa: F401 - socket.recv_fds imports it at its first call
 import atexit
 import contextlib
 import ctypes
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from elastic_ext.workers.standby import protocol as _protocol
     from elastic_ext.workers.standby.protocol import PreloadRequest, Ready, Release
 
-MEMORY_KILL_FIRST = 1000  # oom_score_adj: a standby costs nothing but time
+MEMORY_KILL_FIRST = 1000  # oom_score_adj: losing a standby costs only time
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14  # linux/prctl.h
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +59,7 @@ _shown: "list[mmap.mmap]" = []  # keeps in memory what /proc shows
 
 
 class StandbyServer:
-    """Handles one message after the other."""
+    """Handles one message after another."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -71,7 +71,7 @@ class StandbyServer:
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
 
     def serve(self) -> "Release | None":
-        """Return None when the agent needs no more; in a standby that has been released, return what it is to run."""
+        """Serve until the agent needs no more, then return None. In a released standby, return what it must run."""
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 1)
             if not data:
@@ -84,7 +84,7 @@ class StandbyServer:
                     request: PreloadRequest = json.load(file)
                 self._preload(request)
             else:
-                if not descriptors:  # none could be received: the agent notices that no standby came up, and asks again
+                if not descriptors:  # none could be received: the agent notices that no standby started and asks again
                     continue
                 waiting = self._park(message["park"], socket.socket(fileno=descriptors[0]))
                 if waiting is not None:
@@ -105,14 +105,14 @@ class StandbyServer:
                 checks.before()
                 self._import(name, script_dir if name in request["wanted"] else None)
                 banned = [each for each in excluded if each in sys.modules]
-                excluded = [each for each in excluded if each not in banned]  # for all that follow they are there already
+                excluded = [each for each in excluded if each not in banned]  # later imports are not to blame for them
                 why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which is not to be imported")
                 if why:
                     self._unsafe[name] = why
         checks.end()
         self._unsafe.update(_import_checks.elsewhere(request["origins"], _runner.origin_of))
         gc.collect()
-        gc.freeze()  # the collector must not write into pages that are shared
+        gc.freeze()  # the collector must not write to shared pages
         self._answer(self._ready(time.monotonic() - began, script_dir))
 
     def _import(self, name: str, folder: "str | None") -> None:
@@ -120,7 +120,7 @@ class StandbyServer:
             sys.path.insert(0, folder)
         try:
             importlib.import_module(name)
-        except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will say so
+        except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will report it
             self._absent[name] = f"{type(error).__name__}: {error}"[:200]
         finally:
             if folder is not None:
@@ -142,20 +142,20 @@ class StandbyServer:
         }
 
     def _answer(self, ready: "Ready") -> None:
-        descriptor = os.memfd_create("elastic_ext_standby", os.MFD_CLOEXEC)  # it may be longer than a packet
+        descriptor = os.memfd_create("elastic_ext_standby", os.MFD_CLOEXEC)  # the answer may be longer than a packet
         os.write(descriptor, json.dumps(ready).encode())
         try:
             socket.send_fds(self._control, [b"."], [descriptor])
         except OSError:
-            pass  # the agent is gone; the next message says so
+            pass  # the agent is gone; the next receive reports that
         os.close(descriptor)
 
     # Standbys.
 
     def _park(self, agent: int, waiting: socket.socket) -> "socket.socket | None":
-        """Fork a standby. Return its socket in the standby, None here.
+        """Fork a standby. Return its socket in the standby, and None in the server.
 
-        If no process or descriptor is to be had now, no standby comes up, and the agent asks again.
+        If no process or descriptor is available now, no standby starts, and the agent asks again.
         """
         try:
             adopted, parent_ended = os.pipe()
@@ -177,11 +177,11 @@ class StandbyServer:
             if child:
                 os._exit(0)
             os.close(parent_ended)
-            os.read(adopted, 1)  # ends when the server has seen the end of the process between
+            os.read(adopted, 1)  # returns when the server has reaped the process in between
             os.close(adopted)
             self._control.close()
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != agent:  # it died, or something between the two has adopted this process
+            if os.getppid() != agent:  # the agent died, or another subreaper has adopted this process
                 os._exit(0)
             return waiting
         os.close(adopted)
@@ -191,7 +191,7 @@ class StandbyServer:
         return None
 
     def _wait(self, waiting: socket.socket) -> "Release | None":
-        """In a standby: wait for its release; None if the agent is gone or has no use for it."""
+        """In a standby, wait for its release and return it; None if the agent is gone or no longer needs the standby."""
         os.setsid()
         try:
             waiting.send(b"%d" % os.getpid())
@@ -215,7 +215,7 @@ class StandbyServer:
         return release
 
     def _become(self, release: "Release", descriptors: "list[int]") -> None:
-        """Turn this process, which has been waiting, into one that has just been started."""
+        """Make this waiting process look like one that has just been started."""
         _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
         if self._oom_score:
             _exchange_oom_score(self._oom_score)
@@ -232,7 +232,7 @@ class StandbyServer:
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         if "torch" in sys.modules:
-            sys.modules["torch"].default_generator.seed()  # of the CPU: those of devices begin with a fixed seed
+            sys.modules["torch"].default_generator.seed()  # the CPU's generator: those of devices begin with a fixed seed
         if "multiprocessing.process" in sys.modules:
             sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
         if "threading" in sys.modules:
@@ -242,7 +242,7 @@ class StandbyServer:
 
 
 def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
-    """Make 0, 1 and 2 these descriptors, and the objects of sys what the interpreter would have made of them."""
+    """Make 0, 1 and 2 these descriptors, and set up sys.stdin, stdout and stderr as the interpreter would have."""
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     for number, descriptor in zip(wanted, descriptors, strict=True):
@@ -256,7 +256,7 @@ def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
             setattr(sys, f"__{name}__", None)
             continue
         stream = getattr(sys, name)
-        # The same objects: what has been imported may hold them. Python/pylifecycle.c, create_stdio.
+        # Keep the same objects, since imported modules may hold them. See create_stdio in Python/pylifecycle.c.
         if isinstance(stream, io.TextIOWrapper) and not stream.write_through and number:
             stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
 
@@ -264,15 +264,15 @@ def _connect(wanted: "list[int]", descriptors: "list[int]") -> None:
 def _show_as(command: "list[str]", environ: "Mapping[str, str]") -> None:
     """Set /proc/PID/cmdline and environ: people look for workers with ps and pkill -f, and the reaper looks for a variable.
 
-    This needs a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have; without it those of the server stay.
+    This needs a kernel with CONFIG_CHECKPOINT_RESTORE, as distributions have. Without it, the server's values stay.
     """
     texts = [b"".join(os.fsencode(each) + b"\0" for each in part) for part in (command, map("=".join, environ.items()))]
-    memory = mmap.mmap(-1, len(texts[0]) + len(texts[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # /proc reads no other
+    memory = mmap.mmap(-1, len(texts[0]) + len(texts[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # /proc reads only such memory
     memory.write(b"".join(texts))
     _shown.append(memory)
     here = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
-        field = ["", "", "", *stat.read().rpartition(") ")[2].split()]  # numbered as in proc_pid_stat(5), from 3 on
+        field = ["", "", "", *stat.read().rpartition(") ")[2].split()]  # numbered as in proc_pid_stat(5), from field 3 on
     code_and_data = [int(field[number]) for number in (26, 27, 45, 46, 47)]
     _libc.sbrk.restype = ctypes.c_size_t
     between = [_libc.sbrk(0), int(field[28])]
@@ -283,7 +283,7 @@ def _show_as(command: "list[str]", environ: "Mapping[str, str]") -> None:
 
 
 def _set_signals(ignored: int) -> None:
-    """As after exec: signals that the agent ignores are ignored, all others have their default. Handlers set by imports stay."""
+    """Ignore the signals that the agent ignores and reset the others, as exec would. Handlers set by imports stay."""
     now_ignored, caught = _mask("SigIgn"), _mask("SigCgt")
     for number in signal.valid_signals():
         bit = 1 << (number - 1)
@@ -314,7 +314,7 @@ def _exchange_oom_score(score: str) -> str:
 
 @contextlib.contextmanager
 def _as_if_it_ran(program: "list[str]") -> "Iterator[None]":
-    """Inside, a module that looks at the command line or at `__main__` finds what it finds in a worker."""
+    """Make a module that looks at the command line or at `__main__` find what it finds in a worker, within the context."""
     server = sys.modules["__main__"]
     main = type(sys)("__main__")
     if program[0] != "-m":
@@ -328,7 +328,7 @@ def _as_if_it_ran(program: "list[str]") -> "Iterator[None]":
 
 
 def _load(name: str, *folder: str) -> "ModuleType":
-    """Load a file of this package, by its folder as seen from here; it gets no name in sys.modules."""
+    """Load a file of this package without adding it to sys.modules. folder: relative to this file's folder."""
     path = os.path.join(os.path.dirname(os.path.realpath(__file__)), *folder, f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"elastic_ext_{name}", path)
     assert spec is not None
@@ -343,10 +343,10 @@ if __name__ == "__main__":
     _import_checks = _load("import_checks")
     _protocol = _load("protocol")
     sys.path[:] = _WORKERS_PATH
-    atexit.register(_runner.exit_handlers_are_done)  # the first to be registered is the last to run
+    atexit.register(_runner.exit_handlers_are_done)  # the first handler registered is the last to run
     _control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _release = StandbyServer(_control).serve()
     if _release is None:
-        os._exit(0)  # none of the exit handlers of what was imported belongs to this process
+        os._exit(0)  # the exit handlers of imported modules are not for this process
     _runner.run_as_main(_release["argv"], _runner.worker_message())

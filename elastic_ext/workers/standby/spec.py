@@ -1,4 +1,4 @@
-"""What the warm standbys of an agent stand in for."""
+"""The description of the program that an agent's warm standbys are kept for."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class StandbySpec:
 
     Attributes:
         python: the interpreter and its options.
-        bootstrap: the file that a cold start runs with it.
+        bootstrap: the file that a cold start runs with the interpreter.
         program: [SCRIPT, ...] or ["-m", MODULE, ...].
         workers: number of workers of this agent.
         preload, exclude: modules that the user names.
         environ: returns the environment of the workers, without the variables that differ between them.
-        token: of the agent; the reaper finds by it what the agent has started.
+        token: the agent's token, by which the reaper finds what the agent has started.
     """
 
     python: tuple[str, ...]
@@ -32,7 +32,7 @@ class StandbySpec:
 
     @property
     def folder(self) -> str:
-        """What the interpreter puts first on sys.path."""
+        """Return the folder that the interpreter puts first on sys.path."""
         if self.program[0] == "-m":
             return os.getcwd()
         path = os.path.realpath(self.program[0])

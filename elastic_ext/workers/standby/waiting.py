@@ -1,4 +1,4 @@
-"""The standbys that wait, and the surroundings in which they were started."""
+"""The waiting standbys, and the surroundings in which they were started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_ext.workers.standby.client import Standby
 
 
 class WaitingStandbys:
-    """Any thread may call this. A standby outlives the server that forked it, so standbys of several servers may wait.
+    """The waiting standbys. Any thread may call this. A standby outlives its server, so standbys of several servers may wait.
 
     Invariant: all of them were started in the same surroundings.
     """
@@ -29,7 +29,7 @@ class WaitingStandbys:
             return list(self._standbys)
 
     def take(self) -> Standby | None:
-        """Hand one out; None: there is none."""
+        """Remove and return one; None if there is none."""
         with self._lock:
             return self._standbys.pop(0) if self._standbys else None
 
@@ -38,7 +38,7 @@ class WaitingStandbys:
             self._standbys += standbys
 
     def remove_dead(self) -> list[Standby]:
-        """Remove and return those whose process has ended."""
+        """Remove and return the standbys whose process has ended."""
         with self._lock:
             dead = [each for each in self._standbys if not each.alive]
             self._standbys = [each for each in self._standbys if each not in dead]
@@ -52,7 +52,7 @@ class WaitingStandbys:
             each.end()
 
     def start_in(self, environ: Mapping[str, str]) -> None:
-        """A server starts with this environment; standbys that were started in other surroundings end."""
+        """Record that a server starts with this environment; end standbys that were started in other surroundings."""
         surroundings = facts.surroundings(environ)
         with self._lock:
             changed, self._surroundings = surroundings != self._surroundings, surroundings
@@ -60,7 +60,7 @@ class WaitingStandbys:
             self.end()
 
     def differs(self, environ: Mapping[str, str]) -> str | None:
-        """What a worker that starts now would inherit otherwise, in words; None: nothing. See `take_stale`."""
+        """Return in words what a worker that starts now would inherit differently; None if nothing. See `take_stale`."""
         now = facts.surroundings(environ)
         with self._lock:
             changed = rules.differs(now, self._surroundings)
@@ -68,7 +68,7 @@ class WaitingStandbys:
         return changed
 
     def take_stale(self) -> bool:
-        """Whether `differs` has found something since the last call."""
+        """Return whether `differs` has found a difference since the last call."""
         with self._lock:
             stale, self._stale = self._stale, False
         return stale

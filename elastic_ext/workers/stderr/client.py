@@ -1,4 +1,4 @@
-"""Keeps a relay running for as long as the agent lives, whatever happens to the relay."""
+"""Keeps a relay running while the agent lives, whatever happens to the relay."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from elastic_ext.workers.stderr.source import Source
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.05  # the wait for a relay that is about to end, before a source is offered to the next one
-END_S = 5.0  # how long the end of the job waits for the console; the relay writes later bytes alone
+RETRY_S = 0.05  # how long to wait for a relay that is about to end, before offering a source to the next one
+END_S = 5.0  # how long the end of the job waits for the console; the relay writes later bytes on its own
 STOPPED_CHECK_S = 5.0  # no event reports that a process was stopped
 
 
 class RelayClient:
-    """The relay of one agent, from construction to close(). A thread starts the next relay as soon as one is killed.
+    """The relay of one agent, from construction to close(). A thread starts another relay as soon as one is killed.
 
     Invariant: the running relay has every source of this round. Methods may be called from any thread.
     """
 
     def __init__(self) -> None:
-        """Start a relay that writes to this process's fd 2. Raises OSError, RuntimeError: no descriptor or no thread is left."""
+        """Start a relay that writes to this process's fd 2. Raises OSError or RuntimeError if no descriptor or thread is left."""
         self._lock = threading.RLock()
         self._sources: list[Source] = []
         self._closed = False
@@ -51,9 +51,9 @@ class RelayClient:
             raise
 
     def add(self, source: Source) -> bool:
-        """Have the relay read this source, and close it at the end of the round. False: it cannot; the source is closed."""
+        """Make the relay read this source; close it after the round. On failure, close it at once and return False."""
         with self._lock:
-            if not self._link.add(source):  # the relay has just been killed, perhaps
+            if not self._link.add(source):  # perhaps the relay has just been killed
                 self._link.await_end(RETRY_S)
                 self._revive()
                 if not self._link.add(source):
@@ -63,14 +63,14 @@ class RelayClient:
             return True
 
     def forget_round(self) -> None:
-        """Close this round's sources. The relay goes on with those whose worker still writes."""
+        """Close this round's sources. The relay keeps reading those whose worker still writes."""
         with self._lock:
             if self._sources:
                 self._forget_unopened()
             self._close_sources()
 
     def flush(self, timeout_s: float) -> int | None:
-        """Have the relay empty the pipes; return how many are still open. None: the console did not take everything in time."""
+        """Make the relay empty the pipes; return how many are still open, None if the console did not take all in time."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while time.monotonic() < deadline:
@@ -81,7 +81,7 @@ class RelayClient:
         return None
 
     def close(self) -> None:
-        """Let the relay finish. It stays only while somebody holds a pipe open or the console takes nothing."""
+        """Let the relay finish. It stays only while a process holds a pipe open or the console accepts nothing."""
         if self._closed:
             return
         self._link.resume()
@@ -114,7 +114,7 @@ class RelayClient:
         self._sources.clear()
 
     def _watch(self) -> None:
-        """Start another relay as soon as somebody kills this one; the target of the thread."""
+        """Start another relay as soon as somebody kills this one. This is the thread's target."""
         signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)  # the main thread waits for these
         while (process := self._link.process) is not None:
             pidfd = None
@@ -124,7 +124,7 @@ class RelayClient:
                 with self._lock:
                     if self._link.process is not process:
                         continue
-            except OSError as error:  # descriptors or threads have run out: the regular checks go on
+            except OSError as error:  # descriptors or threads have run out: the regular checks continue
                 logger.debug("the end of the stderr relay will not be seen at once: %s", error)
             closing = self._wait(pidfd)
             if pidfd is not None:
@@ -135,7 +135,7 @@ class RelayClient:
             self._revive()
 
     def _wait(self, pidfd: int | None) -> bool:
-        """Block until the relay has ended or the next check is due; True: this client closes."""
+        """Block until the relay has ended or the next check is due; return whether this client is closing."""
         poll = select.poll()
         poll.register(self._closing[0], select.POLLIN)
         if pidfd is not None:
@@ -150,13 +150,13 @@ class RelayClient:
                 return
             self._link.close()
             try:
-                if process.returncode >= 0:  # it would do so again
+                if process.returncode >= 0:  # another process would end the same way
                     self._link = link.start_thread(self._console, f"it ended with exit code {process.returncode}")
                 else:
                     if not self._cannot_start:
                         logger.warning("the stderr relay (pid %s) was killed from outside; starting another", process.pid)
                     self._link = link.start_process(self._console)
-            except (OSError, RuntimeError) as error:  # the link is still that of the dead one: the next check tries again
+            except (OSError, RuntimeError) as error:  # the link is still the dead relay's: the next check tries again
                 level = logging.DEBUG if self._cannot_start else logging.WARNING
                 self._cannot_start = True
                 logger.log(level, "the stderr relay (pid %s) has ended, and no other can be started: %s", process.pid, error)

@@ -1,4 +1,4 @@
-"""The agent's side of one relay, from its start to its end. `relay.py` states the protocol."""
+"""The agent's side of one relay, from its start to its end. `relay.py` defines the protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RelayLink:
     """One running relay: a process, or a thread of the agent. Messages to a relay that has ended are lost without an error.
 
     Attributes:
-        process: None for a thread, which lives as long as the agent.
+        process: None for a thread, which lives as long as the agent does.
     """
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
@@ -36,26 +36,26 @@ class RelayLink:
         self._numbers = itertools.count()
 
     def add(self, source: Source) -> bool:
-        """Have the relay read this pipe; False: the message could not be sent."""
+        """Make the relay read this pipe; return False if the message could not be sent."""
         return self._send(b"%s %d" % (relay.SOURCE, source.shown), [source.pipe, source.ring_fd])
 
     def forget_unopened(self) -> None:
-        """Have the relay close the pipes that no worker has opened."""
+        """Make the relay close the pipes that no worker has opened."""
         self._send(relay.FORGET)
 
     def flush(self, deadline: float) -> int | None:
-        """Have the relay empty the pipes; return how many are still open. None: too late, or the relay has ended."""
+        """Make the relay empty the pipes; return how many are still open, None on a timeout or if the relay has ended."""
         number = next(self._numbers)
         self._send(b"%s %d" % (relay.FLUSH, number))
         return self._answer(number, deadline)
 
     def resume(self) -> None:
-        """Continue a process that somebody has stopped: full pipes would soon block the workers."""
+        """Continue the process if it was stopped: full pipes would soon block the workers."""
         if self.process is not None:
             pidfds.go_on(self.process.pid, "stderr relay")
 
     def await_end(self, timeout_s: float) -> bool:
-        """Whether the process ended within this time; True for a thread."""
+        """Return whether the process ended within this time; True for a thread."""
         if self.process is None:
             return True
         try:
@@ -65,7 +65,7 @@ class RelayLink:
         return True
 
     def close(self) -> None:
-        """Close the socket. The relay ends by itself, once its pipes have ended."""
+        """Close the socket. The relay ends by itself once its pipes have ended."""
         control, self._control = self._control, None
         if control is not None:
             control.close()
@@ -76,7 +76,7 @@ class RelayLink:
         try:
             socket.send_fds(self._control, [message], list(descriptors), socket.MSG_DONTWAIT)
         except OSError:
-            return False  # the relay was killed and another one will be told everything, or it does not read
+            return False  # the relay was killed and another one will get every message, or it does not read
         return True
 
     def _answer(self, number: int, deadline: float) -> int | None:
@@ -89,7 +89,7 @@ class RelayLink:
                 answer = self._control.recv(256).split()
             except OSError:
                 answer = []
-            if not answer:  # the socket has ended, so the process is about to
+            if not answer:  # the socket has ended, so the process is about to end
                 self.await_end(deadline - time.monotonic())
                 return None
             if int(answer[0]) == number:
@@ -98,9 +98,9 @@ class RelayLink:
 
 
 def start_process(console: int) -> RelayLink:
-    """Start a relay process, or a thread where no process can be started. console: a descriptor. Raises OSError, RuntimeError."""
+    """Start a relay process, or a thread if no process can start. console: a descriptor. Raises OSError, RuntimeError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Blocked signals stay blocked over exec: these are for the agent, and the relay ends after it.
+    # Blocked signals stay blocked across exec. These are for the agent, and the relay must outlive it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
     try:
         process = subprocess.Popen(
@@ -108,7 +108,7 @@ def start_process(console: int) -> RelayLink:
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=console,
-            # Without the workers' token; but some interpreters find their own library through LD_LIBRARY_PATH only.
+            # Without the workers' token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
             env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
             start_new_session=True,  # a signal to the agent's process group must not reach it
         )
@@ -121,7 +121,7 @@ def start_process(console: int) -> RelayLink:
 
 
 def start_thread(console: int, why: str) -> RelayLink:
-    """Run the relay in this process. why: no relay process can run, for the log. Raises OSError, RuntimeError."""
+    """Run the relay in this process. why: reason for the log why no process can run. Raises OSError, RuntimeError."""
     return _serve(*socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), console, why)
 
 

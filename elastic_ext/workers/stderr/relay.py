@@ -1,4 +1,4 @@
-"""The stderr relay: a process beside the agent that copies the workers' stderr to the console and keeps the end of it.
+"""The stderr relay: a process beside the agent that copies the workers' stderr to the console and keeps its last bytes.
 
 The agent starts it as `python -I -S relay.py VERSION` (standard library only); see `client.py` for the agent's side.
 
@@ -7,7 +7,7 @@ Wire protocol, version 1
     Each packet is one message. From the agent:
 
         b"source 1" + (pipe, ring)   copy this pipe to the console and keep its last bytes in this ring
-        b"source 0" + (pipe, ring)   only keep its last bytes
+        b"source 0" + (pipe, ring)   only keep its last bytes in this ring
         b"forget"                    close the pipes that no worker has opened
         b"flush N"                   empty the pipes, then answer
 
@@ -15,15 +15,15 @@ Wire protocol, version 1
 
         b"N K"                       the answer to flush N; K pipes are still open
 
-    A ring is shared memory of HEADER_BYTES + RING_BYTES, laid out as the constants below say. It outlives the relay: the next
-    relay gets the same ring and writes to the console what its predecessor had read and not yet written.
-    A relay of another version exits with code 1, and the agent does the work in a thread of its own.
+    A ring is shared memory of HEADER_BYTES + RING_BYTES, with the layout that the constants below define. It outlives the relay:
+    the next relay gets the same ring and writes to the console what its predecessor had read but not yet written.
+    A relay of another version exits with code 1, and the agent does the work in a thread.
 
-What it guarantees
-    - Bytes pass unchanged, in the order of their arrival, and at once: it does not wait for whole lines.
-    - A full console blocks the workers, as it would without a relay: nothing is read while something waits to be written. Only a
-      flush reads then, two pipes' worth at most.
-    - A console that is gone costs the output and never the worker: the pipes are still read into the rings.
+Guarantees
+    - Bytes pass unchanged, in order of arrival, and at once: the relay does not wait for whole lines.
+    - A full console blocks the workers, as it would without a relay: the relay reads nothing while bytes wait to be written. Only
+      a flush still reads, two reads per pipe at most.
+    - A console that is gone costs the output but never the worker: the relay still reads the pipes into the rings.
     - If the relay is killed, only the piece that it was reading at that moment can be lost, and one piece can be written twice.
     - The end of the agent closes the socket. The relay ends when the last writer has ended and everything is written, so
       processes that the agent left running on purpose can still write.
@@ -44,7 +44,7 @@ SOURCE, FORGET, FLUSH = b"source", b"forget", b"flush"  # the first word of a me
 # The ring: a header of native 64-bit words at the indices below, then the bytes.
 HEADER_BYTES = 64
 RING_BYTES = 64 * 1024
-TOTAL = 0  # bytes ever appended; byte number n is at n % RING_BYTES
+TOTAL = 0  # bytes appended in total; byte number n is at n % RING_BYTES
 CONNECTED = 1  # 1: the pipe has had a writer
 WRITTEN = 2  # how many of TOTAL are on the console
 
@@ -57,14 +57,14 @@ class Ring:
     """The last RING_BYTES of a stream, in memory shared by two processes. Only one of them writes."""
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: a file of HEADER_BYTES + RING_BYTES; the caller may close it afterwards."""
+        """Map the file `descriptor` of HEADER_BYTES + RING_BYTES; the caller may then close it."""
         self._map = mmap.mmap(descriptor, HEADER_BYTES + RING_BYTES)
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("Q")
         self._bytes = memoryview(self._map)[HEADER_BYTES:]
 
     @property
     def connected(self) -> bool:
-        """Whether a worker has opened the pipe."""
+        """Return whether the pipe has had a writer."""
         return bool(self._words[CONNECTED])
 
     def mark_connected(self) -> None:
@@ -82,7 +82,7 @@ class Ring:
         self._words[WRITTEN] += count
 
     def take_unwritten(self) -> bytes:
-        """Return what the console still lacks, as far as the ring holds it; count the rest as written."""
+        """Return the unwritten bytes that the ring still holds; count the lost ones as written."""
         count = self._words[TOTAL] - self._words[WRITTEN]
         last = self.read()[-count:] if count else b""
         self._words[WRITTEN] = self._words[TOTAL] - len(last)
@@ -97,14 +97,14 @@ class Ring:
 
 
 class Console:
-    """Writes to a descriptor as much as it takes without blocking, and keeps the rest."""
+    """Writes as much to a descriptor as it takes without blocking, and queues the rest."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._queue: deque[tuple[memoryview, Ring]] = deque()
         self._gone = False
-        self.bytes_in = 0  # ever queued
-        self.bytes_out = 0  # ever written, or dropped because nobody can read them
+        self.bytes_in = 0  # queued in total
+        self.bytes_out = 0  # written in total, or dropped because nobody can read them
         try:
             self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         except OSError:
@@ -112,11 +112,11 @@ class Console:
 
     @property
     def pending(self) -> int:
-        """Bytes that wait to be written."""
+        """Return how many bytes wait to be written."""
         return self.bytes_in - self.bytes_out
 
     def put(self, data: bytes, ring: Ring) -> None:
-        """Queue bytes. ring: where they count as written once they are."""
+        """Queue bytes. ring: the ring to mark once they are written."""
         self.bytes_in += len(data)
         self._queue.append((memoryview(data), ring))
 
@@ -131,11 +131,11 @@ class Console:
             piece = data if self._is_file else data[: _whole_lines(data)]
             try:
                 self._advance(os.write(self._descriptor, piece))
-            except BlockingIOError:  # somebody who shares the descriptor has made it non-blocking
+            except BlockingIOError:  # a process that shares the descriptor has made it non-blocking
                 return
             except OSError as error:
                 self._gone = error.errno in GONE
-                self._advance(len(piece))  # later pieces may find room, on a full disk for example
+                self._advance(len(piece))  # there may be room for later pieces, on a full disk for example
 
     def _advance(self, count: int) -> None:
         self.bytes_out += count
@@ -146,29 +146,29 @@ class Console:
 
 
 def _whole_lines(data: memoryview) -> int:
-    """How many bytes to write at once: whole lines if possible, so that other writers' output comes between lines."""
+    """Return how many bytes to write at once: whole lines if possible, so that other writers' output comes between lines."""
     if len(data) <= PIECE_BYTES:
         return len(data)
     return bytes(data[:PIECE_BYTES]).rfind(b"\n") + 1 or PIECE_BYTES
 
 
 def _is_ready(descriptor: int, event: int) -> bool:
-    """Whether `event`, or the end of the stream, is there now."""
+    """Return whether the descriptor is ready for `event` now, or its stream has ended."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(0))
 
 
 class Relay:
-    """The pipes, the console and the agent's socket. run() returns when all of them have ended."""
+    """Copies the pipes to the console. run() returns when the agent's socket and all pipes have ended and all is written."""
 
     def __init__(self, control: socket.socket, console: int) -> None:
-        """control: the socket to the agent; its end only ends the messages. console: a descriptor."""
+        """Start without pipes. control: the socket to the agent; its end only ends the messages. console: a descriptor."""
         self._control: socket.socket | None = control
         self._console_fd = console
         self._console = Console(console)
         self._sources: dict[int, tuple[Ring, bool]] = {}  # by the pipe's descriptor: its ring, and whether it is shown
-        self._flushes: deque[tuple[bytes, int]] = deque()  # number, and the console's bytes_out at which it is answered
+        self._flushes: deque[tuple[bytes, int]] = deque()  # number, and the console's bytes_out at which to answer it
 
     def run(self) -> None:
         while self._control is not None or self._sources or self._console.pending:
@@ -199,8 +199,8 @@ class Relay:
     def _read(self, pipe: int, ready: bool, forget: bool = False) -> None:
         """Read the pipe once.
 
-        ready: poll reports the pipe. An empty read then means that its last writer has ended; otherwise the pipe may be one that
-        no worker has opened yet. forget: close such a pipe, too.
+        ready: poll reports the pipe. An empty read then means that its last writer has ended; otherwise, perhaps no worker has
+        opened the pipe yet. forget: also close a pipe that no worker has opened.
         """
         ring, shown = self._sources[pipe]
         try:
@@ -245,7 +245,7 @@ class Relay:
             self._console.put(unwritten, ring)
 
     def _read_all(self, forget: bool = False) -> None:
-        """Read what is in the pipes now, even if the console is full. Twice at most, because a writer may never stop."""
+        """Read what is in the pipes now, even if the console is full. Reads each twice: a writer may never stop."""
         for _ in range(2):
             for pipe in list(self._sources):
                 self._read(pipe, _is_ready(pipe, select.POLLIN), forget)
@@ -257,11 +257,11 @@ class Relay:
                 try:
                     self._control.send(b"%s %d" % (number, len(self._sources)), socket.MSG_DONTWAIT)
                 except OSError:
-                    pass  # the agent does not listen any more
+                    pass  # the agent no longer listens
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != [str(VERSION)]:
         sys.exit(f"elastic_ext: this stderr relay speaks version {VERSION}, its agent {' '.join(sys.argv[1:])}")
-    # The agent closed everything that this process does not need: it has the console and the socket only.
+    # The agent has closed everything else: this process has only the console and the socket.
     Relay(socket.socket(fileno=0), 2).run()

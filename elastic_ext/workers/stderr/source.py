@@ -13,12 +13,12 @@ from elastic_ext.workers.wake_pipe import named_pipe
 
 @dataclass
 class Source:
-    """One worker's stderr, for one round. While the agent holds the pipe open, no death of the relay can hurt the worker.
+    """One worker's stderr for one round. While the agent holds the pipe open, a dying relay cannot harm the worker.
 
     Attributes:
         path: the name by which the worker opens the pipe.
         pipe, ring_fd: the descriptors that the relay gets.
-        shown: its bytes go to the console.
+        shown: whether its bytes go to the console.
     """
 
     path: str
@@ -29,7 +29,7 @@ class Source:
     _writer: int | None  # keeps the pipe open until a worker has opened it; see `named_pipe`
 
     def let_end(self) -> None:
-        """From now on the pipe ends when the worker does."""
+        """Let the pipe end when the worker does, from now on."""
         writer, self._writer = self._writer, None
         if writer is not None:
             os.close(writer)
@@ -41,7 +41,7 @@ class Source:
 
 
 def make_source(path: str, shown: bool) -> Source:
-    """Make the pipe of one worker. path: its wanted name; where named pipes are refused it gets another. Raises OSError."""
+    """Make one worker's pipe. path: the requested name; if named pipes are refused, it gets another. Raises OSError."""
     path, pipe, writer = named_pipe(path)  # the relay gets the descriptor, so it need not find the path
     ring_fd = -1
     try:
@@ -57,7 +57,7 @@ def make_source(path: str, shown: bool) -> Source:
 
 
 def _shared_memory() -> int:
-    """A file without a name: in memory where the kernel and this Python have memfd_create, else on disk."""
+    """Create a file without a name: in memory if the kernel and this Python have memfd_create, else on disk."""
     try:
         return os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:

@@ -1,15 +1,15 @@
-"""The last bytes of each worker's stderr: what NCCL, CUDA or the C++ runtime say there before a worker dies.
+"""The last bytes of each worker's stderr, where NCCL, CUDA or the C++ runtime report errors before a worker dies.
 
-A relay (`relay.py`) stands between the workers and the console. Each worker's bootstrap opens a named pipe as its fd 2, so what
-C code and child processes write goes there, too. Two things can differ from a worker that writes to the console itself: its
-stdout is not relayed, so where both go to one place their order may be off by the time of one read; and a console that is gone
+A relay (`relay.py`) stands between the workers and the console. Each worker's bootstrap opens a named pipe as its fd 2, so the
+relay also gets what C code and child processes write. Two things can differ from a worker that writes to the console itself: its
+stdout is not relayed, so if both go to one place, their order may be off by the time of one read; and a console that is gone
 costs the output, not the worker.
 
-Where stderr goes to a file (--log-dir with --redirects or --tee), nothing is relayed, and the tail is the end of that file. The
-tail is None, and the worker keeps the stderr it has, where the console is a terminal (progress bars and debuggers check for one),
-where no bootstrap runs (functions, other programs), and where a pipe or the relay cannot be made.
+If stderr goes to a file (--log-dir with --redirects or --tee), nothing is relayed, and the tail is the end of that file. The
+tail is None, and the worker keeps its stderr, if the console is a terminal (progress bars and debuggers check for one), if no
+bootstrap runs (functions, other programs), or if a pipe or the relay cannot be created.
 
-Why the relay is a process. A thread of the agent can do the same work, and does where no process can run. Measured side by side
+Why the relay is a process: a thread of the agent can do the same work, and does if no process can run. Measured side by side
 on two busy shared cores with two to eight writers:
 
     |                                                                 | process                 | thread of the agent     |
@@ -21,8 +21,8 @@ on two busy shared cores with two to eight writers:
     | a worker's death to the agent's reaction: median, 90 %          | 7 to 8 ms, 15 to 21 ms  | 4 to 7 ms, 21 to 27 ms  |
     | throughput, 8 writers of 100-byte lines                         | 78 to 194 MB/s          | 50 to 88 MB/s           |
 
-Nobody would feel the last two rows. The others would be felt: training stops with the agent (once a pipe's 64 KiB are full), the
-output before a kill is lost, and processes die that were left running on purpose. So the process stays.
+The last two rows do not matter in practice. The others do: with a thread, training stops when the agent does (once a pipe's
+64 KiB are full), the output before a kill is lost, and processes left running on purpose die. So the relay is a process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from elastic_ext.workers.stderr.source import Source, make_source
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 0.05  # the longest that a recovery waits for the console
+FLUSH_S = 0.05  # the longest time that a recovery waits for the console
 TAIL_BYTES = relay.RING_BYTES
 
 
 class StderrTails:
-    """What this round's workers have written last, by local rank. Has a relay from construction to close()."""
+    """The last stderr output of this round's workers, by local rank. Has a relay from construction to close()."""
 
     def __init__(self, enabled: bool) -> None:
         self._relay: RelayClient | None = None
@@ -57,7 +57,7 @@ class StderrTails:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a relay."""
+        """Return whether there is a relay."""
         return self._relay is not None
 
     def begin_round(self) -> None:
@@ -69,7 +69,7 @@ class StderrTails:
             self._relay.forget_round()
 
     def connect(self, local_rank: int, destination: str, directory: str) -> str | None:
-        """Return the named pipe that this worker's bootstrap must open as its stderr; None: the worker keeps its stderr.
+        """Return the named pipe that this worker's bootstrap must open as its stderr; None if the worker keeps its stderr.
 
         destination: where torch sends its stderr: a file, os.devnull, or "" for the console. directory: where to make the pipe.
         """
@@ -89,12 +89,12 @@ class StderrTails:
         return source.path
 
     def settle(self) -> None:
-        """Wait until the console has what the workers have written so far, for FLUSH_S at most. The agent's own lines follow."""
+        """Wait, for FLUSH_S at most, until the console has all worker output so far. The agent's own lines follow it."""
         if self._relay is not None and self._sources and not self._console_is_slow:
             self._console_is_slow = self._relay.flush(FLUSH_S) is None
 
     def tail(self, local_rank: int, traceback: str = "") -> str | None:
-        """The last TAIL_BYTES that this worker has written to stderr; None: not known.
+        """Return the last TAIL_BYTES that this worker has written to stderr; None if not known.
 
         traceback: text that the worker did not print because the agent shows it; it is appended if the tail lacks it.
         """
@@ -117,7 +117,7 @@ class StderrTails:
             self._sources.clear()
 
     def _warn(self, whose: str, error: Exception) -> None:
-        """Warn once: the reason would be the same for every worker of every round."""
+        """Warn once, since the reason would be the same for every worker of every round."""
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
         logger.log(level, "the end of the stderr of %s is not kept: %s", whose, error)

@@ -10,7 +10,7 @@ class Progress:
 
     Attributes:
         last: the last report; None before the first.
-        working: whether the copier has work, and has not reported since then that nothing is left.
+        working: it was given work, and has not yet reported that nothing is left.
         heard_at: when it last sent a message or was given work.
         moved_at: when it last made progress, or when a wait for progress began.
     """

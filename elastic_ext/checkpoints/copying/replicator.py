@@ -1,7 +1,7 @@
-"""Copy one node's part of each checkpoint to the remote directory: decide which one, and commit it there.
+"""Copy one node's part of each checkpoint to the remote directory: choose it, send it, commit it.
 
 Whenever the leader has finished a checkpoint, it takes the newest one (`coordination`). Checkpoints older than a complete one are
-skipped. The leader writes the manifest last, once every file in it is in the remote directory with the right size.
+skipped. The leader writes the manifest last, once every file in it is there with the right size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def next_target(
         pending: oldest first.
         current: name of the current target; "": none.
         refused: names that will never be complete.
-        stalled: whether the current target has made no progress for STALLED_S.
+        stalled: the current target has made no progress for STALLED_S.
     """
     usable = [each for each in pending if each.name not in refused]
     newest = usable[-1] if usable else None
@@ -103,7 +103,7 @@ class Replicator:
         return self._report(pending, newest_remote, reason)
 
     def _mine(self) -> list[LocalCheckpoint]:
-        """Return the checkpoints that were saved here, oldest first."""
+        """Return the checkpoints saved here, oldest first."""
         found = []
         for name in reversed(own_checkpoints(self._local)):
             try:

@@ -23,7 +23,7 @@ MOST_DEATHS_AT_END = 10  # limit for a process that makes progress each time but
 
 
 class CopyMetrics(Protocol):
-    """The receiver of the metrics. Its methods are called from a thread and must be quick."""
+    """Receiver of the metrics. A thread calls its methods, so they must be quick."""
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool, /) -> None:
         """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`."""
@@ -178,7 +178,7 @@ class RestartedChild:
                 self._metrics.copy_failed()
                 logger.error("nothing is copied to %s: the process for it says nothing for %.0f s", self._target, self._stall_s)
                 continue
-            # Wake up at intervals even for an idle process: it may have been given work meanwhile.
+            # Check even an idle process at intervals: it may have been given work.
             lines = child.lines(min(self._stall_s, self._stall_s if left_s is None else left_s) + 0.001)
             if lines is None:
                 return

@@ -43,8 +43,8 @@ class Results:
         last_error: why the last save failed; None if it succeeded.
         failures: failed saves in a row.
         last_saved: step of this group's last committed save; None before the first.
-        stale: set once another group has taken over, so that no further save is possible.
-        ended: another reason why no further save is possible; "" if there is none.
+        stale: set if another group has taken over: no further save is possible.
+        ended: any other reason why no further save is possible, else "".
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
@@ -62,7 +62,7 @@ class Results:
         self.emit(Event("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
-        """Record a save that has finally failed."""
+        """Record a failed save."""
         self.failures += 1
         self.last_error = f"step {step} was not saved, rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training goes on", self.last_error)

@@ -1,4 +1,4 @@
-"""The old name of `elastic_ext.checkpoints.copying.replicate`, for `python -m`; kept for one release."""
+"""Old name of `elastic_ext.checkpoints.copying.replicate` for `python -m`, kept for one release."""
 
 import sys
 import warnings

@@ -1,5 +1,5 @@
-"""What checkpoints hold pickled. Pickles name this module, and the class in it: checkpoints of every version can be read by the
-others, the older ones after a downgrade too, only as long as both names stay.
+"""Classes that checkpoints hold pickled. A pickle names the module and the class. Neither name may change, or one version could
+no longer read the checkpoints of another, including an older version after a downgrade.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class Moment:
-    """One tensor of an optimizer's state. The names of its fields must not change either.
+    """One tensor of an optimizer's state. The field names must not change either.
 
     Attributes:
-        like_parameter: it has the parameter's shape and is sharded as the parameter is.
+        like_parameter: whether it has the shape and sharding of its parameter.
     """
 
     like_parameter: bool

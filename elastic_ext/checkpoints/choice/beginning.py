@@ -1,8 +1,8 @@
-"""The time at which a run began at `resume_from`. Checkpoints that were written later are its own progress.
+"""The time at which a run began at `resume_from`. Checkpoints written after it are the run's own progress.
 
-Without this record each restart would throw away what the run has done since. It is a file in the directory of checkpoints,
-`.elastic_ext/resume_from/RUN.json`, with one field: {"resume_from": the setting, without credentials}. Its time, by the clock of
-the storage, is when the run began. If the user changes the setting, the run begins again.
+Without this record, each restart would throw away that progress. The record is a file in the directory of checkpoints,
+`.elastic_ext/resume_from/RUN.json`, with one field: {"resume_from": the setting, without credentials}. Its modification time, by
+the clock of the storage, is when the run began. If the user changes the setting, the run begins again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FOLDER = f"{MARKERS}/resume_from"
 
 
 def begun_at(storage: Storage, run_id: str, resume_from: str) -> float:
-    """Return when this run began at `resume_from`: now, if it has not begun yet.
+    """Return when this run began at `resume_from`. If it has not begun yet, it begins now.
 
     The time is in seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.
     """
     name = f"{FOLDER}/{_file_name(run_id)}.json"
     record = {"resume_from": redacted(resume_from)}
     try:
-        same = json.loads(redacted(storage.read(name).decode())) == record  # older versions did not redact it
+        same = json.loads(redacted(storage.read(name).decode())) == record  # older versions wrote it unredacted
     except (FileNotFoundError, ValueError):
         same = False
     if not same:

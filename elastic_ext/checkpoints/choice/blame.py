@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
-    """Quarantine a checkpoint after a failure that it is blamed for; return its name, None if there is none.
+    """Quarantine the checkpoint that a failure is blamed on; return its name, or None if no checkpoint is to blame.
 
     Args:
         resumed_from: path of the checkpoint that the failed round resumed from; "" if none.
-        newest: blame the checkpoint that was saved last (numbers that left their range) instead of `resumed_from`.
+        newest: blame the last saved checkpoint (for numbers that left their range) instead of `resumed_from`.
         reason: for people.
 
     Raises OSError, UsageError.
@@ -43,7 +43,7 @@ def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str 
     if settings.local_dir:
         local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "")
         if order_or_oldest(local) > order_or_oldest(name):
-            # Quarantined by its name, which holds for both tiers: it may be on its way to the remote one.
+            # It may be on its way to the remote tier. A quarantine by name holds for both tiers.
             return _mark(remote, local, reason, None)
     return _quarantine_in(remote, name, reason) if name else None
 

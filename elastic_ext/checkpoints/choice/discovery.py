@@ -1,6 +1,6 @@
-"""Find the checkpoint to resume from in a directory, local or on any fsspec URL: the newest complete one, or the one asked for.
+"""Find the checkpoint to resume from in a local directory or fsspec URL: the newest complete one, or the one asked for.
 
-`selection` decides over listed entries; here is the I/O beside it: the listing, and the check of a candidate.
+`selection` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A description of the checkpoint to look for.
+    """Which checkpoint to look for.
 
     Attributes:
-        resume_from: "" for the newest complete one; "none" for no checkpoint: the job begins from nothing; else a step, a name
-            in the directory, or a path or URL.
-        pattern: only names that match it, and our own, are checkpoints: a glob, in which {step} and {epoch} stand for a number.
-            "": any directory, and files by their suffix.
-        verify: how to verify the content before a checkpoint is chosen.
-        since: only checkpoints that were written later, in seconds since the epoch by the clock of the storage.
+        resume_from: "" for the newest complete one; "none" for no checkpoint, so that the job begins from nothing; else a step,
+            a name in the directory, or a path or URL.
+        pattern: a glob in which {step} and {epoch} stand for a number; only names that match it, and our own, are checkpoints.
+            "": any directory, and files with a known suffix.
+        verify: how to verify the content before choosing a checkpoint.
+        since: consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
     """
 
     resume_from: str = ""
@@ -43,9 +43,9 @@ class Wanted:
 
 
 def newest_complete(checkpoint_dir: str, wanted: Wanted = Wanted()) -> Choice:
-    """Choose among the checkpoints directly below `checkpoint_dir`, a local path or fsspec URL. Raises as `newest_in` does.
+    """Choose among the checkpoints directly in `checkpoint_dir`, a local path or fsspec URL.
 
-    Raises UsageError also if the protocol of the URL is unknown or not installed.
+    Raises as `newest_in` does, and UsageError if the protocol of the URL is unknown or not installed.
     """
     return newest_in(open_storage(checkpoint_dir), wanted)
 
@@ -54,8 +54,8 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     """Choose among the checkpoints of a directory. A directory that does not exist yet has none.
 
     Raises:
-        UsageError: the directory is a file or may not be read; or `resume_from` names what is not there or not complete.
-        OSError: the storage does not answer. Nobody knows then what there is, and beginning from nothing would be a wrong guess.
+        UsageError: the directory is a file or may not be read, or the checkpoint named by `resume_from` is absent or incomplete.
+        OSError: the storage does not answer. Its content is then unknown, and it would be wrong to begin from nothing.
     """
     if wanted.resume_from == NONE:
         return Choice(None)
@@ -74,7 +74,7 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
 
 
 def list_entries(storage: Storage) -> list[Entry]:
-    """Return what is directly in the directory; nothing if it does not exist yet. Raises UsageError, OSError."""
+    """Return the entries directly in the directory; none if it does not exist yet. Raises UsageError, OSError."""
     try:
         return list(storage.entries())
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def list_entries(storage: Storage) -> list[Entry]:
 
 
 def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Format] = ()) -> list[Entry]:
-    """Return the entries that may be checkpoints, by their names alone. A link to another candidate beside it is not one."""
+    """Return the entries that may be checkpoints, judging by name only. Leave out links to another candidate beside them."""
     match = compiled(pattern).fullmatch if pattern else None
 
     def may_be(entry: Entry) -> bool:
@@ -107,7 +107,7 @@ def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Fo
 class Inspector:
     """Inspects one candidate: whether it is complete, and whether it may be used.
 
-    marked: whether the directory has marks at all; False saves a request for each candidate.
+    marked: whether the directory has any marks. False saves a request per candidate.
     """
 
     storage: Storage
@@ -115,7 +115,7 @@ class Inspector:
     marked: bool = True
 
     def __call__(self, entry: Entry) -> Inspection:
-        """Raises UsageError if a plug-in fails; OSError if the mark of a quarantine cannot be read."""
+        """Inspect a candidate. Raises UsageError if a plug-in fails; OSError if a quarantine mark cannot be read."""
         found = detect.check(self.storage, entry, detect.plugins())
         if not found.complete:
             return found
@@ -135,7 +135,7 @@ class Inspector:
 
 
 def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entry], Inspection], wanted: Wanted) -> Choice:
-    """Choose the one checkpoint that the user has named. Raises UsageError if it cannot be used."""
+    """Choose the checkpoint that the user named. Raises UsageError if it cannot be used."""
     text = wanted.resume_from.rstrip("/")
     folder, name = split_path(text)
     if "/" in text and folder != storage.address:

@@ -1,4 +1,4 @@
-"""List all checkpoints of a directory, each checked: what `elastic-ext checkpoints ls` shows, and `prune` decides on."""
+"""List and check all checkpoints of a directory, for `elastic-ext checkpoints ls` and `prune`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.formats.names import step_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-THREADS = 16  # checks at once; each waits for the storage most of its time
+THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ListedCheckpoint:
     """One checkpoint of a directory.
 
     Attributes:
-        entry: as it was listed.
-        family: what its name has in common with others.
+        entry: the listed entry.
+        family: pattern that its name shares with others.
         format: for people.
-        complete: whether it can be resumed from.
+        complete: whether training can resume from it.
         state: "complete", or why it is not, for people.
-        step, epoch: from its content, the step else from its name; None if unknown.
-        generation: of the group of workers that wrote it, if it is one of ours.
+        step, epoch: from its content, or for the step from its name; None if unknown.
+        generation: generation of the group of workers that wrote it; None if it is not ours.
         size: bytes; None if unknown.
         pinned, quarantined: whether it has this mark.
     """
@@ -50,23 +50,23 @@ class ListedCheckpoint:
 
     @property
     def name(self) -> str:
-        """Its name in the directory."""
+        """The name in the directory."""
         return self.entry.name
 
     @property
     def prune_candidate(self) -> PruneCandidate:
-        """As `plan_prune` takes it."""
+        """The input for `plan_prune`."""
         return PruneCandidate(self.name, self.family, self.step, self.format, self.complete, self.pinned, self.quarantined)
 
 
 def list_checkpoints(
     storage: Storage, pattern: str = "", progress: Callable[[int, int], None] | None = None
 ) -> tuple[ListedCheckpoint, ...]:
-    """List and check all checkpoints; of each family the newest first. Raises UsageError, OSError.
+    """List and check all checkpoints, newest first within each family. Raises UsageError, OSError.
 
     Args:
-        pattern: as the setting checkpoint_pattern.
-        progress: called with the number of checkpoints done, and of all.
+        pattern: the setting checkpoint_pattern.
+        progress: called with the number of checkpoints done and the total.
     """
     listed = discovery.list_entries(storage)
     plugins = detect.plugins()

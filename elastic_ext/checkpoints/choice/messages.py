@@ -1,13 +1,13 @@
-"""The messages by which the nodes of a round agree on a checkpoint. They travel over `base.exchange.Exchange`.
+"""The messages by which the nodes of a round agree on a checkpoint. `base.exchange.Exchange` carries them.
 
-    every node -> node 0        Offers      the checkpoints in its local directory, the newest first
+    every node -> node 0        Offers      the checkpoints in its local directory, newest first
     node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none
 
 A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an offer is the JSON object of a `tiers.Offer`. A
-reader refuses another schema, and ignores fields that it does not know.
+reader refuses any other schema and ignores unknown fields.
 
-A checkpoint is sent by its name in a directory that each node knows from its own settings, never by a path. So whoever can write
-where the nodes talk can make them load another of the job's checkpoints, but nothing of their own.
+A message gives a checkpoint's name in a directory that each node knows from its own settings, never a path. So an intruder in the
+exchange can make the nodes load another of the job's checkpoints, but never a file of the intruder's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from elastic_ext.checkpoints.formats.manifest import order_of
 
 SCHEMA = 1
 MOST_TEXT = 2000  # characters of a reason or an error
-MOST_OFFERS = 16  # of one node, the newest
-MOST_NAME = 1024  # characters of a checkpoint's name: the longest key of S3
+MOST_OFFERS = 16  # per node, the newest
+MOST_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Agreement:
     """The checkpoint that a round resumes from.
 
     Attributes:
-        name: of a checkpoint; "": begin from nothing.
+        name: name of the checkpoint; "": begin from nothing.
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
-        local: it is in the local directories of the nodes, each of which has a part.
-        asked_for: it is in the directory that the setting resume_from names, which is not checkpoint_dir.
+        local: it is in the nodes' local directories, each of which has a part.
+        asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
         error: why node 0 has no answer, for people; "" if it has one.
-        bad: the error: there are checkpoints, and none may be used.
+        bad: the error is that checkpoints exist, but none may be used.
     """
 
     name: str
@@ -60,31 +60,31 @@ class Agreement:
 
 
 def encode(message: Offers | Agreement) -> str:
-    """Return the text of a message."""
+    """Return a message as JSON text."""
     return json.dumps({"schema": SCHEMA, **asdict(message)})
 
 
 def offers(found: Sequence[Offer] | None) -> Offers:
-    """Return the message for what is in a local directory. None: this node has no local tier that may be used."""
+    """Return the message for these offers. found: None if this node has no usable local tier."""
     return Offers(found is not None, tuple(found or ())[:MOST_OFFERS])
 
 
 def failure(error: Exception) -> Agreement:
-    """Return the message for an error that keeps node 0 from saying what to resume from."""
+    """Return the message for an error that keeps node 0 from choosing a checkpoint."""
     return Agreement("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints))
 
 
 def read_offers(text: str) -> Offers:
-    """Read what a node sent to node 0. Raises RecordError."""
+    """Parse the message of a node to node 0. Raises RecordError."""
     return records.read(Offers, text, "what a node has in its local_dir", SCHEMA)
 
 
 def read_agreement(text: str) -> Agreement:
-    """Read what node 0 sent.
+    """Parse the message of node 0.
 
     Raises:
-        BadCheckpoints: node 0 has found that no checkpoint may be used.
-        UsageError: node 0 has failed in another way, or this is not a message of node 0's.
+        BadCheckpoints: node 0 found that no checkpoint may be used.
+        UsageError: node 0 failed in another way, or this is not a message from node 0.
     """
     try:
         found = records.read(Agreement, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
@@ -102,5 +102,5 @@ def read_agreement(text: str) -> Agreement:
 
 
 def _is_name(name: str) -> bool:
-    """Return whether this names something directly in a directory, or is "" for nothing."""
+    """Return whether this is the name of an entry directly in a directory, or "" for nothing."""
     return len(name) <= MOST_NAME and name not in (".", "..") and "/" not in name and "\0" not in name

@@ -1,7 +1,7 @@
-"""Agree on the checkpoint that a round resumes from: one answer on every node.
+"""Agree on the checkpoint that a round resumes from: the same answer on every node.
 
-The agent of node 0 looks once a round and sends the others what it found (`messages`). They wait until they see the checkpoint,
-too: a shared directory may show late what another host has written.
+The agent of node 0 looks once per round and sends its choice to the others (`messages`). They wait until they see the checkpoint
+themselves, because a shared directory may be late to show what another host has written.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["Place", "Resumption", "agree", "quarantine"]
 
 logger = logging.getLogger(__name__)
 
-VISIBLE_S = 60.0  # until the other nodes see a checkpoint (NFS caches attributes for up to 60 s: acregmax)
-ANSWER_S = 30 * 60.0  # until node 0 answers: verifying a terabyte at 1 GB/s takes 17 minutes
-OFFERS_S = 60.0  # until all nodes have looked into their local directories; a node that is dead never answers
+VISIBLE_S = 60.0  # limit for the other nodes to see a checkpoint (NFS caches attributes for up to 60 s: acregmax)
+ANSWER_S = 30 * 60.0  # limit for node 0 to answer: verifying a terabyte at 1 GB/s takes 17 minutes
+OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Resumption:
     """The checkpoint that a round resumes from.
 
     Attributes:
-        path: of the checkpoint, a local path or URL; "": the round begins from nothing.
+        path: local path or URL of the checkpoint; "": the round begins from nothing.
         step: None if neither its content nor its name gives one.
-        reason: for people.
+        reason: why this one, for people.
         local: it is in the nodes' local directories; `path` is this node's part of it.
     """
 
@@ -59,7 +59,7 @@ class Resumption:
 
     @property
     def at(self) -> int | None:
-        """The step that the round begins at; None if it is unknown."""
+        """The step at which the round begins; None if unknown."""
         return self.step if self.path else 0
 
     @property
@@ -70,7 +70,7 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Place:
-    """This node in the round. node: its number (the group rank); nodes: how many there are; workers: how many it has."""
+    """This node in the round. node: its group rank. nodes: number of nodes. workers: number of its workers."""
 
     node: int = 0
     nodes: int = 1
@@ -78,13 +78,13 @@ class Place:
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
-    """Return what the round resumes from. All nodes of the round call this, and all return the same or raise the same.
+    """Return what the round resumes from. All nodes of the round call this; all return the same result or raise the same error.
 
-    Only the path of a checkpoint in the local tier differs: it is that of this node's own part.
+    Only the path of a checkpoint in the local tier differs: each node gets the path of its own part.
 
     Raises:
-        BadCheckpoints: there are checkpoints, and none may be used.
-        UsageError: a setting is wrong, or this node does not see what the others do.
+        BadCheckpoints: checkpoints exist, but none may be used.
+        UsageError: a setting is wrong, or this node does not see the checkpoint that the others see.
         OSError: the storage does not answer (on node 0; a UsageError on the others).
         RoundOver: the round ended before all nodes knew the answer.
     """
@@ -107,7 +107,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
 
 
 class _Resolution:
-    """One node's part in one agreement. checkpoint_dir and local_dir are opened once, when they are first needed."""
+    """One node's part in one agreement. Opens checkpoint_dir and local_dir once, when first needed."""
 
     def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
         self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
@@ -118,19 +118,19 @@ class _Resolution:
 
     @cached_property
     def _local(self) -> Storage | None:
-        """None if there is no local tier, or resume_from says that it does not count."""
+        """The local directory; None without a local tier, or if resume_from overrides it."""
         if self._settings.local_dir is None or self._settings.resume_from:
             return None
         return open_storage(self._settings.local_dir)
 
     @cached_property
     def _asked_for(self) -> Storage | None:
-        """The directory of the checkpoint that resume_from names by a path; None if it names none by a path."""
+        """The directory of the checkpoint if resume_from is a path or URL; else None."""
         resume_from = self._settings.resume_from.rstrip("/")
         return open_parent(resume_from)[0] if "/" in resume_from else None
 
     def offers(self) -> list[Offer] | None:
-        """Return what this node has in its local directory; None if it has no local tier that can be used."""
+        """Return the offers from this node's local directory; None if it has no usable local tier."""
         if self._local is None:
             return None
         try:
@@ -140,7 +140,7 @@ class _Resolution:
             return None
 
     def decide(self, exchange: Exchange) -> Agreement:
-        """On node 0: choose between the tiers. The remote directory is only listed if it has nothing newer than the local tier.
+        """Choose between the tiers, on node 0. If the remote directory has nothing newer than the local tier, only list it.
 
         Raises as `agree` does.
         """
@@ -159,7 +159,7 @@ class _Resolution:
         return remote if order_or_oldest(remote.name) > order_or_oldest(local.name) else agreement
 
     def _newest_local(self, exchange: Exchange) -> Offer | None:
-        """Return the newest checkpoint that the local directories of the nodes have all parts of."""
+        """Return the newest checkpoint whose parts are all in the nodes' local directories."""
         if self._local is None:
             return None
         texts = exchange.offers(OFFERS_S)
@@ -183,7 +183,7 @@ class _Resolution:
         return found
 
     def _newest_remote(self) -> Agreement:
-        """Choose in the remote directory. Raises UsageError, BadCheckpoints, OSError."""
+        """Choose from the remote directory. Raises UsageError, BadCheckpoints, OSError."""
         choice = self._choose()
         for passed in choice.passed_over:
             logger.warning("checkpoint passed over: %s: %s", passed.path, passed.reason)
@@ -198,7 +198,7 @@ class _Resolution:
         return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MOST_TEXT])
 
     def _choose(self) -> Choice:
-        """The run's own progress comes first, then what resume_from says."""
+        """Choose from the run's own progress first, then by resume_from."""
         resume_from = self._settings.resume_from
         wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=Mode(self._settings.verify))
         if not resume_from:
@@ -207,16 +207,16 @@ class _Resolution:
         return own if own.resume is not None else discovery.newest_in(self._remote, replace(wanted, resume_from=resume_from))
 
     def resumption(self, agreement: Agreement) -> Resumption:
-        """Return what this node resumes from. Raises UsageError if it has no such directory."""
+        """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
         step, reason = agreement.step, printable(agreement.reason[: messages.MOST_TEXT])
         if not agreement.name:
             return Resumption("", step, reason)
         return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
-        """Return the same, but wait until this node sees a checkpoint that all nodes share.
+        """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.
 
-        Raises UsageError also if it does not by the deadline (time.monotonic()).
+        Also raises UsageError if it does not see it by the deadline (time.monotonic()).
         """
         found = self.resumption(agreement)
         if found.path and not found.local:
@@ -248,7 +248,7 @@ def _none_left(directory: str, choice: Choice) -> str:
 
 
 def await_visible(storage: Storage, name: str, deadline: float) -> None:
-    """Wait until this node sees a checkpoint, complete. Raises UsageError if it does not by the deadline (time.monotonic())."""
+    """Wait until this node sees a complete checkpoint. Raises UsageError at the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
         entry = storage.stat(name)

@@ -1,10 +1,10 @@
-"""Choose the newest complete checkpoint among listed entries: in which order they come, and how far to look.
+"""Choose the newest complete checkpoint among listed entries: how to order them, and how far to look.
 
-Pure: a check, which costs I/O, is a callable, and it is called only where its result can still change the choice. A healthy
-directory of 10,000 checkpoints costs one check.
+Pure: a check, which costs I/O, is a callable, called only if its result can still change the choice. A healthy directory of
+10,000 checkpoints costs one check.
 
-The newest is found by generation and step for our own checkpoints, which their names give as their manifests do; for others by
-the numbers in their names; by time where names have no numbers or do not compare.
+Our own checkpoints are ordered by generation and step, which name and manifest both give. Others are ordered by the numbers in
+their names, or by time if the names have no numbers or do not compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Resume:
     """The checkpoint to resume from.
 
     Attributes:
-        path: absolute local path, or URL.
+        path: absolute local path or URL.
         step: from its content, else from its name; None if neither has one.
         format: for people.
         reason: why this one, for people.
@@ -37,7 +37,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A candidate that was checked and not chosen. distrusted: it is finished, but quarantined or damaged."""
+    """A candidate that was checked but not chosen. distrusted: its save finished, but it is quarantined or damaged."""
 
     path: str
     reason: str
@@ -46,9 +46,9 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, None if there is none, and those that were passed over on the way to it.
+    """The checkpoint to resume from, or None, and the candidates that were passed over before it.
 
-    Checkpoints that are older than the chosen one are not listed: they were not checked.
+    Checkpoints older than the chosen one are not included, because they were not checked.
     """
 
     resume: Resume | None
@@ -56,17 +56,17 @@ class Choice:
 
     @property
     def all_bad(self) -> bool:
-        """Whether there are finished checkpoints and none may be used: beginning from nothing would lose the user's work."""
+        """Whether finished checkpoints exist but none may be used. Beginning from nothing would lose the user's work."""
         return self.resume is None and any(passed.distrusted for passed in self.passed_over)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Candidates whose names differ in digits only.
+    """Candidates whose names differ only in digits.
 
     Attributes:
         pattern: what their names have in common.
-        members: the newest first.
+        members: newest first.
         newest: no member was written after this time, in seconds since the epoch.
     """
 
@@ -76,13 +76,13 @@ class Family:
 
 
 def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], pattern: str = "") -> Choice:
-    """Choose the newest complete one of the candidates.
+    """Choose the newest complete candidate.
 
-    The order inside a family is that of `families`. Between families, which do not compare by number (an epoch and a step), the
-    one wins whose newest complete member was written last. All entries of a directory have the clock of its filesystem.
+    `families` gives the order within a family. Numbers of different families do not compare (an epoch and a step), so the family
+    whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem.
 
     Args:
-        inspect: called for the newest first, no further than needed, and at most once for each.
+        inspect: called for the newest first, only as far as needed, and at most once per candidate.
         pattern: the setting checkpoint_pattern.
     """
     listed = list(candidates)
@@ -91,7 +91,7 @@ def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], 
     resume, written_at = None, float("-inf")
     for family in found:
         if resume is not None and family.newest <= written_at:
-            break  # families come newest first: none of the rest can have been written later
+            break  # families are sorted newest first, so none of the rest can have been written later
         for entry in family.members:
             inspection = inspect(entry)
             if inspection.complete:
@@ -100,7 +100,7 @@ def choose(candidates: Iterable[Entry], inspect: Callable[[Entry], Inspection], 
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
-            # else it is a directory such as "logs", which is not worth mentioning
+            # otherwise it is a directory such as "logs" and not worth reporting
     return Choice(_of_several(resume, len(found)), tuple(passed_over))
 
 
@@ -116,7 +116,7 @@ def _of_several(resume: Resume | None, family_count: int) -> Resume | None:
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:
-    """Return the step of a checkpoint: by its content if that says one, else by its name."""
+    """Return the step of a checkpoint, from its content or else from its name."""
     return inspection.step if inspection.step is not None else step_of(entry.name, pattern)
 
 
@@ -126,12 +126,12 @@ def families(entries: Iterable[Entry], pattern: str = "") -> tuple[Family, ...]:
     for entry in entries:
         groups[pattern_of(entry.name, pattern)].append(entry)
     found = [Family(name, _newest_first(members, pattern), _latest(members)) for name, members in groups.items()]
-    # Of two families of the same time, one whose names have a number goes first: it gives the step.
+    # Of two families with the same time, the one whose names have numbers goes first: it gives a step.
     return tuple(sorted(found, key=lambda family: (-family.newest, not numbers_of(family.members[0].name), family.pattern)))
 
 
 def _newest_first(members: list[Entry], pattern: str) -> tuple[Entry, ...]:
-    """Sort by step; by time if the other numbers of the names contradict the steps (epoch_1_step_900, epoch_2_step_5)."""
+    """Sort by step, or by time if other numbers in the names contradict the steps (epoch_1_step_900, epoch_2_step_5)."""
     numbers = {entry.name: numbers_of(entry.name, pattern) for entry in members}
     by_numbers = sorted(members, key=lambda entry: (numbers[entry.name], or_oldest(entry.mtime), entry.name), reverse=True)
     steps = [each[-1] if each else 0 for each in (numbers[entry.name] for entry in by_numbers)]
@@ -141,12 +141,12 @@ def _newest_first(members: list[Entry], pattern: str) -> tuple[Entry, ...]:
 
 
 def _latest(members: Sequence[Entry]) -> float:
-    # The time of a directory is that of the last change of its list of names, not that of the save: only a check can tell.
+    # A directory's mtime is the last change to its list of names, not the time of the save. Only a check can tell that.
     if any(entry.is_dir or entry.mtime is None for entry in members):
         return float("inf")
     return max(or_oldest(entry.mtime) for entry in members)
 
 
 def or_oldest(seconds: float | None) -> float:
-    """Return a time, or a time before all others for None."""
+    """Return the time, or for None a time before all others."""
     return float("-inf") if seconds is None else seconds

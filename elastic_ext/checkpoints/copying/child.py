@@ -1,4 +1,4 @@
-"""One process of the program that copies checkpoints, with its pipes."""
+"""One process of the program that copies checkpoints, and its pipes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from elastic_ext.base.wakeup import milliseconds
 
 
 class Child:
-    """Lives from the start of the process until `reap`."""
+    """A running process. Call `close` after it has ended."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it. Raises OSError."""
+        """Start the process. Raises OSError."""
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -25,13 +25,13 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._orders, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._orders.fileno(), False)  # a stopped one must not hold up the agent
+        os.set_blocking(self._orders.fileno(), False)  # a stopped process must not block the agent
         self._poll = select.poll()
         self._poll.register(self._output.fileno(), select.POLLIN)
-        self._rest = b""  # the beginning of a line
+        self._rest = b""  # an incomplete line
 
     def send(self, order: str) -> None:
-        """Send an order; drop it if the process has ended, or has read nothing for long."""
+        """Send an order; drop it if the process has ended or the pipe is full."""
         try:
             self._orders.write(f"{order}\n".encode())
             self._orders.flush()
@@ -39,7 +39,7 @@ class Child:
             pass
 
     def lines(self, timeout_s: float) -> list[bytes] | None:
-        """Wait for output; return the whole lines. None: it has closed its output."""
+        """Wait for output; return the complete lines, or None if the process has closed its output."""
         if not self._poll.poll(milliseconds(timeout_s)):
             return []
         data = os.read(self._output.fileno(), 1 << 16)
@@ -47,12 +47,12 @@ class Child:
         return lines if data else None
 
     def kill(self) -> None:
-        """Kill it, if it has not ended."""
+        """Kill the process if it has not ended."""
         if self._process.poll() is None:
             self._process.kill()
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code, negative for a signal."""
+        """Wait until the process ends; return its exit code, negative for a signal."""
         return self._process.wait()
 
     def close(self) -> None:
@@ -60,5 +60,5 @@ class Child:
         try:
             self._orders.close()
         except OSError:
-            pass  # orders that it did not read
+            pass  # it left orders unread
         self._output.close()

@@ -1,4 +1,4 @@
-"""The agent's side of copying: it runs the program `replicate`, passes on orders, and knows what is not copied yet."""
+"""The agent's side of copying: runs the program `replicate`, passes orders to it, and tracks what is not copied yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STALL_S = 60.0  # default of the setting copy_stall
 
 
 class Copier:
-    """Has the local tier copied from construction to close(). Its methods do not wait, but for close()."""
+    """Keeps the local tier copied from construction until close(). Only close() waits."""
 
     def __init__(
         self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float = STALL_S
@@ -31,9 +31,9 @@ class Copier:
         """Start the process.
 
         Args:
-            mb_s: megabytes to send per second at most, 0: no limit.
-            token: the agent's.
-            stall_s: how long the process may make no progress.
+            mb_s: limit in megabytes per second; 0: no limit.
+            token: the agent's token.
+            stall_s: seconds that the process may go without progress.
         """
         command = [*isolated.command(replicate.__name__), f"--mb-s={mb_s}"]
         environ = {**os.environ, TOKEN_ENV: token, tiers.LOCAL_ENV: local_dir, tiers.REMOTE_ENV: checkpoint_dir}
@@ -43,17 +43,17 @@ class Copier:
         self._child = RestartedChild(lambda: Child(command, environ), checkpoint_dir, metrics, stall_s)
 
     def saved(self, saves: int) -> None:
-        """Tell it to look if the number of saves that this round's workers report has changed."""
+        """Tell the process to look if the number of saves reported by this round's workers has changed."""
         if saves != self._saves:
             self._saves = saves
             self._child.order(LOOK)
 
     def look(self) -> None:
-        """Tell it to look: there may be a checkpoint that no worker could report any more."""
+        """Tell the process to look, because there may be a checkpoint that its worker could no longer report."""
         self._child.order(LOOK)
 
     def round_starts(self, resumes_from: str) -> None:
-        """The workers resume from this checkpoint ("": from nothing): nobody needs the newer ones that are here now."""
+        """Abandon the local checkpoints newer than the one that the workers resume from ("": from nothing)."""
         order = order_of(resumes_from.rpartition("/")[2]) or (0, 0)
         try:
             self._abandoned = frozenset(name for name in tiers.own_checkpoints(self._local) if (order_of(name) or (0, 0)) > order)
@@ -61,13 +61,13 @@ class Copier:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
 
     def close(self, wait_s: float | None) -> tuple[str, ...]:
-        """Have it copy what is left, and end; return the checkpoints whose only copy is on this node.
+        """Let the process copy the rest and end. Return the checkpoints whose only copy is on this node.
 
-        wait_s: how long to wait at most; None: as long as it makes progress.
+        wait_s: maximum wait in seconds; None: as long as it makes progress.
         """
         try:
             self._child.finish(float("inf") if wait_s is None else time.monotonic() + wait_s)
-        finally:  # a signal that ends the wait, too
+        finally:  # also if a signal ends the wait
             left = self._left()
             if left:
                 where = self._local.address
@@ -75,7 +75,7 @@ class Copier:
         return left
 
     def _left(self) -> tuple[str, ...]:
-        """Return the checkpoints here that are newer than all that are complete there, without abandoned ones."""
+        """Return the local checkpoints that are newer than every complete remote one, except abandoned ones."""
         if self._child.done:
             return ()
         last = self._child.last
@@ -89,7 +89,7 @@ class Copier:
 
 
 def check(settings: Settings) -> None:
-    """Bind local_dir to checkpoint_dir. Raises UsageError if it belongs to another one, or if there is nowhere to copy it to."""
+    """Bind local_dir to checkpoint_dir. Raises UsageError if it belongs to another one, or if checkpoint_dir is not set."""
     if settings.local_dir is None:
         return
     if settings.checkpoint_dir is None:
@@ -101,7 +101,7 @@ def check(settings: Settings) -> None:
 
 
 def start(settings: Settings, token: str, metrics: CopyMetrics) -> Copier | None:
-    """Start copying; None without a local tier. token: the agent's."""
+    """Start copying; return None without a local tier. token: the agent's token."""
     if settings.local_dir is None or settings.checkpoint_dir is None:
         return None
     return Copier(settings.local_dir, settings.checkpoint_dir, settings.copy_mb_s, token, metrics, settings.copy_stall)

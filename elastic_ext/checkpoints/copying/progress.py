@@ -1,4 +1,4 @@
-"""What an agent knows of the work of its copier, by what that reports. Pure: times are monotonic seconds that callers pass."""
+"""The agent's view of its copier's progress, from the copier's messages. Pure: callers pass the time in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from elastic_ext.checkpoints.copying.protocol import Pulse, Report, moved
 
 
 class Progress:
-    """Progress is: bytes that this node or another one has sent, checkpoints that became complete.
+    """The copier's progress: bytes sent by this node or another, and checkpoints that became complete.
 
     Attributes:
-        last: the last report, None before the first.
-        working: it has been given work, and has not reported since that nothing is left.
-        heard_at: when it last said something, or was given work.
-        moved_at: when there was progress last, or a wait for it began.
+        last: the last report; None before the first.
+        working: it was given work, and has not yet reported that nothing is left.
+        heard_at: when it last sent a message or was given work.
+        moved_at: when it last made progress, or when a wait for progress began.
     """
 
     def __init__(self, now: float) -> None:
         self.last: Report | None = None
         self.working = True
         self.heard_at = self.moved_at = now
-        self._pulsed = 0  # bytes of its turn that were counted already
+        self._pulsed = 0  # bytes of this turn that are already counted
 
     def started(self, now: float) -> None:
-        """A process was started; it looks for work by itself."""
+        """Note that a process was started; it looks for work by itself."""
         self.working, self.heard_at, self._pulsed = True, now, 0
 
     def ordered(self, now: float) -> None:
-        """An order was sent."""
+        """Note that an order was sent."""
         if not self.working:
             self.working, self.heard_at = True, now
 
     def heard(self, message: Report | Pulse, now: float) -> int:
-        """Take a message; return the bytes sent since the one before."""
+        """Process a message; return the bytes sent since the previous one."""
         self.heard_at = now
         if isinstance(message, Pulse):
             self.moved_at = now

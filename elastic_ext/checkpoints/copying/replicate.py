@@ -1,10 +1,9 @@
-"""Copies a node's part of each checkpoint from the local tier to the remote directory: a process of its own beside the agent.
+"""Copies a node's part of each checkpoint from the local tier to the remote directory, in its own process beside the agent.
 
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
-`protocol` says what it reads and writes; `replicator` does the work. It knows nothing that is not in the two directories: killed
-and started again it goes on with the file that was under way. Object stores report no change, so it looks again after pauses that
-grow.
+`protocol` describes its input and output; `replicator` does the work. All its state is in the two directories, so a restarted
+process goes on with the interrupted file. Object stores do not report changes, so it polls with growing pauses.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from elastic_ext.checkpoints.directory.tiers import LOCAL_ENV, REMOTE_ENV
 from elastic_ext.checkpoints.storage import open_storage
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
-FINISH_S = 60.0  # without any progress: then the other nodes' files are not waited for any longer
+FINISH_S = 60.0  # time without progress after which it no longer waits for the other nodes' files
 NICE = 10  # training comes first
 
 
 class _Orders:
-    """The agent's orders, from a thread that reads standard input. finish: the agent has sent that order."""
+    """The agent's orders, which a thread reads from standard input. finish: whether the agent has sent that order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -43,10 +42,10 @@ class _Orders:
                 self.finish = self.finish or line.strip() == FINISH
                 self._changed.notify()
         if not self.finish:
-            os._exit(0)  # the agent is gone, whatever this process is doing; another one goes on from what is there
+            os._exit(0)  # the agent is gone: end at once; the next process goes on from the directories
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for an order; return whether there was one."""
+        """Wait for an order. Return whether one came."""
         with self._changed:
             ordered = self._changed.wait_for(lambda: self._look, timeout_s)
             self._look = False
@@ -54,10 +53,10 @@ class _Orders:
 
 
 def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None]) -> int:
-    """Turn after turn until all is done that was to be finished; return the exit code."""
+    """Take turns until everything is copied after `finish`, or given up. Return the exit code."""
     pause, progress_at, last = FIRST_PAUSE_S, time.monotonic(), Report()
     while True:
-        finish = orders.finish  # before the turn: so it sees what was saved before that order
+        finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
         report = replicator.turn()
         tell(report)
         if moved(report, last) or not finish:

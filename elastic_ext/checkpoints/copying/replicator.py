@@ -1,7 +1,7 @@
-"""Copy one node's part of each checkpoint to the remote directory; decide which one, and commit it there.
+"""Copy one node's part of each checkpoint to the remote directory: choose it, send it, commit it.
 
-The leader takes the newest checkpoint whenever it is done with the one before (`coordination`). What is older than a complete one
-is left out. The leader writes the manifest last, once every file that it lists is in the remote directory with its size.
+Whenever the leader has finished a checkpoint, it takes the newest one (`coordination`). Checkpoints older than a complete one are
+skipped. The leader writes the manifest last, once every file in it is there with the right size.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 STALLED_S = 60.0
 
 Order = tuple[int, int]
-"""Of a checkpoint: (generation, step)."""
+"""(generation, step) of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint in the local directory. data: the manifest's bytes. leads: rank 0's files are here."""
+    """A checkpoint in the local directory. data: the manifest's bytes. leads: whether rank 0's files are here."""
 
     name: str
     manifest: Manifest
@@ -44,16 +44,16 @@ class LocalCheckpoint:
 def next_target(
     pending: Sequence[LocalCheckpoint], current: str, refused: Container[str], stalled: bool
 ) -> LocalCheckpoint | None:
-    """Return what the leader copies next. Pure.
+    """Return the checkpoint that the leader copies next. Pure.
 
-    A stalled target is given up only for a checkpoint of another group of workers: all nodes have their parts of those of its own
-    group, and may be sending a large file.
+    A stalled target is given up only for a checkpoint of another group of workers. Within one group every node has its part, and
+    may be sending a large file.
 
     Args:
-        pending: the oldest first.
-        current: what it was copying, "": nothing.
+        pending: oldest first.
+        current: name of the current target; "": none.
         refused: names that will never be complete.
-        stalled: the current one has made no progress for STALLED_S.
+        stalled: the current target has made no progress for STALLED_S.
     """
     usable = [each for each in pending if each.name not in refused]
     newest = usable[-1] if usable else None
@@ -64,25 +64,25 @@ def next_target(
 
 
 class Replicator:
-    """One node's copies. `turn` does all that can be done now."""
+    """Copies one node's checkpoints. `turn` does all that can be done now."""
 
     def __init__(
         self, local: Storage, remote: Storage, bucket: TokenBucket, pulse: Callable[[int], None] = lambda sent: None
     ) -> None:
-        """pulse: gets the bytes of this turn so far, now and then while a file takes long."""
+        """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
         self._coordination = Coordination(remote)
         self._throttle = Throttle(bucket, self._coordination, pulse)
         self._others = ""  # Report.others
-        self._target: str | None = None  # of a leader; None: it has not looked yet
-        self._progress_at = 0.0  # when the target last came nearer to being complete
-        self._uploaded: set[str] = set()  # checkpoints of which this node's part is in the remote directory
-        self._complete: set[str] = set()  # those that are complete there
-        self._seen_at: dict[str, float] = {}  # when each was first seen here
+        self._target: str | None = None  # only on the leader; None: it has not looked yet
+        self._progress_at = 0.0  # when the target last made progress
+        self._uploaded: set[str] = set()  # checkpoints whose part from this node is in the remote directory
+        self._complete: set[str] = set()  # checkpoints that are complete there
+        self._seen_at: dict[str, float] = {}  # when each pending checkpoint was first seen
         self._failures = 0
 
     def turn(self) -> Report:
-        """Copy, commit and prune. Does not raise: the report has the storages' errors."""
+        """Copy, commit and prune. Does not raise: storage errors go into the report."""
         self._throttle.begin_turn()
         reason, newest_remote = "", None
         pending: list[LocalCheckpoint] = []
@@ -103,7 +103,7 @@ class Replicator:
         return self._report(pending, newest_remote, reason)
 
     def _mine(self) -> list[LocalCheckpoint]:
-        """Return what was saved here, the oldest first."""
+        """Return the checkpoints saved here, oldest first."""
         found = []
         for name in reversed(own_checkpoints(self._local)):
             try:
@@ -124,7 +124,7 @@ class Replicator:
         return None
 
     def _choose(self, pending: list[LocalCheckpoint]) -> LocalCheckpoint | None:
-        """Return the one that all nodes copy now; None if this node does not have it."""
+        """Return the checkpoint that all nodes copy now; None if this node does not have it."""
         if not pending[-1].leads:
             target = self._coordination.target()
             return next((each for each in pending if each.name == target), None)
@@ -146,7 +146,7 @@ class Replicator:
         return read is not None and not self._missing(name, read[0])
 
     def _missing(self, name: str, manifest: Manifest) -> list[str]:
-        """Return the files that are not in the remote directory with their size. Costs one listing."""
+        """Return the files that are not in the remote directory with the right size. Costs one listing."""
         try:
             sizes = {entry.name: entry.size for entry in self._remote.entries(name)}
         except FileNotFoundError:
@@ -169,20 +169,20 @@ class Replicator:
             self._commit(checkpoint)
 
     def _upload(self, checkpoint: LocalCheckpoint) -> None:
-        """Send this node's part. Raises CopyError for a damaged file, which no later turn can mend; OSError."""
+        """Send this node's part. Raises CopyError for a damaged file, which no later turn can fix; OSError."""
         name, leads = checkpoint.name, checkpoint.leads
         mine = {entry.name for entry in self._local.entries(name)}
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
         self._coordination.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
             transfer.copy_files(self._local, self._remote, name, part, self._throttle.send, lambda _: self._throttle.alive())
-        except transfer.CopyError as error:  # the others must not wait for it
+        except transfer.CopyError as error:  # the other nodes must not wait for it
             marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
             raise
 
     def _commit(self, checkpoint: LocalCheckpoint) -> None:
         self._remote.put(f"{checkpoint.name}/{MANIFEST}", checkpoint.data)
-        if self._missing(checkpoint.name, checkpoint.manifest):  # somebody was removing it meanwhile
+        if self._missing(checkpoint.name, checkpoint.manifest):  # another process removed files meanwhile
             self._remote.remove(f"{checkpoint.name}/{MANIFEST}")
             self._uploaded.discard(checkpoint.name)
         else:

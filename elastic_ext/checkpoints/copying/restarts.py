@@ -1,4 +1,4 @@
-"""Keep the program that copies checkpoints running: start it again whenever it dies, until it is done or given up."""
+"""Keep the program that copies checkpoints running: restart it whenever it dies, until it is done or given up."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 ALARM_AFTER = 3  # deaths, or failed turns, in a row
-END_S = 5.0  # that the process may take to end when it is killed
-MOST_DEATHS_AT_END = 10  # of a process that makes progress each time, and never finishes
+END_S = 5.0  # time limit for a killed process to end
+MOST_DEATHS_AT_END = 10  # limit for a process that makes progress each time but never finishes
 
 
 class CopyMetrics(Protocol):
-    """Where the figures go. Methods are called from a thread and must be quick."""
+    """Receiver of the metrics. A thread calls its methods, so they must be quick."""
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool, /) -> None:
-        """size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`."""
+        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`."""
 
     def copy_failed(self) -> None:
-        """The process has died, or seems to be stuck."""
+        """Count a process that died or seems stuck."""
 
 
 class Stage(Enum):
-    """What the process is to do."""
+    """The current task of the process."""
 
     COPYING = auto()
-    FINISHING = auto()  # copy what is left, then end
+    FINISHING = auto()  # copy the rest, then end
     CLOSED = auto()  # end
 
 
 class RestartedChild:
-    """The process, from construction until `finish`. Only that method waits.
+    """Runs the process from construction until `finish`. Only `finish` waits.
 
-    A process that says nothing for `stall_s` while it has work is logged. When it is to finish, one that makes no progress for
-    `stall_s` is replaced once, then given up. So nobody waits for a stuck one for ever.
+    A process that has work but stays silent for `stall_s` is logged. While finishing, a process that makes no progress for
+    `stall_s` is replaced once, then given up, so that nobody waits forever for a stuck one.
 
     Attributes:
-        done: it has finished, with nothing left to copy.
+        done: whether it has finished with nothing left to copy.
     """
 
     def __init__(self, start: Callable[[], Child], target: str, metrics: CopyMetrics, stall_s: float) -> None:
-        """target: the remote directory, for people."""
+        """target: the remote directory, for log messages."""
         self._start, self._target, self._metrics, self._stall_s = start, target, metrics, stall_s
         self._changed = threading.Condition()  # guards all that follows
         self._stage = Stage.COPYING
-        self._ended = self.done = False  # _ended: the thread
+        self._ended = self.done = False  # _ended: the thread has ended
         self._child: Child | None = None
         self._progress = Progress(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="elastic_ext-copier", daemon=True)
@@ -63,18 +63,18 @@ class RestartedChild:
 
     @property
     def last(self) -> Report:
-        """The last report; an empty one before the first."""
+        """The last report, or an empty one before the first."""
         return self._progress.last or Report()
 
     def order(self, order: str) -> None:
         """Send an order of `protocol`."""
         with self._changed:
             self._progress.ordered(time.monotonic())
-            if self._child is not None:  # else it looks when it starts
+            if self._child is not None:  # a process that is about to start looks by itself
                 self._child.send(order)
 
     def finish(self, deadline: float) -> None:
-        """Have it copy what is left, and end. Waits while it makes progress, but not after `deadline` (monotonic seconds)."""
+        """Let the process copy the rest and end. Wait while it makes progress, but not past `deadline` (monotonic seconds)."""
         with self._changed:
             self._stage = Stage.FINISHING
             self._progress.moved_at = time.monotonic()
@@ -83,7 +83,7 @@ class RestartedChild:
         logger.info("waiting until all checkpoints are copied to %s", self._target)
         try:
             self._wait_for_end(deadline)
-        finally:  # a signal that ends the wait, too
+        finally:  # also if a signal ends the wait
             with self._changed:
                 self._stage = Stage.CLOSED
                 self._changed.notify_all()
@@ -119,7 +119,7 @@ class RestartedChild:
                 self._changed.notify_all()
 
     def _restart(self) -> None:
-        """Run one process after the other, until all is copied or it is given up."""
+        """Run one process after another until everything is copied or given up."""
         pause, deaths, deaths_at_end = FIRST_PAUSE_S, 0, 0
         while True:
             began = time.monotonic()
@@ -146,7 +146,7 @@ class RestartedChild:
                     return
 
     def _run_once(self) -> int:
-        """Run one process to its end; return its exit code, -1 if it cannot be started."""
+        """Run one process until it ends; return its exit code, or -1 if it cannot be started."""
         try:
             child = self._start()
         except OSError as error:
@@ -167,7 +167,7 @@ class RestartedChild:
         return code
 
     def _listen(self, child: Child) -> None:
-        """Take its messages until it ends. If it is silent for too long while it has work, log that once."""
+        """Process its messages until it ends. If it has work but is silent for too long, log that once."""
         silent = False
         while True:
             with self._changed:
@@ -178,7 +178,7 @@ class RestartedChild:
                 self._metrics.copy_failed()
                 logger.error("nothing is copied to %s: the process for it says nothing for %.0f s", self._target, self._stall_s)
                 continue
-            # An idle one is looked at now and then: it may have been given work meanwhile.
+            # Check even an idle process at intervals: it may have been given work.
             lines = child.lines(min(self._stall_s, self._stall_s if left_s is None else left_s) + 0.001)
             if lines is None:
                 return

@@ -1,4 +1,4 @@
-"""The bytes that a node sends: their rate, and the signs of life while a file takes long."""
+"""The rate of the bytes that a node sends, and its signs of life while a file takes long."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 from elastic_ext.checkpoints.copying.coordination import HEARTBEAT_S, Coordination
 
-PULSE_S = 5.0  # how often the agent is told that one file is still on its way
+PULSE_S = 5.0  # interval between pulses to the agent while one file is being sent
 
 
 @dataclass
 class TokenBucket:
-    """rate: bytes a second, 0: no limit."""
+    """A rate limit. rate: bytes per second; 0: no limit."""
 
     rate: float
     paid_until: float = field(default=float("-inf"))
 
     def take(self, size: int, now: float) -> float:
-        """Return how many seconds to wait before `size` bytes are sent.
+        """Return the seconds to wait before sending `size` bytes.
 
-        Over any time the bytes that were let through are at most rate x time, and one block more.
+        Over any period it lets through at most rate x time bytes plus one block.
         """
         if self.rate <= 0:
             return 0.0
@@ -31,10 +31,10 @@ class TokenBucket:
 
 
 class Throttle:
-    """Called with each block. Holds back what exceeds the rate; tells the agent and the other nodes that this node is at work.
+    """Called with each block. Limits the rate, and tells the agent and the other nodes that this node is at work.
 
     Attributes:
-        sent: bytes of this turn.
+        sent: bytes sent in this turn.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Throttle:
         pulse: Callable[[int], None],
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        """pulse: gets the bytes of this turn so far, every PULSE_S seconds of a file that takes long."""
+        """pulse: called with the bytes of this turn so far, every PULSE_S seconds while a file takes long."""
         self._bucket, self._coordination, self._pulse, self._wait = bucket, coordination, pulse, wait
-        self.sent = self._sent_before = 0  # bytes of this turn; of all turns before it
+        self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
         self._pulse_at = self._beat_at = time.monotonic()
 
     def begin_turn(self) -> None:
@@ -57,7 +57,7 @@ class Throttle:
     def send(self, size: int) -> None:
         """Wait until `size` more bytes may be sent. Raises OSError."""
         pause = self._bucket.take(size, time.monotonic())
-        while pause > 0:  # waiting for the rate is not a standstill
+        while pause > 0:  # waiting for the rate is not a stall
             self._wait(min(pause, PULSE_S))
             pause -= PULSE_S
             self.alive()
@@ -65,7 +65,7 @@ class Throttle:
         self.alive()
 
     def alive(self) -> None:
-        """Tell the agent and the other nodes, if it is time to. Raises OSError."""
+        """Tell the agent and the other nodes that this node is at work, if it is time to. Raises OSError."""
         now = time.monotonic()
         if now - self._pulse_at >= PULSE_S:
             self._pulse_at = now

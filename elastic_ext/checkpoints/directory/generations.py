@@ -1,9 +1,9 @@
 """The fence of a directory of checkpoints: each group of workers that opens it gets a generation, and only the newest may commit.
 
-A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, whose content is the JSON of an `Opener`. It is created
-exclusively, so no two groups have the same generation. A group that was paused while another took its place finds the other's
-marker before it commits or prunes. It may be paused again between that check and the write. Then it commits to a directory of its
-own generation, which counts as older than every one of its successor's (`formats/manifest.py`).
+A generation is a marker file, `.elastic_ext/generation-NNNNNNNN`, that holds the JSON of an `Opener`. It is created exclusively,
+so no two groups have the same generation. A group that was paused and replaced finds its successor's marker before it commits or
+prunes. If it is paused again between that check and the write, it commits to a directory of its own generation, which counts as
+older than all of its successor's (`formats/manifest.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-KEPT_MARKERS = 8  # the newest one decides, the others are for people
+KEPT_MARKERS = 8  # the newest decides; the others are for people
 
 _MARKER = re.compile(r"generation-(\d{8,})")
 
 
 class StaleGroup(ElasticExtError):
-    """Another group of workers has opened the directory since: this one must not write there any more."""
+    """Another group of workers has opened the directory since, so this one must no longer write there."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Opener:
     """The group of workers that opens the directory.
 
     Attributes:
-        run_id: of the job.
+        run_id: the job's run ID.
         restart: number of restarts before this group, within one launch of the job.
-        launch: the same for all restarts of one launch, and for no other; "" if unknown. Restarts are compared within one launch
-            only: a job that is queued again under its old name counts from 0 again.
+        launch: an ID that all restarts of one launch share; "" if unknown. Restarts are compared only within one launch, because
+            a requeued job of the same name counts from 0 again.
     """
 
     run_id: str = ""
@@ -46,7 +46,7 @@ class Opener:
 
 
 def newest_generation(storage: Storage) -> int:
-    """Return the newest generation, by marker or by the name of a checkpoint; 0 if there is none. Raises OSError."""
+    """Return the newest generation among markers and checkpoint names, or 0. Raises OSError."""
     by_name = [order[0] for name in _names(storage, "") if (order := order_of(name))]
     return max([*_marked(storage), *by_name], default=0)
 
@@ -62,7 +62,7 @@ def refuse_stale(storage: Storage, generation: int) -> None:
 
 
 def open_generation(storage: Storage, opener: Opener) -> int:
-    """Take the next generation and return it. Raises StaleGroup if a later restart of the same launch has opened it; OSError."""
+    """Take and return the next generation. Raises StaleGroup if a later restart of this launch has opened one; OSError."""
     while True:
         newest = newest_generation(storage)
         _refuse_older_restart(storage, newest, opener)
@@ -70,7 +70,7 @@ def open_generation(storage: Storage, opener: Opener) -> int:
         try:
             storage.create(_marker(generation), json.dumps(asdict(opener)).encode())
         except FileExistsError:
-            continue  # another group was faster: check which one
+            continue  # another group was faster; check which one
         refuse_stale(storage, generation)
         logger.info("checkpoints in %s: this group of workers is generation %s", storage.address, generation)
         for old in sorted(_marked(storage))[:-KEPT_MARKERS]:
@@ -85,7 +85,7 @@ def _refuse_older_restart(storage: Storage, newest: int, opener: Opener) -> None
         found = json.loads(storage.read(_marker(newest)))
         launch, restart = str(found["launch"]), int(found["restart"])
     except FileNotFoundError:
-        return  # removed since, so there are newer ones, which `refuse_stale` finds
+        return  # removed since, so there are newer markers, which `refuse_stale` finds
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("generation %s of %s has a marker that cannot be read: %s", newest, storage.address, error)
         return

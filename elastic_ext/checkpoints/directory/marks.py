@@ -1,8 +1,7 @@
 """Marks on checkpoints: quarantined (never resume from it) and pinned (never prune it).
 
 A mark is a small file beside the checkpoints, `.elastic_ext/quarantine/NAME.json` or `.elastic_ext/pin/NAME.json`, so every
-process that can read the checkpoints sees it, whichever run it belongs to. Its content is the JSON of a `Mark`. A mark never
-removes data.
+process that can read the checkpoints sees it, whatever its run. It holds the JSON of a `Mark`. A mark never removes data.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ PIN = f"{MARKERS}/pin"
 
 @dataclass(frozen=True)
 class Mark:
-    """Why a checkpoint is quarantined or pinned.
+    """The reason and origin of a quarantine or pin.
 
     Attributes:
         reason: for people.
         by: the user or process that set the mark.
-        at: when, in seconds since the epoch by that process's clock, for people.
+        at: when it was set, in seconds since the epoch by that process's clock, for people.
         written_at: when the marked checkpoint was written, by the clock of the storage. One written later under the same name
-            is another checkpoint. 0: the mark holds for whatever has the name.
+            is another checkpoint. 0: the mark holds for any checkpoint of that name.
     """
 
     reason: str
@@ -37,7 +36,7 @@ class Mark:
 
 
 def quarantine(storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None) -> None:
-    """Quarantine a checkpoint: from now on no job resumes from it. Overwrites an earlier mark.
+    """Quarantine a checkpoint, so that no job resumes from it. Overwrites an earlier mark.
 
     written_at: see Mark; None if unknown. Raises OSError.
     """
@@ -50,7 +49,7 @@ def lift_quarantine(storage: Storage, name: str) -> None:
 
 
 def quarantine_of(storage: Storage, name: str) -> Mark | None:
-    """Return the mark of a quarantined checkpoint, or None. A mark that cannot be understood still counts. Raises OSError."""
+    """Return the mark of a quarantined checkpoint, or None. A mark that cannot be parsed still counts. Raises OSError."""
     path = _path(QUARANTINE, name)
     try:
         data = storage.read(path)
@@ -70,12 +69,12 @@ def quarantined_names(storage: Storage) -> frozenset[str]:
 
 
 def pin(storage: Storage, name: str, reason: str = "", by: str = "") -> None:
-    """Pin a checkpoint: from now on it is not pruned. Overwrites an earlier mark. Raises OSError."""
+    """Pin a checkpoint, so that it is not pruned. Overwrites an earlier mark. Raises OSError."""
     _set(storage, PIN, name, Mark(reason, by, time.time()))
 
 
 def unpin(storage: Storage, name: str) -> None:
-    """Let a checkpoint be pruned again. Raises FileNotFoundError if it is not pinned, OSError."""
+    """Allow pruning of a checkpoint again. Raises FileNotFoundError if it is not pinned, OSError."""
     storage.remove(_path(PIN, name))
 
 

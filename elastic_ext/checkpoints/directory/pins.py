@@ -1,8 +1,8 @@
 """Keep a checkpoint in the local tier between its choice and its load, although the copier beside the agent prunes there.
 
-A pin is a file lock (flock(2)), so it ends with the process that holds it, however that ends. While an agent chooses, it shares
-the lock of CHOOSING, and nothing is pruned. Then it holds a lock for the chosen checkpoint only. The copier takes CHOOSING
-exclusively for each removal, so whatever an agent sees once it has its share will stay.
+A pin is a file lock (flock(2)), so it ends with its process, however that ends. While an agent chooses, it holds a shared lock on
+CHOOSING, and nothing is pruned. Then it locks only the chosen checkpoint. The copier locks CHOOSING exclusively for each removal,
+so everything that an agent sees once it holds the shared lock will stay.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from elastic_ext.checkpoints.storage import Storage, polled
 logger = logging.getLogger(__name__)
 
 CHOOSING = f"{MARKERS}/choosing"
-LOADING = f"{MARKERS}/loading"  # a directory with one file for each pinned checkpoint
-REMOVAL_S = 20.0  # how long the removal of one checkpoint may take
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # on filesystems without locks, such as Lustre without -o flock
+LOADING = f"{MARKERS}/loading"  # a directory with one file per pinned checkpoint
+REMOVAL_S = 20.0  # time limit for the removal of one checkpoint
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from filesystems without locks, such as Lustre without -o flock
 
 
 class Pin:
     """One agent's pin in its local directory.
 
-    Where files cannot be locked, nothing is pinned, and a warning says so: a load that finds its checkpoint gone takes the copy
-    in the remote directory.
+    If files cannot be locked, nothing is pinned, and a warning is logged. A load that finds its checkpoint gone uses the copy in
+    the remote directory.
     """
 
     def __init__(self, local: Storage) -> None:
-        """Keep everything from now on. Waits for a removal that is under way, REMOVAL_S at most."""
+        """Keep everything from now on. Wait at most REMOVAL_S for a removal in progress."""
         self._local = local
         self._locks: list[int] = []  # file descriptors
         try:
@@ -56,16 +56,16 @@ class Pin:
         _release(before)
 
     def release(self) -> None:
-        """Keep nothing any more. A second call does nothing."""
+        """Stop keeping anything. A second call does nothing."""
         before, self._locks = self._locks, []
         _release(before)
 
 
 @contextmanager
 def unless_pinned(local: Storage, name: str) -> Iterator[bool]:
-    """Yield whether this checkpoint may be removed now. No agent chooses until the context ends. Raises OSError.
+    """Yield whether this checkpoint may be removed now. No agent can choose until the context ends. Raises OSError.
 
-    Where files cannot be locked, nobody has pinned it.
+    If files cannot be locked, it counts as not pinned.
     """
     descriptor = _open(local.path(CHOOSING))
     try:
@@ -81,7 +81,7 @@ def unless_pinned(local: Storage, name: str) -> Iterator[bool]:
 
 
 def _is_loaded(path: str) -> bool:
-    """Return whether an agent holds the lock. Removes the file of one that does not any more."""
+    """Return whether an agent holds the lock. If none does, remove the lock file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def _is_loaded(path: str) -> bool:
     try:
         if not _try_lock(descriptor, fcntl.LOCK_EX):
             return True
-        os.unlink(path)  # no agent is about to lock it: it would hold CHOOSING
+        os.unlink(path)  # no agent is about to lock it, because that agent would hold CHOOSING
         return False
     finally:
         os.close(descriptor)
@@ -101,7 +101,7 @@ def _open(path: str) -> int:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock a file without waiting; return whether that succeeded. Raises OSError where files cannot be locked."""
+    """Lock a file without waiting; return whether that succeeded. Raises OSError if files cannot be locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -112,7 +112,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 def _release(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile may have it open, too
-        except OSError as error:  # files cannot be locked here: it never was
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile may also have it open
+        except OSError as error:  # files cannot be locked here, so it never was locked
             logger.debug("cannot release a pin: %s", error)
         os.close(descriptor)

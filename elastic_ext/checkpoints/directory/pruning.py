@@ -1,7 +1,7 @@
-"""Decide which checkpoints to remove, from a directory and from the local tier, and remove them.
+"""Decide which checkpoints to remove from a directory or the local tier, and remove them.
 
-The last copy is never removed. In a directory the newest complete checkpoint of each family stays; in the local tier so does
-each checkpoint that is newer than all complete ones of the remote directory.
+The last copy is never removed. A directory keeps the newest complete checkpoint of each family. The local tier also keeps each
+checkpoint that is newer than all complete ones in the remote directory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elastic_ext.checkpoints.formats.inspection import DCP, HUGGING_FACE, OWN
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.storage import Storage
 
-# In these formats an unfinished checkpoint is certain to be the leftover of a save. A file may be of an unknown format.
+# In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.
 _CERTAIN_FORMATS = (OWN, DCP, HUGGING_FACE)
 
 
 @dataclass(frozen=True)
 class PruneCandidate:
-    """A checkpoint, as far as pruning must know it. family: checkpoints of different families do not compare."""
+    """The properties of a checkpoint that pruning needs. family: checkpoints of different families do not compare."""
 
     name: str
     family: str
@@ -43,13 +43,13 @@ class PruneDecision:
 def plan_prune(newest_first: Iterable[PruneCandidate], keep_last: int, keep_every: int = 0) -> tuple[PruneDecision, ...]:
     """Decide which checkpoints to remove. Pure.
 
-    Pinned and quarantined ones stay. An unfinished one goes only if a newer one of its family is complete: else it may still be
-    written.
+    Pinned and quarantined ones stay. An incomplete one goes only if a newer one of its family is complete; otherwise it may still
+    be being written.
 
     Args:
-        newest_first: all there are, of each family the newest first.
-        keep_last: number of complete checkpoints that stay in each family; at least one stays, whatever this is.
-        keep_every: checkpoints whose step is a multiple of this stay; 0: none for this reason.
+        newest_first: all checkpoints, newest first within each family.
+        keep_last: number of complete checkpoints to keep in each family; at least one stays, whatever this is.
+        keep_every: keep checkpoints whose step is a multiple of this; 0: no such rule.
     """
     newer_complete: dict[str, int] = {}
     decisions = []
@@ -62,7 +62,7 @@ def plan_prune(newest_first: Iterable[PruneCandidate], keep_last: int, keep_ever
 
 
 def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: int) -> PruneDecision:
-    """newer: number of complete checkpoints of its family that are newer and not quarantined."""
+    """Decide on one checkpoint. newer: number of newer complete ones in its family that are not quarantined."""
 
     def keep(reason: str) -> PruneDecision:
         return PruneDecision(candidate.name, False, reason)
@@ -86,7 +86,7 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A checkpoint in the local tier of a node. whole: the node's part is complete; remote: the remote directory has it whole."""
+    """A checkpoint in a node's local tier. whole: the node's part is complete. remote: it is complete in the remote directory."""
 
     name: str
     whole: bool
@@ -96,10 +96,10 @@ class LocalCopy:
 def plan_local_prune(newest_first: Sequence[LocalCopy], newest_remote: tuple[int, int] | None) -> list[str]:
     """Return the names of the checkpoints to remove from the local tier. Pure.
 
-    The newest whole one stays, and each one that is newer than all complete ones of the remote directory: it may be the last
-    copy. One that is not whole may still be written, unless a newer one is whole.
+    The newest whole one stays. So does each one that is newer than all complete remote ones, because it may be the last copy.
+    One that is not whole may still be being written, unless a newer one is whole.
 
-    newest_remote: `order_of` the newest complete checkpoint of the remote directory; None: it has none.
+    newest_remote: `order_of` the newest complete checkpoint in the remote directory; None: it has none.
     """
     removed = []
     newer_whole = False
@@ -112,5 +112,5 @@ def plan_local_prune(newest_first: Sequence[LocalCopy], newest_remote: tuple[int
 
 
 def delete(storage: Storage, name: str) -> None:
-    """Remove a checkpoint, first what makes it complete: a removal that is cut off leaves no checkpoint. Raises OSError."""
+    """Remove a checkpoint, commit files first, so that an interrupted removal leaves no checkpoint. Raises OSError."""
     storage.remove_tree(name, first=COMMIT_FILES)

@@ -1,13 +1,12 @@
-"""Two tiers of checkpoints: each node's fast local disk, which saves go to, and the remote directory, which they are copied to.
+"""Two tiers of checkpoints: saves go to each node's fast local disk, and are copied from there to the remote directory.
 
-The files of a checkpoint have the same names in both. On a node are the files of its own ranks, and the few that every rank
-needs. The manifest, one of those, is written last, and last of all on the node of rank 0. Marks and generations are in the remote
-directory only.
+The files of a checkpoint have the same names in both tiers. A node has the files of its own ranks, and the few that every rank
+needs. The manifest, one of the latter, is written last, and last of all on the node of rank 0. Marks and generations are only in
+the remote directory.
 
-A node's part of a checkpoint describes itself: by the digest of the manifest, and by the ranks in the names of its files. So it
-does not matter which agent of a round has it, or whether nodes have changed their order. A checkpoint can be loaded if each of
-its files is on the disk of some node (`newest_of_all`). A rank that needs a file of another node gets it from there over the
-network.
+A node's part of a checkpoint describes itself by the digest of the manifest and the ranks in its file names. So it does not
+matter which agent of a round has it, or whether the nodes changed their order. A checkpoint can be loaded if each of its files is
+on the disk of some node (`newest_of_all`). A rank that needs a file of another node gets it over the network.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from elastic_ext.checkpoints.storage import Storage
 logger = logging.getLogger(__name__)
 
 LOCAL_ENV, REMOTE_ENV = checkpoint_variables.LOCAL_DIR, checkpoint_variables.CHECKPOINT_DIR
-OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of the remote one that it belongs to
-MOST_RANKS = 1 << 20  # more than any job has: limits what another node can make this one compute
+OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of its remote directory
+MOST_RANKS = 1 << 20  # more than any job has; bounds the work that another node can cause here
 
 # `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `rank_NNNNN.pt` of `writing`.
 _RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.pt)")
 
 
 def rank_of(file: str) -> int | None:
-    """Return the rank that wrote a file of a checkpoint of ours; None for the few files that every node has."""
+    """Return the rank that wrote a file of one of our checkpoints; None for the few files that every node has."""
     match = _RANK.fullmatch(file)
     return int(match[1] or match[2]) if match else None
 
 
 def ranks_of(nodes: Sequence[int], node: int) -> range:
-    """Return the ranks on a node. nodes: number of ranks of each node, in order."""
+    """Return the ranks on a node. nodes: number of ranks on each node, in order."""
     ends = list(accumulate(nodes, initial=0))
     return range(ends[node], ends[node + 1])
 
 
 def node_of(nodes: Sequence[int], rank: int) -> int:
-    """Return the node of a rank. nodes: number of ranks of each node, in order."""
+    """Return the node of a rank. nodes: number of ranks on each node, in order."""
     return next(node for node in range(len(nodes)) if rank in ranks_of(nodes, node))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The part of a checkpoint in one node's local directory. It is part of a message between nodes, see `choice/messages.py`.
+    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/messages.py`.
 
     Attributes:
-        name: of the checkpoint.
-        digest: of its manifest: two checkpoints may have the same name.
+        name: name of the checkpoint.
+        digest: digest of its manifest, because two checkpoints may have the same name.
         step: optimizer steps done.
         nodes: number of nodes that saved it.
         world: number of ranks that saved it.
@@ -78,7 +77,7 @@ class Offer:
 
 
 def own_checkpoints(storage: Storage) -> list[str]:
-    """Return the names of our checkpoints in a directory, complete or not, the newest first. One listing. Raises OSError."""
+    """Return the names of our checkpoints in a directory, complete or not, newest first. One listing. Raises OSError."""
     try:
         orders = {entry.name: order for entry in storage.entries() if (order := order_of(entry.name))}
     except FileNotFoundError:
@@ -96,7 +95,7 @@ def manifest_of(storage: Storage, name: str) -> tuple[Manifest, bytes] | None:
 
 
 def offers(local: Storage) -> list[Offer]:
-    """Return what this node has of each checkpoint, the newest first. Leaves out what is of no use. Raises OSError."""
+    """Return this node's part of each usable checkpoint, newest first. Raises OSError."""
     found = []
     quarantined = marks.quarantined_names(local)
     for name in own_checkpoints(local):
@@ -119,12 +118,12 @@ def offers(local: Storage) -> list[Offer]:
 
 
 def digest(manifest: bytes) -> str:
-    """Return the digest that tells a checkpoint from another one of the same name."""
+    """Return the digest that distinguishes checkpoints of the same name."""
     return hashlib.sha256(manifest).hexdigest()
 
 
 def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
-    """Return the names of those files of a manifest that are in a directory with their full size. One listing. Raises OSError."""
+    """Return the names of the manifest's files that exist here with the right size. One listing. Raises OSError."""
     try:
         sizes = {entry.name: entry.size for entry in local.entries(name)}
     except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +132,7 @@ def files_here(local: Storage, name: str, manifest: Manifest) -> frozenset[str]:
 
 
 def missing_ranks(offers_of_nodes: Iterable[Iterable[Offer]]) -> dict[Offer, tuple[int, ...]]:
-    """Return each checkpoint that a node offers, and the ranks whose files are on no node. Pure.
+    """Return the ranks whose files are on no node, for each offered checkpoint. Pure.
 
     The keys are offers without ranks.
     """
@@ -144,7 +143,7 @@ def missing_ranks(offers_of_nodes: Iterable[Iterable[Offer]]) -> dict[Offer, tup
 
 
 def newest_of_all(offers_of_nodes: Iterable[Iterable[Offer]], excluded: Collection[str] = ()) -> Offer | None:
-    """Return the newest checkpoint that the nodes together have all files of; None if there is none. Pure.
+    """Return the newest checkpoint whose files are all on some node, or None. Pure.
 
     excluded: names of checkpoints that must not be used.
     """
@@ -153,9 +152,9 @@ def newest_of_all(offers_of_nodes: Iterable[Iterable[Offer]], excluded: Collecti
 
 
 def claim(local: Storage, remote: Storage) -> None:
-    """Bind a local directory to a remote one, so that no job resumes from what another job left there.
+    """Bind a local directory to a remote one, so that no job resumes from another job's checkpoints.
 
-    Raises UsageError if it belongs to another remote directory, OSError.
+    Raises UsageError if the local directory belongs to another remote one, OSError.
     """
     address = redacted(remote.address)  # other users may read the file
     try:
@@ -163,7 +162,7 @@ def claim(local: Storage, remote: Storage) -> None:
     except FileNotFoundError:
         local.put(OWNER, address.encode())
         return
-    if redacted(found) != address:  # older versions did not redact it
+    if redacted(found) != address:  # older versions wrote it unredacted
         raise UsageError(
             f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
             f"{remote.address}: give each job a local_dir of its own, or empty it"

@@ -1,8 +1,8 @@
-"""Copy a checkpoint from one directory to another, verified on its way, so that a copy that was cut off can go on.
+"""Copy a checkpoint from one directory to another, verify it on the way, and resume an interrupted copy.
 
-What makes a checkpoint complete is copied last, so half a copy never counts as a checkpoint. Each file appears whole, so a file
-that an earlier attempt has sent is not sent again. Checksums are those of the manifest, computed from the bytes on their way; a
-file that is there already is read back. Without a manifest the sizes must do.
+The files that make a checkpoint complete are copied last, so a partial copy never counts as a checkpoint. Each file appears
+whole, so a file that an earlier attempt sent is not sent again. The bytes are hashed as they are sent and compared with the
+manifest; a file that already exists is read back. Without a manifest only sizes are compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Throttle = Callable[[int], None]
 
 
 class CopyError(ElasticExtError):
-    """The copy would not hold what the original held. The target does not count as complete."""
+    """The copy would differ from the original. The target does not count as complete."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """The two ends of a copy. throttle, compared: see `copy_files`."""
+    """The source and target of a copy. throttle, compared: see `copy_files`."""
 
     source: Storage
     target: Storage
@@ -36,9 +36,9 @@ class _Copy:
     compared: Throttle | None = None
 
     def is_there(self, path: str, expected: str, by_content: bool = False) -> bool:
-        """Return whether a file of the right size in the target has the right content.
+        """Return whether a target file of the right size has the right content.
 
-        expected: its checksum, "" if unknown. by_content: compare a small file that has no checksum.
+        expected: its checksum; "" if unknown. by_content: without a checksum, compare the content of this small file.
         """
         if not expected:
             return not by_content or self.target.read(path) == self.source.read(path)
@@ -57,7 +57,7 @@ class _Copy:
                 digest.update(block)
                 count += len(block)
                 copied.write(block)
-            # An error inside the context: the target file does not appear.
+            # Raised inside the context, so that the target file does not appear.
             shown = self.source.path(path)
             if count != size:
                 raise CopyError(f"{shown} had {size} bytes when it was listed and has {count}: it changes while it is copied")
@@ -75,14 +75,14 @@ def copy(
     """Copy a checkpoint to another directory under the same name; return the number of bytes sent.
 
     Args:
-        progress: called with the bytes done, skipped files included, and the bytes of all.
-        throttle: called with the bytes of each block before it is sent; may wait, or raise to give up.
+        progress: called with the bytes done, including skipped files, and the total bytes.
+        throttle: called with the size of each block before it is sent; may wait, or raise to give up.
 
     Raises:
-        CopyError: a file is missing, changes, or does not have its checksum.
+        CopyError: a file is missing, changes, or has the wrong checksum.
         ManifestError: the manifest is damaged.
         UsageError: the target holds another checkpoint of this name.
-        OSError: a storage does not do it.
+        OSError: a storage fails.
     """
     name, work = checkpoint.name, _Copy(source, target, throttle)
     found = dict(files_of(source, name)) if checkpoint.is_dir else {"": checkpoint}
@@ -108,11 +108,11 @@ def copy_files(
     throttle: Throttle | None = None,
     compared: Throttle | None = None,
 ) -> int:
-    """Copy some files of a checkpoint of ours, without what makes it complete; return the number of bytes sent.
+    """Copy some files of one of our checkpoints, but not the manifest; return the number of bytes sent.
 
     Args:
-        throttle: called with the bytes of each block before it is sent; may wait, or raise to give up.
-        compared: called with the bytes of each block that is read back from a file that is there already.
+        throttle: called with the size of each block before it is sent; may wait, or raise to give up.
+        compared: called with the size of each block that is read back from an existing file.
 
     Raises CopyError, OSError.
     """
@@ -129,7 +129,7 @@ def copy_files(
 def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:
-    """Return the checksums in the manifest, none without one. Raises CopyError, ManifestError, UsageError, OSError."""
+    """Return the checksums in the manifest; none without a manifest. Raises CopyError, ManifestError, UsageError, OSError."""
     manifest = own.read_manifest(source, name, found)
     if manifest is None:
         return {}
@@ -144,7 +144,7 @@ def _checksums(
 
 
 def _commit_rank(file: str) -> int:
-    """Return the place of a file in the order of copying: 0 for all but those that make a checkpoint complete."""
+    """Return the position of a file in the copy order: 0 for all but the files that make a checkpoint complete."""
     return COMMIT_FILES.index(file) + 1 if file in COMMIT_FILES else 0
 
 

@@ -1,6 +1,6 @@
-"""Checkpoint formats, and the interface for a format of your own.
+"""Checkpoint formats, and the interface for custom formats.
 
-Your format is an object with the two methods of `Format`. An installed package offers it as an entry point of the group
+A custom format is an object with the two methods of `Format`. An installed package registers it as an entry point in the group
 `elastic_ext.formats`:
 
     [project.entry-points."elastic_ext.formats"]
@@ -16,13 +16,13 @@ Your format is an object with the two methods of `Format`. An installed package 
             whole = storage.read(entry.name).endswith(b"END")
             return Inspection(whole, "mine", "it ends as it should" if whole else "its end is missing", entry.mtime)
 
-The formats that are built in have one module each (`own`, `torch_save`, `dcp`, `lightning`, `huggingface`, `safetensors`);
-`detect` has the table that chooses among them. Nothing else in this package is an interface for other packages.
+Each built-in format has its own module (`own`, `torch_save`, `dcp`, `lightning`, `huggingface`, `safetensors`); `detect` has the
+table that chooses among them. Nothing else in this package is public.
 """
 
 from elastic_ext.checkpoints.formats.inspection import Format, Inspection
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-Verdict = Inspection  # the former name of `Inspection`, kept for one release
+Verdict = Inspection  # old name of `Inspection`, kept for one release
 
 __all__ = ["Entry", "Format", "Inspection", "Storage", "Verdict"]

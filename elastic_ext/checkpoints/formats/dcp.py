@@ -1,4 +1,4 @@
-"""A directory of torch.distributed.checkpoint: shards (`*.distcp`), and `.metadata` that says where each tensor lies in them.
+"""A torch.distributed.checkpoint directory: shards (`*.distcp`), and `.metadata`, which says where each tensor lies in them.
 
 `.metadata` is renamed into place after every rank has written its shards, so its presence marks the end of the save
 (`FileSystemWriter.finish` in torch/distributed/checkpoint/filesystem.py).
@@ -19,7 +19,7 @@ SHARD_SUFFIX = ".distcp"
 
 @dataclass(frozen=True)
 class Item:
-    """The place of an object, or of a shard of a tensor: bytes `offset` to `offset + length` of a file."""
+    """Location of an object or of a shard of a tensor: bytes `offset` to `offset + length` of a file."""
 
     file: str
     offset: int
@@ -27,12 +27,12 @@ class Item:
 
 
 def matches(name: str, names: Sequence[str]) -> bool:
-    """Return whether a directory of these names was written by torch.distributed.checkpoint, complete or not."""
+    """Return whether torch.distributed.checkpoint wrote a directory with these names, complete or not."""
     return any(each.endswith((METADATA, f"{METADATA}.tmp", SHARD_SUFFIX)) for each in names)
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check that `.metadata` is there, and all the bytes that it refers to. Raises OSError."""
+    """Check that `.metadata` and all the bytes that it refers to exist. Raises OSError."""
     metadata = next((item for item in content if item.name == METADATA), None)
     if metadata is None:
         return Inspection(False, DCP, f"no {METADATA}, the save did not finish")
@@ -55,14 +55,14 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
 
 
 def items(storage: Storage, folder: str, metadata: Entry) -> tuple[Item, ...]:
-    """Return what the `.metadata` in a folder refers to; nothing if it is too large to look into. Raises PeekError, OSError."""
+    """Return the items in a folder's `.metadata`; none if it is too large to read. Raises PeekError, OSError."""
     if metadata.size > MOST_BYTES:
         return ()
     return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
 
 
 def parse_metadata(data: bytes) -> tuple[Item, ...]:
-    """Return what a `.metadata` refers to; nothing if a storage writer other than torch's own wrote it. Raises PeekError."""
+    """Return the items in a `.metadata`; none if a storage writer other than torch's own wrote it. Raises PeekError."""
     value = peek(data)
     stored = value.field("storage_data") if isinstance(value, StandIn) else None
     found = []
@@ -75,7 +75,7 @@ def parse_metadata(data: bytes) -> tuple[Item, ...]:
 
 
 def _least_sizes(found: Sequence[Item]) -> dict[str, int]:
-    """Return the least number of bytes that each file must have."""
+    """Return the minimum size of each file in bytes."""
     sizes: dict[str, int] = {}
     for item in found:
         sizes[item.file] = max(sizes.get(item.file, 0), item.offset + item.length)

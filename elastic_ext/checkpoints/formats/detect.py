@@ -1,4 +1,4 @@
-"""Detect the format of a candidate, and check it. The package's docstring describes the interface for formats of the user's."""
+"""Detect the format of a candidate and check it. The package docstring describes the interface for custom formats."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 ENTRY_POINTS = "elastic_ext.formats"
-_ZIP = b"PK"  # how each of the records of a zip archive begins
+_ZIP = b"PK"  # the first bytes of every zip record
 
 
 @dataclass(frozen=True)
 class _DirectoryFormat:
-    """matches: decides by the directory's name and the names in it. check: gets the usable entries in the directory."""
+    """One directory format. matches: gets the directory's name and the names in it. check: gets the usable entries in it."""
 
     matches: Callable[[str, Sequence[str]], bool]
     check: Callable[[Storage, Entry, Sequence[Entry]], Inspection]
 
 
-# The first that matches decides: our own and Lightning's contain the files of torch.distributed.checkpoint, too.
+# The first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
 _DIRECTORY_FORMATS = (
     _DirectoryFormat(own.matches, own.check),
     _DirectoryFormat(lightning.matches, lightning.check),
@@ -41,12 +41,12 @@ _DIRECTORY_FORMATS = (
     _DirectoryFormat(huggingface.matches, huggingface.check),
 )
 
-# The files that make a directory count as complete. A copy writes them last, in this order; a removal begins with them.
+# Files that make a directory count as complete. A copy writes them last, in this order; a removal deletes them first.
 COMMIT_FILES = (MANIFEST, dcp.METADATA, huggingface.STATE)
 
 
 def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Inspection:
-    """Check one candidate. One that cannot be read is incomplete, with the reason. Raises UsageError if a plug-in fails."""
+    """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails."""
     format = DCP if entry.is_dir else TORCH_SAVE
     try:
         for plugin in plugins:
@@ -62,7 +62,7 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
 
 
 def _check_directory(storage: Storage, entry: Entry) -> Inspection:
-    # A link to a directory is not followed, see `files_of`. Unusable names do not count.
+    # Links to directories are not followed, see `files_of`. Unusable entries do not count.
     content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
     for format in _DIRECTORY_FORMATS:
@@ -80,7 +80,7 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
             return safetensors.check(entry, file)
         if entry.name.endswith(TORCH_SAVE_SUFFIXES) or file.read(len(_ZIP)) == _ZIP:
             return torch_save.check(entry, file)
-    # Only the user's checkpoint_pattern leads here.
+    # Only a file that matches the user's checkpoint_pattern gets here.
     return Inspection(True, UNKNOWN, "not empty; its format is unknown", entry.mtime, size=entry.size)
 
 
@@ -91,7 +91,7 @@ def claimed(entry: Entry, plugins: Sequence[Format]) -> bool:
 
 @functools.cache
 def plugins() -> tuple[Format, ...]:
-    """Return the user's formats, which are entry points. Raises UsageError if one cannot be loaded."""
+    """Return the user-defined formats from the entry points. Raises UsageError if one cannot be loaded."""
     found: list[Format] = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):
         where = f"entry point {point.name} = {point.value} of {ENTRY_POINTS}"
@@ -113,7 +113,7 @@ def _claims(plugin: Format, entry: Entry) -> bool:
 
 @contextmanager
 def _naming(plugin: Format, entry: Entry) -> Iterator[None]:
-    """Turn what a plug-in raises into a UsageError that names it. OSError passes: the storage has failed."""
+    """Turn an exception of a plug-in into a UsageError that names the plug-in. OSError passes: the storage failed."""
     try:
         yield
     except OSError:

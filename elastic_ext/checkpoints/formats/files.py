@@ -10,15 +10,15 @@ from typing import IO, cast
 
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-BLOCK = 512 << 10  # bytes that each thread reads at once: they are still in the cache of its core when they are hashed
+BLOCK = 512 << 10  # bytes per read of each thread; small enough to be still in the core's cache when hashed
 MOST_THREADS = 16
 
 
 def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
-    """Yield all files below a directory, by their names relative to it. Each directory is listed once. Raises OSError.
+    """Yield (relative name, entry) of every file below a directory. Lists each directory once. Raises OSError.
 
-    A link to a file counts as the file. A link to a directory is not followed: it may lead in a circle, or to all files there
-    are. A link to an empty file is left out, too: the file may be one of the kernel's. So are pipes and dangling links.
+    A link to a file counts as the file. Links to directories are not followed: they may form a cycle or lead to the whole
+    filesystem. Pipes, dangling links and links to empty files are skipped; an empty file may be one of the kernel's.
     """
     folders = [""]
     while folders:
@@ -33,15 +33,15 @@ def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
 
 
 def checksum(file: IO[bytes], progress: Callable[[int], None] | None = None) -> str:
-    """Return the xxh3_64 of a file that was just opened, as a manifest has it. Other threads run while it reads and hashes.
+    """Return the xxh3_64 of a newly opened file, in the form that manifests use. Releases the GIL to read and hash.
 
-    progress: called with the bytes of each block.
+    progress: called with the size of each block in bytes.
     """
     from xxhash import xxh3_64
 
     digest = xxh3_64()
     view = memoryview(bytearray(BLOCK))
-    unbuffered = cast(RawIOBase, getattr(file, "raw", file))  # a second buffer would only cost a copy
+    unbuffered = cast(RawIOBase, getattr(file, "raw", file))  # a buffered read would only add a copy
     while count := unbuffered.readinto(view):
         digest.update(view[:count])
         if progress is not None:
@@ -50,5 +50,5 @@ def checksum(file: IO[bytes], progress: Callable[[int], None] | None = None) -> 
 
 
 def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
-    """Return a pool for reading files. threads: by default one for each core, MOST_THREADS at most."""
+    """Return a pool for reading files. threads: by default one per core, up to MOST_THREADS."""
     return ThreadPoolExecutor(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))))

@@ -1,7 +1,7 @@
 """The `checkpoint-N` directory of Hugging Face's Trainer: plain, FSDP or DeepSpeed.
 
-The Trainer writes in this order: weights, optimizer, scheduler, RNG states, trainer_state.json (`_save_checkpoint` in
-transformers/trainer.py, 4.40 to 5.23). Ranks do not wait for each other at the end, so every part is checked.
+The Trainer writes weights, optimizer, scheduler, RNG states and trainer_state.json, in this order (`_save_checkpoint` in
+transformers/trainer.py, 4.40 to 5.23). Ranks do not wait for each other at the end, so every part must be checked.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 class TornCheckpoint(Exception):
-    """A part is missing or damaged. The text names it, and says why."""
+    """A part is missing or damaged. The message names the part and the reason."""
 
 
 def matches(name: str, names: Sequence[str]) -> bool:
-    """Return whether a directory of these names was written by the Trainer, complete or not."""
+    """Return whether the Trainer wrote a directory with these names, complete or not."""
     return any(_SIGNS.fullmatch(each) for each in names)
 
 
@@ -75,7 +75,7 @@ def _read_json(storage: Storage, entry: Entry, name: str) -> Mapping[str, Any]:
 
 
 def _check_index(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> None:
-    """Check that all files are there that an index of weights in several files names."""
+    """Check that every file that an index of sharded weights names exists."""
     for name in found:
         if not name.endswith(INDEX_SUFFIX):
             continue
@@ -97,11 +97,11 @@ def _check_weights(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -
 
 
 def _check_training_state(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> None:
-    """Check optimizer, scheduler and RNG states. With save_only_model there are none."""
+    """Check optimizer, scheduler and RNG states. save_only_model writes none of them."""
     parts = [name for name in found if _OTHERS.fullmatch(name)]
     for name in parts:
         _check_file(storage, entry, found[name])
-    if not parts or any(_DEEPSPEED.fullmatch(name) for name in found):  # DeepSpeed keeps them with the weights
+    if not parts or any(_DEEPSPEED.fullmatch(name) for name in found):  # DeepSpeed stores them with the weights
         return
     if "scheduler.pt" not in found:
         raise TornCheckpoint("no scheduler.pt beside the other states, the save did not finish")
@@ -112,7 +112,7 @@ def _check_training_state(storage: Storage, entry: Entry, found: Mapping[str, En
 
 
 def _check_folders(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> None:
-    """Check the sharded state of FSDP, and that of DeepSpeed."""
+    """Check the sharded state of FSDP and of DeepSpeed."""
     for name, item in found.items():
         is_dcp = _DCP_FOLDERS.fullmatch(name) is not None
         if not item.is_dir or not (is_dcp or _DEEPSPEED.fullmatch(name)):

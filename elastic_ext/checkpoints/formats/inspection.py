@@ -1,8 +1,8 @@
-"""The result of checking a checkpoint, and the interface that every format has.
+"""The result of checking a checkpoint, and the interface of custom formats.
 
-A check reads names, sizes, small files and the tail of a large one, but no tensors: `verify` reads everything. It never
-unpickles: a checkpoint is data, and unpickling runs code (`peek` runs none). It reports "complete" or what is missing, and does
-not raise for a damaged checkpoint.
+A check reads names, sizes, small files and the tail of large ones, but no tensors; `verify` reads everything. It never unpickles,
+because a checkpoint is data and unpickling runs code (`peek` runs none). It reports "complete" or what is missing, and does not
+raise for a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DCP = "torch.distributed.checkpoint"
 LIGHTNING = "Lightning"
 HUGGING_FACE = "Hugging Face Trainer"
 SAFETENSORS = "safetensors"
-UNKNOWN = "unknown"  # shows no sign of a known format
+UNKNOWN = "unknown"  # no sign of a known format
 
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 TEMPORARY_SUFFIXES = (".tmp", ".part")
@@ -30,13 +30,13 @@ class Inspection:
     """The result of one check.
 
     Attributes:
-        complete: it can be resumed from, as far as names, sizes and small files show.
+        complete: whether training can resume from it, judging by names, sizes and small files.
         format: name of the format, for people.
-        reason: why it is complete or not, one sentence without a full stop, for people.
+        reason: why it is complete or not, one sentence without a period, for people.
         written_at: when its last part was written, in seconds since the epoch by the clock of the filesystem.
-        step, epoch: from its content; None if the content does not say, or cannot be asked cheaply.
+        step, epoch: from its content; None if the content does not say, or is costly to read.
         size: bytes of all its files; None if unknown.
-        distrusted: it is whole as far as one can see, and must not be used all the same.
+        distrusted: it looks complete, but must not be used.
     """
 
     complete: bool
@@ -50,28 +50,28 @@ class Inspection:
 
 
 class Format(Protocol):
-    """A checkpoint format of the user's. Neither method may unpickle.
+    """A user-defined checkpoint format. Neither method may unpickle.
 
     If `check` raises OSError, the checkpoint counts as unreadable. Any other exception becomes a UsageError that names it.
     """
 
     def claims(self, entry: Entry) -> bool:
-        """Return whether a listed name is a checkpoint of this format. Called for each name of a listing: it must not read."""
+        """Return whether a listed name is a checkpoint of this format. Called for each listed name, so it must not read."""
 
     def check(self, storage: Storage, entry: Entry) -> Inspection:
-        """Return whether the checkpoint is complete, and why not."""
+        """Return whether the checkpoint is complete, and why or why not."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """The result of reading one file to its end. fault: what is damaged, "" for nothing; note: what could not be verified."""
+    """The result of reading a whole file. fault: what is damaged, or "". note: what could not be verified, or ""."""
 
     fault: str = ""
     note: str = ""
 
 
 def is_candidate(entry: Entry) -> bool:
-    """Return whether a name may be a checkpoint: any directory, or a file by its suffix. Hidden and temporary names never are."""
+    """Return whether an entry may be a checkpoint: any directory, or a file with a known suffix, unless hidden or temporary."""
     return not is_hidden(entry.name) and (entry.is_dir or entry.name.endswith(TORCH_SAVE_SUFFIXES))
 
 
@@ -81,10 +81,10 @@ def is_hidden(name: str) -> bool:
 
 
 def summary(faults: Sequence[str]) -> str:
-    """Return the first of several faults and the number of the others."""
+    """Return the first fault and the number of the others."""
     return faults[0] if len(faults) == 1 else f"{faults[0]}, and {len(faults) - 1} more faults"
 
 
 def total_size(content: Iterable[Entry]) -> int:
-    """Return the bytes of all files among these entries."""
+    """Return the total size in bytes of the files among these entries."""
     return sum(item.size for item in content if not item.is_dir)

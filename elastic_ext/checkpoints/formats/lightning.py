@@ -1,6 +1,6 @@
-"""A directory of Lightning's FSDP strategy: one of torch.distributed.checkpoint, and `meta.pt` with what is not sharded.
+"""A directory of Lightning's FSDP strategy: a torch.distributed.checkpoint directory plus `meta.pt`, the unsharded values.
 
-A `.ckpt` file of Lightning is one of `torch_save`.
+`torch_save` handles Lightning's `.ckpt` files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ META = "meta.pt"  # lightning/fabric/strategies/fsdp.py, _METADATA_FILENAME
 
 
 def matches(name: str, names: Sequence[str]) -> bool:
-    """Return whether a directory of these names was written by Lightning, complete or not."""
+    """Return whether Lightning wrote a directory with these names, complete or not."""
     return META in names and dcp.matches(name, names)
 
 

@@ -1,12 +1,12 @@
-"""The manifest of our own checkpoints, a file that is written last: it is the commit. And the names of their directories.
+"""The manifest of our own checkpoints, and the names of their directories. Writing the manifest, the last file, is the commit.
 
-On disk, `manifest.json` is one JSON object: `schema` (SCHEMA), the fields of `Manifest`, and `seal`, a CRC-32 of all that. A
-reader refuses another schema. `nodes` may be absent. Fields that it does not know it ignores.
+On disk, `manifest.json` is one JSON object: `schema` (SCHEMA), the fields of `Manifest`, and `seal`, a CRC-32 of the rest. A
+reader refuses any other schema and ignores unknown fields. `nodes` may be absent.
 
-A directory belongs to one step of one generation, and its name gives both. A generation is one group of workers that has opened
-the directory of checkpoints (`directory/generations.py`); later groups have higher ones. A group that was paused and wakes up
-beside its successor writes to directories of its own and damages nothing, and its checkpoints count as older than its
-successor's, whatever their step.
+A directory belongs to one step of one generation; its name gives both. Each group of workers that opens the directory of
+checkpoints gets a generation (`directory/generations.py`), and later groups get higher ones. If a paused group wakes up after its
+successor has started, it writes to its own directories and damages nothing. Its checkpoints count as older than the successor's,
+whatever their step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ManifestError(ElasticExtError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a checkpoint. name: relative to its directory; size: bytes; checksum: see CHECKSUM."""
+    """One file of a checkpoint. name: relative to the checkpoint. size: bytes. checksum: see CHECKSUM."""
 
     name: str
     size: int
@@ -46,15 +46,15 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
-        generation: of the group of workers that wrote it, see the module.
-        files: everything that a load reads, files of all ranks included.
+        generation: generation of the group of workers that wrote it, see the module.
+        files: all files that a load reads, from all ranks.
         world_size: number of ranks that wrote it.
-        epoch: the epoch that the step lies in, from 0.
-        accumulation: micro-steps already done of the next optimizer step.
-        run_id, restart: of the job that wrote it, for people.
-        saved_at: seconds since the epoch by the clock of the writer, for people: clocks of two machines are not compared.
-        extra: small JSON values of the user's.
-        nodes: number of ranks of each node, in order, if each wrote to its own disk first (`directory/tiers.py`); else empty.
+        epoch: epoch of the step, from 0.
+        accumulation: micro-steps done toward the next optimizer step.
+        run_id, restart: the job and restart that wrote it, for people.
+        saved_at: seconds since the epoch by the writer's clock, for people. Clocks of two machines are never compared.
+        extra: small JSON values from the user.
+        nodes: number of ranks on each node, in order, if each wrote to its own disk first (`directory/tiers.py`); else empty.
     """
 
     step: int
@@ -71,44 +71,44 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """(generation, step). The checkpoint with the greater order is the newer one."""
+        """(generation, step). The checkpoint with the greater order is newer."""
         return self.generation, self.step
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 def directory_name(step: int, generation: int) -> str:
-    """Return the name of a checkpoint, such as step_00000120.g0003. Names sort by step; `order_of` sorts by what is newer."""
+    """Return the name of a checkpoint, such as step_00000120.g0003. Names sort by step, `order_of` by age."""
     return f"step_{step:08d}.g{generation:04d}"
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Return (generation, step) of the name of a checkpoint; None if the name is not one of ours."""
+    """Return (generation, step) of a checkpoint name, or None if it is not one of our names."""
     match = _NAME.fullmatch(name)
     return (int(match[2]), int(match[1])) if match else None
 
 
 def order_or_oldest(name: str) -> tuple[int, int]:
-    """Return (generation, step) of the name of a checkpoint; for a name that is not one of ours an order before all others."""
+    """Return (generation, step) of a checkpoint name. If it is not one of our names, return an order before all others."""
     return order_of(name) or (0, 0)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the content of `manifest.json`. It carries its own checksum, since no other file has one of it."""
+    """Return the content of `manifest.json`. It carries its own checksum, because no other file holds one for it."""
     record = {"schema": SCHEMA, **asdict(manifest)}
     return json.dumps({**record, "seal": _seal(json.loads(json.dumps(record)))}, indent=1).encode()
 
 
 def _seal(record: Mapping[str, object]) -> str:
-    """Return a checksum of the values, not of their layout. CRC-32 finds every flipped bit."""
+    """Return a checksum of the values, not of their JSON layout. CRC-32 detects any single flipped bit."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
 
 
 def decode(data: bytes) -> Manifest:
-    """Read the content of `manifest.json`. Raises ManifestError for whatever is wrong with it, and nothing else."""
+    """Parse the content of `manifest.json`. Raises only ManifestError, whatever is wrong with it."""
     try:
         record = json.loads(data)
         if not isinstance(record, dict):
@@ -150,7 +150,7 @@ def _count(value: object) -> int:
 
 
 def _file_name(value: object) -> str:
-    """Refuse a name that leads out of the directory."""
+    """Return a file name. Raises ValueError if it leads out of the directory."""
     if not isinstance(value, str) or not value or value.startswith("/") or ".." in value.split("/") or "\0" in value:
         raise ValueError(f"{value!r} is not the name of a file in its directory")
     return value

@@ -1,6 +1,6 @@
-"""Read the name of a checkpoint: its family, its place in the order of the family, and its step.
+"""Parse the name of a checkpoint: its family, its order within the family, and its step.
 
-A family is all the checkpoints whose names come from one line of code: they differ in their numbers only.
+A family is all checkpoints whose names come from one line of code, so that only their numbers differ.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from elastic_ext.checkpoints.formats.manifest import order_of
 
 OWN_FAMILY = "step_#.g# of elastic_ext"
 
-# The two halves of 0.25 belong to a value (a loss, a learning rate), and are never a step.
+# The two halves of 0.25 belong to a value (a loss, a learning rate) and are never a step.
 _INTEGER = re.compile(r"(?<![0-9])(?<![0-9]\.)[0-9]+(?![0-9])(?!\.[0-9])")
 _DIGITS = re.compile(r"[0-9]+")
 
 
 def step_of(name: str, pattern: str = "") -> int | None:
-    """Return the step in a name: that of our own names, the {step} of the user's pattern, else the last integer.
+    """Return the step in a name: from our own naming, else {step} of the user's pattern, else the last integer.
 
     step_00000120.g0003 -> 120, checkpoint_epoch_5.pt -> 5, step_00000120 -> 120, model_latest.pt -> None.
     """
@@ -27,7 +27,7 @@ def step_of(name: str, pattern: str = "") -> int | None:
 
 
 def numbers_of(name: str, pattern: str = "") -> tuple[int, ...]:
-    """Return the numbers that order the names of a family, the step last; of our own names (generation, step)."""
+    """Return the numbers that order the names of a family, the step last. For our own names: (generation, step)."""
     order = order_of(name)
     if order is not None:
         return order
@@ -37,7 +37,7 @@ def numbers_of(name: str, pattern: str = "") -> tuple[int, ...]:
 def pattern_of(name: str, pattern: str = "") -> str:
     """Return the family of a name: the name with each run of digits replaced by '#'.
 
-    Our own names are one family. So are the names that a user's pattern with {step} or {epoch} matches.
+    All our own names form one family. So do all names that match a user's pattern with {step} or {epoch}.
     """
     if order_of(name) is not None:
         return OWN_FAMILY
@@ -45,12 +45,12 @@ def pattern_of(name: str, pattern: str = "") -> str:
 
 
 def is_exact(name: str, pattern: str = "") -> bool:
-    """Return whether the numbers of the name are known to be generation, epoch or step: then they alone give the order."""
+    """Return whether the numbers are known to be generation, epoch or step. If so, they alone give the order."""
     return order_of(name) is not None or bool(_pattern_numbers(name, pattern))
 
 
 def _pattern_numbers(name: str, pattern: str) -> tuple[int, ...]:
-    """Return (epoch, step) by the user's pattern, without the one that it does not have."""
+    """Return (epoch, step) by the user's pattern, or only the one that the pattern has."""
     match = compiled(pattern).fullmatch(name) if pattern else None
     found = match.groupdict() if match else {}
     return tuple(int(found[key]) for key in ("epoch", "step") if key in found)

@@ -1,4 +1,4 @@
-"""The checkpoint that `elastic_ext.Checkpointer` writes: a directory of shards with a manifest (`manifest.py`), written last."""
+"""The format that `elastic_ext.Checkpointer` writes: a directory of shards, and a manifest (`manifest.py`), written last."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elastic_ext.checkpoints.storage import Entry, Storage
 def matches(name: str, names: Sequence[str]) -> bool:
     """Return whether a directory is ours, complete or not.
 
-    `manifest.json` is a common name. Beside shards it is ours, whatever the directory was renamed to.
+    `manifest.json` is a common name. If it lies beside shards it is ours, even in a renamed directory.
     """
     return order_of(name) is not None or (MANIFEST in names and _has_shards(names))
 
 
 def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check that all files of the manifest are there, each with its size. Raises OSError."""
+    """Check that every file in the manifest exists with the right size. Raises OSError."""
     found = {item.name: item for item in content}
     if MANIFEST not in found:
         return Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
@@ -40,7 +40,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
 
 
 def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str]:
-    """Return what is wrong with the files of a manifest, by name: "is missing" or "has ... bytes". Pure."""
+    """Return the faults of a manifest's files by name: "is missing" or "has ... bytes". Pure."""
     faults = {}
     for file in manifest.files:
         there = found.get(file.name)
@@ -52,12 +52,12 @@ def size_faults(manifest: Manifest, found: Mapping[str, Entry]) -> dict[str, str
 
 
 def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manifest | None:
-    """Return the manifest of a checkpoint of ours; None if it is not ours. Other programs write a manifest.json, too.
+    """Return the manifest of a checkpoint, or None if it is not ours. Other programs also write a manifest.json.
 
     Args:
-        files: names of the files of the checkpoint.
+        files: names of the checkpoint's files.
 
-    Raises ManifestError if it is ours and damaged, OSError.
+    Raises ManifestError if the manifest is ours and damaged, OSError.
     """
     if MANIFEST not in files:
         return None

@@ -1,10 +1,10 @@
-"""Read the plain values of a pickle without running any of it: a stand-in takes the place of every class and function.
+"""Read the plain values of a pickle without running any code: a stand-in replaces every class and function.
 
-Numbers, strings, lists, tuples and dicts come out as they are. An object comes out as a `StandIn` that holds its state, the
-storage of a tensor as an empty one. A pickle can only call what `find_class` returns, which here is always a stand-in.
+Numbers, strings, lists, tuples and dicts are returned as they are. An object becomes a `StandIn` that holds its state; the
+storage of a tensor becomes an empty one. A pickle can only call what `find_class` returns, which here is always a stand-in.
 
-One flipped bit can make a pickle ask for gigabytes: for a memo up to some index, or for bytes that it does not contain. So it is
-first walked through, instruction by instruction, and refused if it asks for more than it contains.
+One flipped bit can make a pickle ask for gigabytes: for a memo up to some index, or for bytes that it does not contain. So
+`_walk` first goes through its instructions, and refuses a pickle that asks for more than it contains.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
 
-LIMIT = 1 << 63  # of a count
-MOST_BYTES = 64 << 20  # of a pickle that is read; reading a larger one would cost more than it is worth
+LIMIT = 1 << 63  # a count is smaller than this
+MOST_BYTES = 64 << 20  # larger pickles are not worth the cost of reading
 
-# What unpickling raises for damaged bytes: a wrong opcode meets the wrong object.
+# Unpickling raises these for damaged bytes, when an opcode is applied to the wrong object.
 _DAMAGED = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError,
     RecursionError, ImportError, AssertionError,
@@ -28,11 +28,11 @@ _DAMAGED = (
 
 
 class PeekError(ElasticExtError):
-    """The bytes are not a whole pickle."""
+    """The bytes are not a complete pickle."""
 
 
 class StandIn:
-    """An object of a pickle. `state`: what the pickle would have set as its state."""
+    """An object of a pickle. `state`: the state that the pickle would have set."""
 
     state: object = None
 
@@ -43,23 +43,23 @@ class StandIn:
         pass
 
     def __call__(self, *args: object, **kwargs: object) -> StandIn:
-        """Return what a function returns that was itself returned by a function."""
+        """Stand in for a call of an object that was itself the result of a call."""
         return StandIn()
 
     def __setstate__(self, state: object) -> None:
         self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Ignore an item of a subclass of dict, such as OrderedDict: its items are not needed."""
+        """Ignore an item of a dict subclass such as OrderedDict. Such items are not needed."""
 
     def append(self, value: object) -> None:
-        """Ignore an item of a subclass of list."""
+        """Ignore an item of a list subclass."""
 
     def extend(self, values: object) -> None:
-        """Ignore items of a subclass of list."""
+        """Ignore items of a list subclass."""
 
     def field(self, name: str) -> object:
-        """Return a field of a dataclass or plain object; None if it has none. A class with slots has its state second."""
+        """Return a field of a dataclass or plain object, or None. A class with slots has its slot values second."""
         states = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 
@@ -72,7 +72,7 @@ class _Peeker(pickle.Unpickler):
         return StandIn()
 
 
-# What follows the opcode of an instruction: a number of bytes (below 100); a line; bytes counted by the first 1, 4 or 8 of them.
+# The argument of an instruction: a number of bytes (below 100), a line, or bytes after a length prefix of 1, 4 or 8 bytes.
 _LINE, _LINES, _COUNTED_1, _COUNTED_4, _COUNTED_8, _PUT_LINE, _PUT_1, _PUT_4, _END, _NONE = range(100, 110)
 _FOLLOWS: dict[int, int] = {
     pickletools.UP_TO_NEWLINE: _LINE,
@@ -87,7 +87,7 @@ _PUTS = {_PUT_1: 1, _PUT_4: 4}
 
 
 def _table() -> list[int]:
-    """Return what follows each opcode; _NONE for a byte that is none."""
+    """Return the kind of argument of each opcode; _NONE for a byte that is not an opcode."""
     found = [_NONE] * 256
     for each in pickletools.opcodes:
         size = each.arg.n if each.arg is not None else 0
@@ -101,7 +101,7 @@ _INSTRUCTIONS = _table()
 def _walk(data: bytes) -> None:
     """Raise PeekError if this is not a pickle, or asks for more than it contains.
 
-    Each entry of the memo takes at least two bytes, and pickles number the entries from 0: that limits the index.
+    Each memo entry takes at least two bytes, and pickles number the entries from 0. This bounds the index.
     """
     at, size = 0, len(data)
     while at < size:
@@ -143,7 +143,7 @@ def _line_end(data: bytes, at: int) -> int:
 
 
 def peek(data: bytes) -> object:
-    """Return the value of a pickle, with stand-ins for all objects. Takes memory in proportion to the size of the pickle.
+    """Return the value of a pickle, with stand-ins for all objects. Memory use is proportional to the size of the pickle.
 
     Raises PeekError for damaged bytes.
     """
@@ -156,12 +156,12 @@ def peek(data: bytes) -> object:
 
 
 def number(values: object, *keys: str) -> int | None:
-    """Return the value of the first of these keys that has a count as its value; None if there is none, or no dict."""
+    """Return the value of the first of these keys whose value is a count; None without one, or if `values` is not a dict."""
     if not isinstance(values, Mapping):
         return None
     return next((value for key in keys if is_count(value := values.get(key))), None)
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number from 0 to LIMIT. One in a pickle may have a million digits."""
+    """Return whether a value is an int from 0 to below LIMIT. An int in a pickle may have a million digits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LIMIT

@@ -1,7 +1,7 @@
 """A safetensors file. https://huggingface.co/docs/safetensors/index#format
 
     8 bytes, little endian: size of the header
-    the header, JSON: type, shape and place of each tensor in the bytes behind it
+    the header, JSON: dtype and shape of each tensor, and its offsets in the bytes after the header
     the tensors
 
 The format has no checksums: only header and size can be checked.
@@ -20,7 +20,7 @@ MOST_HEADER = 100_000_000  # bytes; MAX_HEADER_SIZE of the safetensors library
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
-    """Check header and size of a file. Raises OSError if it cannot be read."""
+    """Check the header and size of a file. Raises OSError if it cannot be read."""
     fault = _fault(entry.size, file)
     if fault:
         return Inspection(False, SAFETENSORS, fault)
@@ -28,7 +28,7 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
 
 
 def read_content(size: int, file: IO[bytes]) -> Content:
-    """Check header and size of a file of `size` bytes; the tensors cannot be verified. Raises OSError."""
+    """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
     return Content(_fault(size, file), "safetensors has no checksums: header and size only")
 
 

@@ -1,7 +1,7 @@
-"""A file of `torch.save`: a zip archive of one pickle (`*/data.pkl`) and the storages of its tensors, stored uncompressed.
+"""A `torch.save` file: an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors.
 
-The directory of the archive comes last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
-torch.serialization.set_crc32_options(False) was called. `.ckpt` files of Lightning are such files, too.
+The zip directory is written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
+torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` files have the same format.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from elastic_ext.checkpoints.formats.inspection import LIGHTNING, TORCH_SAVE, Co
 from elastic_ext.checkpoints.formats.peek import PeekError, number, peek
 from elastic_ext.checkpoints.storage import Entry
 
-ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: how every torch.save file since torch 1.6 begins
+ZIP_MAGIC = b"PK\x03\x04"  # local file header, APPNOTE.TXT 4.3.7: the first bytes of every torch.save file since torch 1.6
 LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning checkpoint
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # where scripts keep the step, best first
 EPOCH_KEYS = ("epoch",)
 
-MOST_PICKLE = 1 << 20  # bytes of data.pkl that are read in search of the step
-MOST_DIRECTORY = 256 << 20  # bytes of a zip directory; each record of a file takes 100
-_BLOCK = 512 << 10  # bytes of a record that are read at once
+MOST_PICKLE = 1 << 20  # bytes; a larger data.pkl is not searched for the step
+MOST_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
+_BLOCK = 512 << 10  # bytes per read of a record
 
-# What zipfile raises for bytes that are no zip archive. OSError (the file cannot be read) is for the caller to report.
+# zipfile raises these for bytes that are not a zip archive. The caller reports OSError: the file cannot be read.
 _NOT_A_ZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OverflowError, IndexError, struct.error)
 _DAMAGED = (RuntimeError, *_NOT_A_ZIP)  # RuntimeError: a flag claims that the record is encrypted
 
-# Signature, size of the rest, versions, two disks, two counts, size, start; then the locator: signature, disk, place, disks.
+# Signature, size of the rest, versions, two disks, two counts, size, start. Then the locator: signature, disk, offset, disks.
 _END = struct.Struct("<4sQHHIIQQQQ4sIQI")
 _END_64, _LOCATOR, _END_64_SIZE = b"PK\x06\x06", b"PK\x06\x07", 44
-_FLAGS = 0x0808  # of a zip entry: sizes follow the data, the name is UTF-8
+_FLAGS = 0x0808  # flags of a zip entry: sizes follow the data, the name is UTF-8
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
     """Check that the zip directory is intact and lists `*/data.pkl`.
 
-    `file` must be seekable. Only its tail and data.pkl are read, however large it is. Raises OSError if it cannot be read.
+    `file` must be seekable. Only its tail and data.pkl are read, whatever its size. Raises OSError if it cannot be read.
     """
     try:
         archive = _open_zip(file)
@@ -62,7 +62,7 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
 
 
 def read_content(file: IO[bytes]) -> Content:
-    """Read all records of a file and compare them with their CRCs. Raises OSError."""
+    """Read all records of a file and check their CRCs. Raises OSError."""
     unchecked = 0
     file.seek(0)
     try:
@@ -80,7 +80,7 @@ def read_content(file: IO[bytes]) -> Content:
 
 
 class _BoundedReads:
-    """A file that refuses to read more at once than a zip directory may have: a damaged archive may claim any size."""
+    """A file that refuses reads larger than MOST_DIRECTORY, because a damaged archive may claim any size."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -89,7 +89,7 @@ class _BoundedReads:
     def read(self, size: int = -1) -> bytes:
         if size > MOST_DIRECTORY:
             raise zipfile.BadZipFile(f"a zip directory of {size} bytes")
-        return self._file.read(size if size >= 0 else MOST_DIRECTORY)  # without a size: the end, after the directory
+        return self._file.read(size if size >= 0 else MOST_DIRECTORY)  # no size given: the rest of the file, after the directory
 
     def seekable(self) -> bool:
         return True
@@ -102,7 +102,7 @@ def _open_zip(file: IO[bytes]) -> zipfile.ZipFile:
 
 def _open_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
     record = archive.open(info)
-    if info.CRC == 0:  # torch.serialization.set_crc32_options(False) writes none
+    if info.CRC == 0:  # torch.serialization.set_crc32_options(False) writes no CRC
         record._expected_crc = None  # type: ignore[attr-defined]
     return record
 
@@ -112,20 +112,20 @@ def _is_stored(info: zipfile.ZipInfo) -> bool:
 
 
 def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[object, object]:
-    """Return the top level of the saved dict, as far as it is plain; empty if it is no dict or too large to read."""
+    """Return the plain top-level values of the saved dict; empty if it is not a dict or is too large to read."""
     if info.file_size > MOST_PICKLE or not _is_stored(info):
         return {}
     with _open_record(archive, info) as content:
         data = content.read()
     try:
         values = peek(data)
-    except PeekError:  # its CRC is right: a pickle that does more than a stand-in can follow
+    except PeekError:  # the CRC is right, so the pickle is intact but does more than a stand-in can follow
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def _entry_fault(info: zipfile.ZipInfo) -> str:
-    """Find in an entry of the directory what torch never writes. Python's zipfile ignores it; torch.load fails because of it."""
+    """Return a fault if torch never writes such a directory entry. Python's zipfile ignores it, but torch.load fails."""
     if not _is_stored(info):
         return f"{info.compress_size} bytes for {info.file_size}, expected it stored as it is"
     if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
@@ -142,7 +142,7 @@ def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
 
 
 def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
-    """Check the 64-bit end of the directory, APPNOTE.TXT 4.3.14 and 4.3.15, which torch writes and zipfile reads only in part."""
+    """Check the zip64 end of the directory, APPNOTE.TXT 4.3.14 and 4.3.15. torch writes it; zipfile reads only part of it."""
     start = archive.start_dir
     file.seek(start)
     tail = file.read(MOST_DIRECTORY)

@@ -1,8 +1,8 @@
 """Verify that a checkpoint holds what was written: sizes and checksums, several files at once, at the speed of the storage.
 
-Our own checkpoints have a checksum of each file. Files of other formats are verified by what the format itself has: the CRC of
-each record of a zip archive (torch.save, and each tensor of torch.distributed.checkpoint is one), header and size of safetensors,
-the places in `.metadata`. A format without checksums cannot show a flipped bit; the notes of the result say so.
+Our own checkpoints have a checksum for each file. Other formats are verified by what they contain: the CRC of each record of a
+zip archive (a torch.save file, or one tensor in torch.distributed.checkpoint), the header and size of safetensors, the offsets in
+`.metadata`. A format without checksums cannot reveal a flipped bit; the notes of the result say so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, Manifes
 from elastic_ext.checkpoints.formats.peek import PeekError
 from elastic_ext.checkpoints.storage import Entry, Storage
 
-SAMPLE = 0.1  # the share of the files that Mode.SAMPLED reads; one at least
+SAMPLE = 0.1  # fraction of the files that Mode.SAMPLED reads; at least one file
 
 
 class Mode(enum.Enum):
-    """OFF: verify nothing. SAMPLED: the sizes of all files, the content of some, chosen at random. FULL: all content."""
+    """OFF: verify nothing. SAMPLED: sizes of all files, content of a random sample. FULL: all content."""
 
     OFF = "off"
     SAMPLED = "sampled"
@@ -36,7 +36,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Remark:
-    """A fault or note about one file. file: its name relative to the checkpoint; reason: for people."""
+    """A fault or note about one file. file: its name relative to the checkpoint. reason: text for people."""
 
     file: str
     reason: str
@@ -48,9 +48,9 @@ class Verification:
 
     Attributes:
         faults: damaged or missing files, by name.
-        files: number of files that the checkpoint consists of.
+        files: number of files in the checkpoint.
         size: bytes of the files whose content was read.
-        notes: files that could not be verified, or do not belong to the checkpoint.
+        notes: files that could not be verified or do not belong to the checkpoint.
     """
 
     faults: tuple[Remark, ...]
@@ -66,7 +66,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _File:
-    """One file to read. checksum: of our own formats, else ""; items: places of tensors, if it is a shard."""
+    """One file to read. checksum: "" unless the checkpoint is ours. items: where its tensors lie, if it is a shard."""
 
     name: str
     size: int
@@ -76,7 +76,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The files to read, and what the listing alone shows."""
+    """The files to read, and the remarks from the listing alone."""
 
     files: list[_File]
     faults: list[Remark]
@@ -84,7 +84,7 @@ class _Plan:
 
 
 class _Progress:
-    """Adds up what the threads have read."""
+    """Adds up the bytes that the threads have read."""
 
     def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
         self._lock, self._total, self._report = threading.Lock(), total, report
@@ -106,14 +106,14 @@ def verify(
     progress: Callable[[int, int], None] | None = None,
     seed: int | None = None,
 ) -> Verification:
-    """Verify a checkpoint against its manifest, or against what its format knows of itself.
+    """Verify a checkpoint against its manifest, or else by the means of its format.
 
     Args:
-        threads: how many files are read at once; by default one for each core.
-        progress: called with the bytes done and the bytes of all, by one thread at a time.
-        seed: of the choice of a sample; by default another one each time.
+        threads: number of files to read at once; by default one per core.
+        progress: called with the bytes done and the total bytes, by one thread at a time.
+        seed: seed for the random sample; by default the sample differs each time.
 
-    Raises OSError if the storage does not answer. A file that is missing or unreadable is a fault.
+    Raises OSError if the storage does not answer. A missing or unreadable file is a fault.
     """
     if mode is Mode.OFF:
         return Verification((), 0, 0)
@@ -128,7 +128,7 @@ def verify(
     total = sum(file.size for file in chosen)
     counted = _Progress(total, progress)
     with thread_pool(threads) as pool:
-        # The largest first, so that the last thread is not left alone with it.
+        # The largest first, so that no thread is left to read it alone at the end.
         in_order = sorted(chosen, key=lambda file: -file.size)
         results = list(pool.map(lambda file: _read_file(storage, checkpoint, file, counted), in_order))
     by_file = [(file.name or checkpoint.name, content) for file, content in zip(in_order, results, strict=True)]
@@ -138,7 +138,7 @@ def verify(
 
 
 def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
-    """Raises ManifestError, PeekError, OSError."""
+    """Plan what to read. Raises ManifestError, PeekError, OSError."""
     if not checkpoint.is_dir:
         return _Plan([_File("", checkpoint.size)], [], [])
     found = dict(files_of(storage, checkpoint.name))
@@ -155,7 +155,7 @@ def _plan_own(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
 
 
 def _plan_shards(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
-    """Shards lie beside their `.metadata`, which may be in a subdirectory; all other files are read as they are."""
+    """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
     files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
     faults = []
     for folder in sorted(name.removesuffix(dcp.METADATA) for name in found if f"/{name}".endswith(f"/{dcp.METADATA}")):
@@ -206,7 +206,7 @@ def _read_json(opened: IO[bytes]) -> Content:
 
 
 def _read_shard(opened: IO[bytes], file: _File, progress: _Progress) -> Content:
-    """Read the items of a shard. Each was written by torch.save."""
+    """Read the items of a shard. torch.save wrote each of them."""
     note = ""
     for item in file.items:
         opened.seek(item.offset)

@@ -1,10 +1,10 @@
 """One directory of checkpoints, on a local filesystem or behind any fsspec URL.
 
-contract.py   what every storage promises: `Storage`, `Entry`
-local.py      the local filesystem, or one that is mounted
+contract.py   the contract of every storage: `Storage`, `Entry`
+local.py      local and mounted filesystems
 remote.py     everything else that fsspec can open: object stores, sftp, memory
-opening.py    from a path or URL to a storage
-polling.py    wait for a change that a storage does not announce
+opening.py    open the storage of a path or URL
+polling.py    poll a storage for a change
 """
 
 from elastic_ext.checkpoints.storage.contract import Entry, Storage

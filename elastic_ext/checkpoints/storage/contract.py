@@ -2,13 +2,13 @@
 
 Every implementation keeps these promises:
 
-- Names are relative to the directory and may contain slashes. Parent directories are created by a write.
-- A write is atomic. The file appears whole under its name, or replaces the old content at once, or not at all. A temporary
-  name is hidden (it begins with a dot) and never looks like a checkpoint.
-- `create` succeeds for exactly one of all processes that create the same name.
+- Names are relative to the directory and may contain slashes. A write creates the parent directories.
+- A write is atomic: the file appears whole, or replaces the old content at once, or nothing changes. A temporary name is hidden
+  (it begins with a dot) and never looks like a checkpoint.
+- If several processes `create` the same name, exactly one succeeds.
 - Each call asks the storage again. No listing or attribute comes from a cache of an earlier call.
 - Errors are OSError, whatever library does the work. A missing name is FileNotFoundError.
-- Nothing but regular files is ever opened: opening a pipe would block, and a device can do anything.
+- Only regular files are ever opened. Opening a pipe would block, and a device can do anything.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Entry:
     Attributes:
         name: relative to the listed directory.
         path: absolute local path or URL that a worker can open.
-        is_dir: a directory, or a link to one.
+        is_dir: whether it is a directory, or a link to one.
         size: bytes, of the target if this is a link; meaningless for a directory.
         mtime: time of the last change in seconds since the epoch, by the clock of the filesystem; None if it keeps no time.
-        unusable: why this name can be neither a checkpoint nor a part of one (a dangling link, a pipe); "" if it can.
-        sibling: the name that this link points to, if that is in the same directory; else "".
-        is_link: a symbolic link; the other attributes describe its target.
+        unusable: why this can be neither a checkpoint nor part of one (a dangling link, a pipe); "" if it can.
+        sibling: the name that this link points to, if it is in the same directory; else "".
+        is_link: whether it is a symbolic link; the other attributes then describe its target.
     """
 
     name: str
@@ -49,49 +49,49 @@ class Storage:
     """One directory. `address` is the absolute local path or the URL of the directory.
 
     Constructing a storage does not touch the directory. Every method raises OSError if the storage refuses or does not answer. A
-    storage for loading only may leave out the methods that list and write.
+    read-only storage may omit the methods that list and write.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def path(self, name: str) -> str:
-        """Return the absolute local path or URL of a name, for a worker to open. "" is the directory itself."""
+        """Return the absolute local path or URL of a name, for a worker to open. "" names the directory itself."""
         raise NotImplementedError
 
     def entries(self, child: str = "") -> Iterator[Entry]:
-        """List the names directly below the directory, or below its subdirectory `child`.
+        """List the entries directly in the directory, or in its subdirectory `child`.
 
-        Raises FileNotFoundError if there is no such directory (object stores have no empty directories), NotADirectoryError.
+        Raises FileNotFoundError if the directory does not exist (object stores have no empty directories), NotADirectoryError.
         """
         raise NotImplementedError
 
     def stat(self, name: str) -> Entry | None:
-        """Return what the name stands for now, or None if it does not exist."""
+        """Return the current entry of a name, or None if it does not exist."""
         raise NotImplementedError
 
     def open(self, name: str) -> AbstractContextManager[BufferedReader]:
-        """Return a context with the file for reading; those of fsspec have the methods of a BufferedReader, too.
+        """Return a context manager for reading the file. fsspec's files have the same methods as a BufferedReader.
 
         Raises FileNotFoundError.
         """
         raise NotImplementedError
 
     def write(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Return a context with a binary file to write to.
+        """Return a context manager for a binary file to write to.
 
-        The file appears, or replaces what was there, when the context ends without an error; otherwise nothing changes.
+        The file appears, or replaces the old one, when the context ends without an error. Otherwise nothing changes.
         """
         raise NotImplementedError
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file that must not exist yet. One of all processes that create the same name succeeds.
+        """Write a file that must not exist yet. If several processes create the same name, one succeeds.
 
-        If an object store's reply is lost, the one that succeeded may get FileExistsError, too.
+        If an object store's reply is lost, even the process that succeeded may get FileExistsError.
 
         Raises:
             FileExistsError: the name exists.
-            UsageError: the installed fsspec cannot create exclusively.
+            UsageError: the installed fsspec does not support exclusive creation.
         """
         raise NotImplementedError
 
@@ -100,18 +100,18 @@ class Storage:
         raise NotImplementedError
 
     def remove_tree(self, name: str, first: Sequence[str] = ()) -> None:
-        """Remove a file, or a directory with everything in it. A link is removed, never its target.
+        """Remove a file, or a directory with everything in it. Remove a link, never its target.
 
         Args:
-            first: names in the directory to remove before all others, in this order, if they exist: the files that make it
-                count as complete.
+            first: names in the directory to remove first, in this order, if they exist: the files that make it count as
+                complete.
 
-        Raises FileNotFoundError if there is nothing of this name.
+        Raises FileNotFoundError if the name does not exist.
         """
         raise NotImplementedError
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, or replace it: a reader sees the old content or the new one."""
+        """Write or replace a file. A reader sees either the old content or the new."""
         with self.write(name) as file:
             file.write(data)
 

@@ -1,4 +1,4 @@
-"""The storage of a local directory, or of one on a filesystem that is mounted (NFS, Lustre)."""
+"""The storage of a directory on a local or mounted filesystem (NFS, Lustre)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import IO
 
 from elastic_ext.checkpoints.storage.contract import Entry, Storage
 
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # link(2) on filesystems without hard links
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # fsync(2) of a directory on filesystems that cannot
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from link(2) on filesystems without hard links
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from fsync(2) on filesystems that cannot sync a directory
 
 _SPECIAL = "neither a file nor a directory"
 
@@ -23,7 +23,7 @@ _SPECIAL = "neither a file nor a directory"
 class LocalStorage(Storage):
     """A local directory.
 
-    Lists with os.scandir. fsspec's local listing does not describe the target of a link, and older versions fail altogether
+    Lists with os.scandir, because fsspec's local listing does not describe the target of a link. Its older versions even fail
     if a file is deleted during the listing, as retention does.
     """
 
@@ -68,7 +68,7 @@ class LocalStorage(Storage):
             try:
                 os.link(part, path)
             except FileExistsError:
-                if os.stat(part).st_nlink != 2:  # with 2 links it was ours: NFS may repeat a request; see open(2), O_EXCL
+                if os.stat(part).st_nlink != 2:  # 2 links mean that ours succeeded: NFS may repeat a request; see open(2), O_EXCL
                     raise
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -94,11 +94,11 @@ class LocalStorage(Storage):
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open a regular file without ever blocking. Raises OSError for anything else: opening a pipe would wait for a writer."""
+    """Open a regular file without blocking. Raises OSError for anything else: opening a pipe would wait for a writer."""
     _refuse_special(os.stat(path), path)
     number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        _refuse_special(os.fstat(number), path)  # it may have been replaced since
+        _refuse_special(os.fstat(number), path)  # it may have been replaced since the stat
     except OSError:
         os.close(number)
         raise
@@ -106,19 +106,19 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _refuse_special(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # open(2) has an error for directories
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # open(2) itself refuses directories
         raise OSError(errno.EINVAL, _SPECIAL, path)
 
 
 @contextmanager
 def _temporary_file(path: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield (path, file) of a temporary file beside `path`. It is removed afterwards unless it was renamed."""
+    """Yield (path, file) of a temporary file beside `path`. Remove the file afterwards unless it was renamed."""
     folder, name = os.path.split(path)
     _make_dirs(folder)
     number, part = tempfile.mkstemp(prefix=f".{name[:80]}.", suffix=".part", dir=folder)
     try:
         with os.fdopen(number, "wb") as file:
-            os.fchmod(number, 0o666 & ~_umask())  # mkstemp makes it private; other users may have to resume from it
+            os.fchmod(number, 0o666 & ~_umask())  # mkstemp makes it private, but other users may have to resume from it
             yield part, file
     finally:
         try:
@@ -128,13 +128,13 @@ def _temporary_file(path: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _umask() -> int:
-    """Return the umask. os.umask() can only read it by setting it, which other threads would notice."""
+    """Return the umask. os.umask() must set it to read it, which would affect other threads."""
     with open("/proc/self/status") as status:
         return next((int(line.split()[1], 8) for line in status if line.startswith("Umask:")), 0o022)
 
 
 def _create_in_place(path: str, data: bytes) -> None:
-    """Create a file exclusively without hard links. A reader may see the name a moment before the content."""
+    """Create a file exclusively without hard links. A reader may briefly see the name without the content."""
     with open(path, "xb") as file:
         file.write(data)
         _flush(file)
@@ -146,7 +146,7 @@ def _flush(file: IO[bytes]) -> None:
 
 
 def _make_dirs(folder: str) -> None:
-    """Like os.makedirs, but durable: a power cut does not undo it."""
+    """Make directories like os.makedirs, but durably: they survive a power cut."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
@@ -171,7 +171,7 @@ def _sync_dir(folder: str) -> None:
 
 
 def _entry_of(item: os.DirEntry[str], root: str) -> Entry | None:
-    """Describe a listed name; None if it was deleted meanwhile. Raises PermissionError if names can be listed and not reached."""
+    """Return the entry of a listed name; None if it was deleted meanwhile. Raises PermissionError without search permission."""
     try:
         found = item.stat()
     except OSError as error:

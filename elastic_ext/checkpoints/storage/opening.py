@@ -1,4 +1,4 @@
-"""From a path or URL, as the user writes it, to its storage."""
+"""Open the storage of a path or URL as the user writes it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elastic_ext.checkpoints.storage.remote import RemoteStorage
 
 
 def open_storage(checkpoint_dir: str) -> Storage:
-    """Return the storage of a path or URL, without asking it anything yet.
+    """Return the storage of a path or URL, without any request to it yet.
 
-    Raises UsageError if it is empty, or a URL whose protocol is unknown or not installed.
+    Raises UsageError if the path is empty, or if the URL's protocol is unknown or not installed.
     """
     if not checkpoint_dir:
         raise UsageError("checkpoint_dir is empty, expected a directory or a URL: set it, or leave it out")
@@ -24,7 +24,7 @@ def open_storage(checkpoint_dir: str) -> Storage:
 
     try:
         filesystem, root = url_to_fs(checkpoint_dir)
-    except (ImportError, ValueError) as error:  # fsspec names the missing package, or the unknown protocol
+    except (ImportError, ValueError) as error:  # fsspec names the missing package or the unknown protocol
         raise UsageError(f"checkpoint_dir {checkpoint_dir} cannot be opened: {error}") from error
     if isinstance(filesystem, LocalFileSystem):
         return LocalStorage(root)
@@ -32,12 +32,12 @@ def open_storage(checkpoint_dir: str) -> Storage:
 
 
 def open_parent(path: str) -> tuple[Storage, str]:
-    """Return the storage of the directory that contains a path or URL, and the name in it. Raises UsageError."""
+    """Return the storage of the parent directory of a path or URL, and the name in it. Raises UsageError."""
     folder, name = split_path(path)
     return open_storage(folder), name
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Split a path or URL into its directory and the name in it; a trailing slash does not count."""
+    """Split a path or URL into its directory and the name in it, ignoring trailing slashes."""
     folder, _, name = path.rstrip("/").rpartition("/")
     return folder or ("/" if path.startswith("/") else "."), name

@@ -1,4 +1,4 @@
-"""Wait for a change in a storage. No storage announces changes, so the only way is to look again."""
+"""Wait for a change in a storage. No storage announces changes, so it must be polled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TypeVar
 
 Seen = TypeVar("Seen")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two looks; each pause is twice the one before
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two looks; each pause is twice the previous one
 
 
 def polled(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
-    """Call `look` until `enough` accepts what it returns, or until the deadline; return what it returned last.
+    """Call `look`, at least once, until `enough` accepts its result or the deadline passes. Return the last result.
 
     Args:
-        deadline: in seconds of time.monotonic(). `look` is called at least once.
+        deadline: in seconds of time.monotonic().
     """
     pause = FIRST_PAUSE_S
     while True:

@@ -1,4 +1,4 @@
-"""The storage of anything that fsspec opens and that is no local filesystem: object stores, sftp, SMB, memory."""
+"""The storage of anything that fsspec opens, except local filesystems: object stores, sftp, SMB, memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import IO, Any, Protocol
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage.contract import Entry, Storage
 
-READ_BLOCK = 8 << 20  # bytes that one request to an object store asks for
+READ_BLOCK = 8 << 20  # bytes per request to an object store
 
-# The key under which a filesystem of fsspec keeps the time of the last change: local mtime, s3fs LastModified, abfs
-# last_modified, gcsfs updated, sftp mtime, memory only created.
+# The keys of the modification time in fsspec: local mtime, s3fs LastModified, abfs last_modified, gcsfs updated, sftp mtime,
+# memory only created.
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
-# Top-level modules whose errors pass as they are; those of all other libraries become OSError.
+# Errors of these top-level modules pass unchanged; errors of all other libraries become OSError.
 _OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext"}
 
 
 class Filesystem(Protocol):
-    """The part of fsspec.AbstractFileSystem that is used here. fsspec has no type hints."""
+    """The part of fsspec.AbstractFileSystem used here. fsspec has no type hints."""
 
     async_impl: bool
 
@@ -43,14 +43,14 @@ class Filesystem(Protocol):
 
 
 class RemoteStorage(Storage):
-    """A directory of a fsspec filesystem."""
+    """A directory of an fsspec filesystem."""
 
     def __init__(self, address: str, filesystem: Filesystem, root: str) -> None:
         """address: URL of the directory. root: its path as `filesystem` knows it."""
         super().__init__(address.rstrip("/"))
         self._filesystem = filesystem
         self._root = root.rstrip("/")
-        # Object stores, which fsspec implements as asynchronous classes, show a file once its upload is complete. The other
+        # Object stores, which fsspec implements as asynchronous classes, show a file only after its upload. The other
         # filesystems (memory, sftp, SMB) show a file while it grows.
         self._uploads_whole = bool(filesystem.async_impl)
 
@@ -63,7 +63,7 @@ class RemoteStorage(Storage):
     def entries(self, child: str = "") -> Iterator[Entry]:
         root, address = self._remote_path(child), self.path(child)
         with self._os_errors():
-            # fsspec shares filesystem objects and their cached listings across the process: the cache must go first.
+            # fsspec shares filesystem objects and their cached listings across the process, so clear the cache first.
             self._filesystem.invalidate_cache()
             listed = self._filesystem.ls(root, detail=True)
         for info in listed:
@@ -71,7 +71,7 @@ class RemoteStorage(Storage):
             if path != root:
                 name = path.rsplit("/", 1)[-1]
                 yield _entry_of(info, name, f"{address}/{name}")
-            elif info["type"] == "file" and info.get("size"):  # an object store may list an empty marker for the directory
+            elif info["type"] == "file" and info.get("size"):  # an object store may list an empty marker of the directory
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
     def stat(self, name: str) -> Entry | None:
@@ -104,7 +104,7 @@ class RemoteStorage(Storage):
             file.close()
         except BaseException:
             file.discard()
-            file.closed = True  # otherwise its finalizer would upload the buffered rest
+            file.closed = True  # otherwise its finalizer would upload the rest of the buffer
             raise
         file.commit()
 
@@ -139,7 +139,7 @@ class RemoteStorage(Storage):
             self._filesystem.pipe_file(self._remote_path(name), data, mode="create")
 
     def remove(self, name: str) -> None:
-        if self.stat(name) is None:  # S3 silently succeeds in removing what does not exist
+        if self.stat(name) is None:  # S3 succeeds silently if the name does not exist
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path(name))
         with self._os_errors():
             self._filesystem.rm_file(self._remote_path(name))
@@ -157,7 +157,7 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _os_errors(self) -> Iterator[None]:
-        """Turn errors of the libraries below into OSError. fsspec passes some through, such as botocore's connection errors."""
+        """Turn errors of underlying libraries into OSError. fsspec lets some through, such as botocore's connection errors."""
         try:
             yield
         except Exception as error:

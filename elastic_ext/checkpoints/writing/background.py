@@ -1,4 +1,4 @@
-"""Write one save at a time in a thread of its own: where to, how often, and what follows from the result."""
+"""Write one save at a time in a background thread: choose the destination, retry, and handle the result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from elastic_ext.checkpoints.writing.staging import Staged
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 4  # of one save, where the storage asks to come back later
+ATTEMPTS = 4  # per save, if the storage asks to retry later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save: one rank's part, and what the manifest will say. called: when it was asked for, monotonic seconds.
+    """One rank's part of a save, and the manifest for it. called: when `save` was called, in monotonic seconds.
 
     manifest: without files and generation.
     """
@@ -40,11 +40,11 @@ class Save:
 
 
 class Destination:
-    """Where saves go: to each node's own disk while there is a local tier that takes them, else to the remote directory."""
+    """Where saves go: to each node's own disk while a local tier accepts them, else to the remote directory."""
 
     def __init__(self, directories: Directories, fence: Fence, ranks: Ranks) -> None:
         self._directories, self._fence, self._ranks = directories, fence, ranks
-        self._tier_failure: FailureKind | None = None  # why the last save went past the local tier
+        self._tier_failure: FailureKind | None = None  # why the last save bypassed the local tier
 
     @property
     def storage(self) -> Storage:
@@ -53,9 +53,9 @@ class Destination:
         return tier.storage if tier is not None and self._tier_failure is None else self._directories.remote
 
     def write(self, save: Save) -> tuple[str, Outcome]:
-        """Make one attempt; return the checkpoint's name, "" if it got none, and the outcome. Collective.
+        """Make one attempt; return the outcome and the checkpoint's name, "" if it got none. Collective.
 
-        Raises StaleGroup on all ranks; torch's RuntimeError when the ranks cannot talk to each other.
+        Raises StaleGroup on all ranks; torch's RuntimeError if the ranks cannot communicate.
         """
         try:
             generation = self._fence.open()
@@ -70,11 +70,11 @@ class Destination:
             if outcome.failure is None or outcome.failure.kind is FailureKind.STALE or staged.failure is not None:
                 return name, outcome
             if tier.first:
-                remove(tier.storage, name)  # a full disk needs the room
+                remove(tier.storage, name)  # the disk may be full
         return name, commit.save(remote, name, staged, manifest, self._ranks)
 
     def _note_tier(self, failure: SaveFailure | None) -> None:
-        """Log when saves start to go past the local tier, and when they no longer do."""
+        """Log when saves start to bypass the local tier, and when they stop."""
         before, self._tier_failure = self._tier_failure, failure.kind if failure is not None else None
         if failure is not None and failure.kind is not before:
             remote = self._directories.remote.address
@@ -84,22 +84,22 @@ class Destination:
 
 
 class BackgroundSaver:
-    """Writes the saves. All ranks take the same turns: what rank 0 decides is broadcast."""
+    """Writes the saves. All ranks take the same steps, because rank 0's decisions are broadcast."""
 
     def __init__(self, destination: Destination, ranks: Ranks, retention: Retention, results: Results) -> None:
         self._destination, self._ranks, self._retention, self._results = destination, ranks, retention, results
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()  # the next save waits for the thread: no more pauses
+        self._hurry = threading.Event()  # set when the next save waits for the thread: no more pauses
 
     def start(self, save: Save) -> None:
-        """Write it in a thread. The save before it must have ended."""
+        """Write the save in a thread. The previous save must have ended."""
         self._hurry.clear()
         name = f"checkpoint-{save.manifest.step}"
         self._thread = threading.Thread(target=self._run, args=(save,), name=name, daemon=True)
         self._thread.start()
 
     def wait(self, hurry: bool = False) -> None:
-        """Wait until the save under way, if any, is committed or has failed. hurry: it shall not be tried again after a pause."""
+        """Wait until the save in progress, if any, is committed or has failed. hurry: do not pause to retry it."""
         if hurry:
             self._hurry.set()
         if self._thread is not None:
@@ -120,10 +120,10 @@ class BackgroundSaver:
             return
         self._results.failed(name, step, outcome.failure)
         if name and self._ranks.rank == 0 and outcome.failure.kind not in (FailureKind.STALE, FailureKind.GROUP):
-            self._retention.discard(name)  # a full disk needs the room
+            self._retention.discard(name)  # the disk may be full
 
     def _write(self, save: Save) -> tuple[str, Outcome]:
-        """Try again while the storage asks to come back later."""
+        """Write the save, retrying while the storage asks to retry later."""
         attempt = 0
         while True:
             attempt += 1
@@ -135,7 +135,7 @@ class BackgroundSaver:
                 return name, outcome
 
     def _paused(self, attempt: int, failure: SaveFailure) -> bool:
-        """Wait, longer after each attempt; False as soon as the next save waits. Rank 0 only: the others wait for its answer."""
+        """Pause on rank 0, longer each time; return False as soon as the next save waits. Other ranks await its answer."""
         if self._ranks.rank != 0:
             return False
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.5, 1.0)
@@ -150,5 +150,5 @@ class BackgroundSaver:
             try:
                 for removed in self._retention.prune(name):
                     self._results.emit(Event("pruned", step, removed.name, reason=removed.reason))
-            except (OSError, StaleGroup) as error:  # no reason to stop training
+            except (OSError, StaleGroup) as error:  # not a reason to stop training
                 logger.warning("pruning old checkpoints failed: %s; the next save tries again", error)

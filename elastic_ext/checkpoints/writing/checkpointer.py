@@ -1,4 +1,4 @@
-"""`elastic_ext.Checkpointer`: all that training code needs to save itself and to come back.
+"""`elastic_ext.Checkpointer`: all that training code needs to save and resume.
 
     checkpointer = Checkpointer("checkpoints", model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader)
     position = checkpointer.load()
@@ -7,12 +7,12 @@
     ...
     checkpointer.close()
 
-Every method is called on all ranks, in the same order. A save copies the state to memory and returns; a thread writes it, with a
-process group of its own. A failed save never stops training and never leaves a rank waiting: it is logged, kept in `last_error`,
+All ranks call every method, in the same order. A save copies the state to memory and returns; a thread with its own process
+group writes it. A failed save never stops training and never leaves a rank waiting: it is logged, kept in `last_error` and
 reported to `on_event`, and the next save tries again.
 
-The work is done by: `loading` and `selection` (the way back), `staging` (copy the state), `background` (write, try again),
-`commit` (one attempt), `retention` (prune), `results` (what became of it).
+These modules do the work: `loading` and `selection` (resume), `staging` (copy the state), `background` (write, retry), `commit`
+(one attempt), `retention` (prune), `results` (outcomes).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Checkpointer:
     """Saves in the background, commits atomically, resumes at any world size, keeps the newest few.
 
     Attributes:
-        last_error: why the last save failed, None after one that did not.
+        last_error: why the last save failed; None if it succeeded.
         failures: failed saves in a row.
-        last_saved: step of this group's last committed save, None before the first.
-        last_stall_s: seconds that the last `save` held up training.
+        last_saved: step of this group's last committed save; None before the first.
+        last_stall_s: seconds that the last `save` stalled training.
     """
 
     def __init__(
@@ -77,24 +77,24 @@ class Checkpointer:
     ) -> None:
         """Open the directory. Collective. Raises UsageError.
 
-        It has this many parameters because it is the one object that a training script makes: all are optional keywords but the
-        model, and a script names only those that it uses.
+        There are many parameters because this is the only object that a training script makes. All but the model are optional
+        keywords, and a script names only those that it uses.
 
         Args:
             directory: path or fsspec URL; by default the agent's checkpoint_dir.
-            local_dir: on a fast disk of each node; saves go there first. By default the agent's local_dir, if `directory` is its
-                checkpoint_dir; "": none. The agent copies from there; without an agent run
+            local_dir: directory on a fast disk of each node, where saves go first. By default the agent's local_dir, if
+                `directory` is its checkpoint_dir; "": none. The agent copies from there. Without an agent, run
                 `python -m elastic_ext.checkpoints.copying.replicate` on each node, which takes both directories from
                 ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR.
-            extra: by name, other objects with a state_dict, alike on all ranks or sharded as the model is.
-            keep_last: how many of the newest complete checkpoints stay. The one that was loaded stays too, and pinned ones.
-            keep_every: checkpoints whose step this divides stay for good.
+            extra: other objects with a state_dict, by name; equal on all ranks, or sharded like the model.
+            keep_last: number of newest complete checkpoints to keep. The loaded one and pinned ones are also kept.
+            keep_every: keep checkpoints whose step is a multiple of this forever.
             verify: compare each file's checksum before a load. Sizes are always compared.
-            reshard_dataloader: for a load at another world size; without it the data loader starts from the beginning then, which
-                is logged.
-            requested: called by `save_requested`; by default it asks the agent (see `elastic_ext.training.saves`).
-            on_event: for metrics. Must be quick; what it raises is logged.
-            timeout: how long a rank waits for the others' part of a save.
+            reshard_dataloader: for a load at another world size. Without it, the data loader then starts from the beginning,
+                and a warning is logged.
+            requested: called by `save_requested`; by default asks the agent (see `elastic_ext.training.saves`).
+            on_event: callback for metrics. Must be quick; its exceptions are logged.
+            timeout: how long a rank waits for the other ranks' parts of a save.
         """
         remote = _open_directory(directory)
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
@@ -105,7 +105,7 @@ class Checkpointer:
         directories = open_directories(remote, local_dir, self._ranks)
         self._fence = Fence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
-        self._resume_from = os.environ.get(RESUME_FROM_ENV)  # "": start from nothing; None: the agent has not said
+        self._resume_from = os.environ.get(RESUME_FROM_ENV)  # "": start from nothing; None: no choice by an agent
         self._stager = Stager(objects, self._ranks.rank)
         self._retention = Retention(directories, self._fence, keep_last, keep_every)
         self._results = Results(on_event)
@@ -128,17 +128,17 @@ class Checkpointer:
         return self._results.last_saved
 
     def load(self) -> Position:
-        """Put a checkpoint in place: the agent's choice, else the newest complete one; without any, return the zero position.
+        """Load a checkpoint: the agent's choice, else the newest complete one. Without any, return the zero position.
 
-        The agent's choice counts for the first load; a further one, to go back, takes the newest complete one. From here on only
+        The agent's choice applies to the first load. Later loads, to go back, take the newest complete one. From here on only
         this group of workers may commit.
 
-        Collective. Raises StaleGroup; CheckpointError, on all ranks, where the agent's choice is damaged or does not fit (the
-        state is undefined then); OSError where the directory cannot be listed.
+        Collective. Raises StaleGroup; CheckpointError, on all ranks, if the agent's choice is damaged or does not fit (the
+        state is then undefined); OSError if the directory cannot be listed.
         """
         self.wait()
         if self._fence.generation is None or self.last_saved is not None:
-            self._results.last_saved = None  # steps that are trained again belong to a new generation
+            self._results.last_saved = None  # steps trained again belong to a new generation
             self._fence.reopen()
         chosen, self._resume_from = self._resume_from, None
         if chosen == "":
@@ -148,24 +148,24 @@ class Checkpointer:
         return position or Position()
 
     def save_requested(self, step: int) -> bool:
-        """Return whether a save is wanted now, at `step`, for a preemption, a drain or a person. All ranks ask, once a step."""
+        """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""
         return saves.save_requested() if self._requested is None else self._requested(step)
 
     def save(
         self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None, wait: bool = False
     ) -> None:
-        """Copy the state and return; it is written while training goes on. Waits for the save before this one first.
+        """Copy the state and return; it is written while training goes on. Waits for the previous save first.
 
-        In the middle of an accumulation the gradients are saved too; not those that FSDP2 keeps unsharded.
+        In the middle of an accumulation the gradients are also saved, except those that FSDP2 keeps unsharded.
 
         Args:
-            step: optimizer steps done. A step that this group has saved already is not saved again.
-            epoch: the epoch that the step lies in, from 0.
-            accumulation: micro-steps of the next optimizer step that are done.
-            note: small values for people and for `Position.note`, JSON; rank 0's are kept.
-            wait: return once it is committed or has failed, see `last_error`.
+            step: optimizer steps done. A step that this group has already saved is not saved again.
+            epoch: epoch of the step, from 0.
+            accumulation: micro-steps done toward the next optimizer step.
+            note: small JSON values for people and for `Position.note`; rank 0's are kept.
+            wait: return only after the save is committed or has failed, see `last_error`.
 
-        Collective. Raises StaleGroup when another group has taken over; UsageError for gradients that cannot be saved.
+        Collective. Raises StaleGroup if another group has taken over; UsageError for gradients that cannot be saved.
         """
         called = time.monotonic()
         self._saver.wait(hurry=True)  # training stands still, and a newer state is about to be saved
@@ -192,11 +192,11 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way, if any, is committed or has failed."""
+        """Wait until the save in progress, if any, is committed or has failed."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the last save. Raises nothing: see `last_error`. Call it before the process group is destroyed."""
+        """Wait for the last save. Never raises; see `last_error`. Call this before destroying the process group."""
         atexit.unregister(self.close)
         self.wait()
 
@@ -208,7 +208,7 @@ class Checkpointer:
 
 
 def _open_directory(directory: str | os.PathLike[str] | None) -> Storage:
-    """Raises UsageError where neither the script nor the agent says which."""
+    """Open the directory. Raises UsageError if neither the script nor the agent names one."""
     where = os.fspath(directory) if directory is not None else os.environ.get(tiers.REMOTE_ENV, "")
     if not where:
         raise UsageError(f"no directory for checkpoints: give one, or set {tiers.REMOTE_ENV} (--rdzv-conf checkpoint_dir=...)")

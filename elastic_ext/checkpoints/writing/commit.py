@@ -2,11 +2,11 @@
 
 The order of writes is what makes a save atomic:
 
-1. each rank: its shards, then torch's `.metadata` (rank 0), its own file, the shared file (rank 0);
+1. each rank writes its shards, then torch's `.metadata` (rank 0), its own file, the shared file (rank 0);
 2. all ranks report what they wrote, with sizes and checksums; one failure ends the attempt, and no manifest is written;
-3. rank 0 makes sure that its group was not replaced, and only then
-4. writes the manifest. With a local tier each node's first rank writes the shared small files and the manifest to its own disk,
-   rank 0's node last: it is the one that copies the manifest to the remote directory.
+3. rank 0 checks that its group was not replaced;
+4. rank 0 writes the manifest. With a local tier, each node's first rank writes the shared small files and the manifest to its own
+   disk, rank 0's node last, because it copies the manifest to the remote directory.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from elastic_ext.checkpoints.writing.staging import Staged
 
 logger = logging.getLogger(__name__)
 
-SHARED_FILE = "shared.pt"  # what all ranks share, pickled
+SHARED_FILE = "shared.pt"  # the state that all ranks share, pickled
 
 
 def own_file(rank: int) -> str:
-    """Return the name of the file with what is a rank's own, pickled."""
+    """Return the name of the file with a rank's own state, pickled."""
     return f"rank_{rank:05d}.pt"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, the same on all ranks. failure: None: it is committed. size: bytes of the checkpoint."""
+    """How an attempt ended, the same on all ranks. failure: None if it is committed. size: bytes of the checkpoint."""
 
     failure: SaveFailure | None
     size: int = 0
 
 
 def save(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
-    """Write and commit one checkpoint. Collective. manifest: without files; rank 0's counts.
+    """Write and commit one checkpoint. Collective. manifest: without files; rank 0's is used.
 
-    Raises torch's RuntimeError when the ranks cannot talk to each other.
+    Raises torch's RuntimeError if the ranks cannot communicate.
     """
     complete = _written(storage, name, staged, manifest, ranks)
     if isinstance(complete, SaveFailure):
@@ -60,9 +60,9 @@ def save(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks:
 
 
 def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Outcome:
-    """As `save`, but each node writes to its own disk. Committed once rank 0's node has the manifest.
+    """Do as `save`, but write to each node's own disk. The checkpoint is committed once rank 0's node has the manifest.
 
-    fence: the remote directory, where a newer group would show.
+    fence: the remote directory, which shows whether there is a newer group.
     """
     complete = _written(tier.storage, name, staged, replace(manifest, nodes=tier.nodes), ranks)
     if isinstance(complete, SaveFailure):
@@ -71,7 +71,7 @@ def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, ma
         common = ranks.from_rank_0(lambda: _common(tier.storage, fence, name, complete))
     except (ElasticExtError, OSError) as error:
         return Outcome(failure_of(error, 0))
-    for leads in (False, True):  # rank 0's node is the one that copies the manifest to the remote directory
+    for leads in (False, True):  # rank 0's node last: it copies the manifest to the remote directory
         failure = None
         if tier.first and (ranks.rank == 0) is leads:
             failure = _put_common(tier.storage, name, {MANIFEST: common[MANIFEST]} if leads else common, ranks.rank)
@@ -82,7 +82,7 @@ def save_on_nodes(tier: LocalTier, fence: Storage, name: str, staged: Staged, ma
 
 
 def _written(storage: Storage, name: str, staged: Staged, manifest: Manifest, ranks: Ranks) -> Manifest | SaveFailure:
-    """Write this rank's files; return the manifest with the files of all ranks, or the first failure. The same on all ranks."""
+    """Write this rank's files. Return the manifest with all ranks' files, or the first failure, the same on all ranks."""
     failures = [failure for failure in ranks.all_gather(staged.failure) if failure]
     if failures:
         return failures[0]
@@ -100,7 +100,7 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
     writer = Writer(files, name, ranks.rank)
     try:
         dcp.save(dict(staged.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
-    except CheckpointException as error:  # in the planning, and then on all ranks
+    except CheckpointException as error:  # raised by the planning, on all ranks
         reason = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
         return SaveFailure(FailureKind.OTHER, reason, ranks.rank)
     try:

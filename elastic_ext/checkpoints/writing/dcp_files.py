@@ -1,9 +1,8 @@
 # mypy: allow-subclassing-any
 """Our storage behind the file interfaces of torch.distributed.checkpoint.
 
-No exception passes through torch's collectives: `Writer` notes what a rank cannot write. (torch pickles exceptions for rank 0;
-one that cannot be pickled leaves the others waiting.) Checksums are computed from the bytes on their way to the storage; nothing
-is read back.
+No exception passes through torch's collectives; `Writer` records what a rank cannot write. (torch pickles exceptions for rank 0;
+an unpicklable one would leave the other ranks waiting.) Checksums are computed while the bytes are written; nothing is read back.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class HashedFile(io.RawIOBase):
-    """A file to write to that counts and hashes the bytes.
+    """A writable file that counts and hashes the bytes.
 
-    error: the storage's first one. torch.save hides it: closing its unfinished archive raises a RuntimeError instead.
+    error: the storage's first error. torch.save hides it, because closing its unfinished archive raises a RuntimeError.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -68,11 +67,11 @@ class HashedFile(io.RawIOBase):
 
 
 class Files(FileSystemBase):
-    """`Storage` as torch's file system. written: what was written so far, by its name in the checkpoint."""
+    """`Storage` as torch's file system. written: the files written so far, by name in the checkpoint."""
 
     def __init__(self, storage: Storage, checkpoint: str) -> None:
         self._storage, self._checkpoint = storage, checkpoint
-        self._temporary: dict[str, io.BytesIO] = {}  # torch renames one small file; on an object store that would be a copy
+        self._temporary: dict[str, io.BytesIO] = {}  # torch renames one small file, which would be a copy on an object store
         self.written: dict[str, StoredFile] = {}
 
     @contextmanager
@@ -114,14 +113,14 @@ class Files(FileSystemBase):
         return str(path)
 
     def mkdir(self, path: object) -> None:
-        """Do nothing: the storage makes directories as they are needed."""
+        """Do nothing: the storage makes directories as needed."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
     def exists(self, path: object) -> bool:
-        """Return False: torch asks for leftovers of an earlier save, and a write replaces them."""
+        """Return False. torch asks about leftovers of an earlier save, which a write replaces anyway."""
         return False
 
     def rm_file(self, path: object) -> None:
@@ -129,7 +128,7 @@ class Files(FileSystemBase):
 
 
 class _KeptBuffer(io.RawIOBase):
-    """A file over a buffer that stays when torch closes the file."""
+    """A file whose buffer remains when torch closes the file."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer = buffer
@@ -142,10 +141,10 @@ class _KeptBuffer(io.RawIOBase):
 
 
 class Writer(FileSystemWriter):
-    """torch's writer on our storage. failure: why something is missing; torch itself is told that all went well."""
+    """torch's writer on our storage. failure: why files are missing; torch is told that the write succeeded."""
 
     def __init__(self, files: Files, checkpoint: str, rank: int) -> None:
-        # The storage syncs. Copying ahead would use CUDA from this thread; all tensors are on the CPU already.
+        # The storage syncs. Copy-ahead would use CUDA from this thread, and all tensors are already on the CPU.
         super().__init__(checkpoint, sync_files=False, per_thread_copy_ahead=0)
         self.fs = files  # as torch's FsspecWriter does
         self.path = checkpoint

@@ -1,4 +1,4 @@
-"""How a save or a load fails, in values that ranks send to each other."""
+"""Errors of saves and loads, and the values in which ranks send them to each other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from elastic_ext.checkpoints.directory.generations import StaleGroup
 
 
 class CheckpointError(ElasticExtError):
-    """A checkpoint could not be loaded: it is damaged, or it does not fit this model."""
+    """A checkpoint could not be loaded: it is damaged or does not fit this model."""
 
 
 class FailureKind(str, Enum):
-    """Why a save failed. The reaction differs; training goes on in every case."""
+    """Why a save failed. Reactions differ, but training always goes on."""
 
     FULL = "full"  # disk or quota: free space
     PERMISSION = "permission"
-    THROTTLED = "throttled"  # the storage asks to come back later, or does not answer
+    THROTTLED = "throttled"  # the storage asks to retry later, or does not answer
     STALE = "stale"  # another group of workers has taken over
-    GROUP = "group"  # ranks cannot talk to each other any more
+    GROUP = "group"  # ranks can no longer communicate
     OTHER = "other"
 
 
@@ -38,7 +38,7 @@ _KINDS: Mapping[int, FailureKind] = {
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """Why one rank could not do its part of a save. Plain values, because ranks pickle it for each other."""
+    """Why one rank could not do its part of a save. Has only plain values, because ranks pickle it."""
 
     kind: FailureKind
     reason: str
@@ -46,7 +46,7 @@ class SaveFailure:
 
 
 def failure_of(error: BaseException, rank: int) -> SaveFailure:
-    """Return the failure that an error amounts to. Pure.
+    """Convert an error to a failure. Pure.
 
     s3fs raises EBUSY for 503 SlowDown; our storage raises EIO for errors that are not OSError.
     """

@@ -1,8 +1,8 @@
-"""Load a checkpoint of the local tier: nodes send each other the files and byte ranges that are not on their own disk.
+"""Load a checkpoint in the local tier: nodes send each other the files and byte ranges that are not on their own disk.
 
-All ranks compute the same list of pieces (`pieces`) from what each of them wants, and walk through it in the same order. A piece
-goes as a tensor of bytes (uint8) over gloo: by send and receive to one node, by broadcast to several. A received piece is kept at
-its own offset below FETCHED in the local directory until the load ends.
+All ranks compute the same list of pieces (`pieces`) from the requests of all, and process it in the same order. A piece travels
+over gloo as a uint8 tensor: by send and receive to one node, by broadcast to several. A received piece is stored at its own
+offset below FETCHED in the local directory until the load ends.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 FETCHED = f"{MARKERS}/fetched"
 LARGEST_PIECE = 64 << 20  # bytes; each rank needs memory for one piece
-NEAR = 1 << 20  # bytes; two ranges that are no further apart are sent as one
+NEAR = 1 << 20  # bytes; ranges no further apart than this are sent as one
 
 Range = tuple[str, int, int]
-"""(file, first byte, first byte behind the range)."""
+"""(file, first byte, first byte after the range)."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Which node has which files of a checkpoint of the local tier; the same on all ranks, but for `node`.
+    """Which node has which files of a checkpoint in the local tier. Equal on all ranks except for `node`.
 
     Attributes:
-        nodes: how many ranks each node of this round has.
+        nodes: number of ranks on each node of this round.
         node: this rank's node.
-        holders: the nodes that have a file, by its name.
+        holders: the nodes that have a file, by file name.
     """
 
     nodes: tuple[int, ...]
@@ -56,19 +56,19 @@ class Parts:
         return node in self.holders.get(file, ())
 
     def agent(self, node: int, file: str) -> int:
-        """Return the rank of a node that reads a file there, or keeps what is sent of it: its ranks share the work. Pure."""
+        """Return the rank that reads a file on a node, or stores its received pieces. The node's ranks share the work. Pure."""
         ranks = ranks_of(self.nodes, node)
         return ranks[(rank_of(file) or 0) % len(ranks)]
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Bytes that are sent at once.
+    """One transfer of bytes.
 
     Attributes:
         number: the position of the piece in its range.
-        begin, end: in the file, bytes.
-        keepers: the ranks that keep it, one of each node that wants it.
+        begin, end: byte offsets in the file.
+        keepers: the ranks that store it, one on each node that wants it.
     """
 
     number: int
@@ -80,7 +80,7 @@ class Piece:
 
 
 def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
-    """Return the same bytes in fewer ranges, sorted, with the gaps up to `near` between them. Pure."""
+    """Return the ranges sorted and merged, including gaps of up to `near` bytes between them. Pure."""
     found: list[Range] = []
     for file, begin, end in sorted(ranges):
         if found and found[-1][0] == file and begin - found[-1][2] <= near:
@@ -91,10 +91,10 @@ def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
 
 
 def pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Piece]:
-    """Return what is sent, in the order in which all ranks take part. Pure.
+    """Return the pieces to send, in the order that all ranks follow. Pure.
 
-    requests: (node, ranges) of each rank. The first pieces of all files come first. So where each node wants the files of its
-    neighbour, all pairs of nodes send at the same time.
+    requests: (node, ranges) of each rank. The first pieces of all files come first. So if each node wants the files of its
+    neighbor, all pairs of nodes send at the same time.
     """
     wanting: dict[str, list[tuple[int, Range]]] = {}
     for node, ranges in requests:
@@ -115,16 +115,16 @@ def pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], larges
 
 
 class Exchange:
-    """The transfers of one load of one checkpoint."""
+    """The transfers for one load of one checkpoint."""
 
     def __init__(self, tier: LocalTier, parts: Parts, name: str, ranks: Ranks) -> None:
         self._tier, self._parts, self._name, self._ranks = tier, parts, name, ranks
 
     @contextmanager
     def with_files(self, files: Iterable[StoredFile]) -> Iterator[Storage]:
-        """Yield the local directory, completed by those of these small files that this node lacks. Collective.
+        """Yield the local directory, completed with the given small files that this node lacks. Collective.
 
-        What other nodes send, here and by `fetch`, stays in the local directory until the context ends. Raises CheckpointError on
+        Data from other nodes, here and by `fetch`, stays in the local directory until the context ends. Raises CheckpointError on
         all ranks.
         """
         local, first = self._tier.storage, self._tier.first
@@ -140,9 +140,9 @@ class Exchange:
                 logger.warning("cannot remove the files that other nodes sent, %s: %s", local.path(FETCHED), error)
 
     def fetch(self, ranges: Iterable[Range]) -> None:
-        """Have other nodes send what this node lacks of these ranges. Collective; the ranks of a node share what they get.
+        """Get the ranges that this node lacks from other nodes. Collective; the ranks of a node share the received data.
 
-        Raises CheckpointError on all ranks if one could not read or keep a piece.
+        Raises CheckpointError on all ranks if one fails to read or store a piece.
         """
         wanted = [found for found in ranges if not self._parts.has(self._tier.node, found[0])]
         failed = ""
@@ -156,7 +156,7 @@ class Exchange:
             raise CheckpointError("; ".join(failures))
 
     def _transfer(self, piece: Piece) -> None:
-        """Send one piece from the node that has it to those that want it. Raises OSError after its part in the transfer."""
+        """Send one piece from the node that has it to those that want it. Raises OSError only after this rank's transfer."""
         rank, local = self._ranks.rank, self._tier.storage
         if len(piece.keepers) == 1 and rank not in (piece.sender, *piece.keepers):
             return
@@ -165,7 +165,7 @@ class Exchange:
         if rank == piece.sender:
             try:
                 _read(local, f"{self._name}/{piece.file}", piece.begin, data)
-            except OSError as error:  # the receivers wait all the same
+            except OSError as error:  # the receivers still wait for data
                 failure = error
         self._ranks.send_tensor(data, piece.sender, piece.keepers)
         if failure is not None:
@@ -175,7 +175,7 @@ class Exchange:
 
 
 class _Overlay(Storage):
-    """A node's local directory, and before it the files that other nodes have sent. For reading."""
+    """A read-only view of a node's local directory, in which files sent by other nodes take precedence."""
 
     def __init__(self, local: Storage) -> None:
         super().__init__(local.address)
@@ -200,7 +200,7 @@ def _remove_fetched(local: Storage) -> None:
 
 
 def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
-    """Fill `piece` with the bytes of a file from `first` on. Raises OSError."""
+    """Fill `piece` with the bytes of a file from offset `first`. Raises OSError."""
     with local.open(path) as stream:
         stream.seek(first)
         if cast(io.BufferedIOBase, stream).readinto(memoryview(piece.numpy())) != len(piece):
@@ -208,7 +208,7 @@ def _read(local: Storage, path: str, first: int, piece: torch.Tensor) -> None:
 
 
 def _keep(path: str, first: int, piece: torch.Tensor) -> None:
-    """Write `piece` into a file at `first`. Other ranks of this node write other pieces of it."""
+    """Write `piece` into a file at offset `first`. Other ranks of this node may write other pieces of the file."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
         file.seek(first)

@@ -1,4 +1,4 @@
-"""This group's right to commit and to prune."""
+"""The right of this group of workers to commit and to prune."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LAUNCH_ENV = "ELASTIC_EXT_LAUNCH"
 
 
 class Fence:
-    """The generation that this group of workers has opened in the remote directory; only the newest one may write there.
+    """The generation that this group of workers opened in the remote directory. Only the newest one may write there.
 
     Attributes:
-        opener: this group, by the agent's environment variables.
-        generation: None until the directory could be opened. The same on all ranks.
+        opener: this group, from the agent's environment variables.
+        generation: the same on all ranks; None until the directory was opened.
     """
 
     def __init__(self, remote: Storage, ranks: Ranks) -> None:
@@ -32,7 +32,7 @@ class Fence:
         self.generation: int | None = None
 
     def open(self) -> int:
-        """Return this group's generation; take one if it has none yet. Collective. Raises StaleGroup, OSError on all ranks."""
+        """Return this group's generation, taking one if needed. Collective. Raises StaleGroup, OSError on all ranks."""
         if self.generation is None:
             self.generation = self._ranks.from_rank_0(lambda: open_generation(self._remote, self.opener))
         return self.generation
@@ -40,7 +40,7 @@ class Fence:
     def reopen(self) -> None:
         """Take a new generation. Collective. Raises StaleGroup on all ranks.
 
-        A directory that cannot be written to now is logged: checkpoints can be loaded from it all the same.
+        A directory that cannot be written to now is only logged, because checkpoints can still be loaded from it.
         """
         self.generation = None
         try:
@@ -49,6 +49,6 @@ class Fence:
             logger.warning("cannot write to %s now: %s; each save tries again", self._remote.address, error)
 
     def check(self) -> None:
-        """Raises StaleGroup if another group has taken over; OSError if that cannot be known."""
+        """Raise StaleGroup if another group has taken over, or OSError if that cannot be determined."""
         assert self.generation is not None, "the directory is open"
         refuse_stale(self._remote, self.generation)

@@ -1,4 +1,4 @@
-"""Put a checkpoint in place, on all ranks or on none."""
+"""Load a checkpoint on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from elastic_ext.checkpoints.writing.selection import Checked, Selection
 logger = logging.getLogger(__name__)
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
-"""(states of all saved ranks in order, this rank, world size) -> this rank's data loader state; None: from the beginning."""
+"""(all saved ranks' states in order, this rank, world size) -> this rank's data loader state; None: start over."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is.
+    """The position of training.
 
     Attributes:
         step: optimizer steps done.
-        epoch: the epoch that training is in, from 0.
-        accumulation: micro-steps of the next optimizer step that are done; their gradients are in place.
-        path: the checkpoint, None at the beginning.
-        world_size: of the group that saved it; 0 at the beginning.
-        note: what was given to `save`.
-        dataloader: the data loader's state is in place; False: it is where it was made.
-        generators: this rank's random generators have their saved state; False: they were seeded, the same way in each attempt.
+        epoch: current epoch, from 0.
+        accumulation: micro-steps done toward the next optimizer step; their gradients are restored.
+        path: the checkpoint; None at the beginning.
+        world_size: world size of the group that saved it; 0 at the beginning.
+        note: the note passed to `save`.
+        dataloader: whether the data loader's state was restored; if not, it is in its initial state.
+        generators: whether this rank's random generators were restored; if not, they were seeded, equally in each attempt.
     """
 
     step: int = 0
@@ -55,7 +55,7 @@ class Loader:
     """Loads checkpoints into the user's objects.
 
     Attributes:
-        loaded: name of the last one that was loaded from this job's directories.
+        loaded: name of the checkpoint last loaded, if it is in this job's directories.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Loader:
         self.loaded: str | None = None
 
     def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> Position | None:
-        """Load the newest complete checkpoint that is not damaged. Collective. None: there is none. Raises OSError.
+        """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises OSError.
 
         refused: names not to load, by the address of their directory.
         """
@@ -85,7 +85,7 @@ class Loader:
     def load_chosen(self, path: str) -> Position:
         """Load the checkpoint that the agent chose. Collective. Raises CheckpointError, OSError.
 
-        One of the local tier that is gone or damaged by now may have a copy in the remote directory, or older ones may.
+        If a checkpoint in the local tier is gone or damaged by now, load the newest other one: its remote copy or an older one.
         """
         storage, name = open_parent(path)
         try:
@@ -126,7 +126,7 @@ class Loader:
         dataloader = ranks.together(lambda: self._put_dataloader(saved.owns, same))
         if same:
             generators = saved.owns[ranks.rank]["generators"]
-            random_state.restore(generators)  # last: all before may draw from them
+            random_state.restore(generators)  # last: the steps before may draw from them
             if dataloader:
                 random_state.restore_after_iter(objects.dataloader, generators)
         else:
@@ -147,7 +147,7 @@ class Loader:
         )
 
     def _put_dataloader(self, owns: Mapping[int, state.StateDict], same: bool) -> bool:
-        """Return whether the data loader has its state now. same: the world size is that of the save."""
+        """Restore the data loader; return whether its state was restored. same: the world size is that of the save."""
         loader, ranks = self._objects.dataloader, self._ranks
         if loader is None or any("dataloader" not in own for own in owns.values()):
             return False

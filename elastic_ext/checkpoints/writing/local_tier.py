@@ -1,4 +1,4 @@
-"""The directories that this job's saves go to: the remote one, and a local one on each node where there is a local tier."""
+"""The directories that this job saves to: the remote one and, with a local tier, one on each node."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class LocalTier:
 
     Attributes:
         storage: this node's local directory.
-        nodes: how many ranks each node has, in rank order.
+        nodes: number of ranks on each node, in rank order.
         node: this node's index in `nodes`.
-        first: this rank is its node's first; it writes what the whole node shares.
+        first: whether this is the first rank of its node, which writes the files that the node shares.
     """
 
     storage: Storage
@@ -32,7 +32,7 @@ class LocalTier:
 
 @dataclass(frozen=True)
 class Directories:
-    """remote: the directory that all nodes share. local: None without a local tier."""
+    """Both directories. remote: shared by all nodes. local: None without a local tier."""
 
     remote: Storage
     local: LocalTier | None
@@ -46,7 +46,7 @@ class Directories:
 
 
 def open_directories(remote: Storage, local_dir: str | os.PathLike[str] | None, ranks: Ranks) -> Directories:
-    """Open both. Collective. local_dir: None: what the agent chose; "": no local tier. Raises UsageError."""
+    """Open both directories. Collective. local_dir: None: the agent's choice; "": no local tier. Raises UsageError."""
     return Directories(remote, _agreed_tier(_local_address(local_dir, remote), ranks))
 
 
@@ -56,12 +56,12 @@ def _local_address(local_dir: str | os.PathLike[str] | None, remote: Storage) ->
         return os.fspath(local_dir)
     agents = os.environ.get(tiers.REMOTE_ENV, "")
     if not agents or open_storage(agents).address != remote.address:
-        return ""  # the agent would copy to another directory than the script's
+        return ""  # the agent would copy to a directory other than the script's
     return os.environ.get(tiers.LOCAL_ENV, "")
 
 
 def _agreed_tier(address: str, ranks: Ranks) -> LocalTier | None:
-    """Collective: all nodes have a local tier, or none has."""
+    """Return the local tier if all nodes have one; else None on all. Collective."""
     group, local_rank = int(os.environ.get("GROUP_RANK") or 0), int(os.environ.get("LOCAL_RANK") or 0)
     if address and ranks.world > 1 and "GROUP_RANK" not in os.environ:
         logger.warning("local_dir is not used: GROUP_RANK, which torchrun sets, is needed to know which ranks share a node")

@@ -1,8 +1,8 @@
-"""The state of an optimizer by parameter name, taken apart and put together again.
+"""Split the state of an optimizer by parameter name, and put it together again.
 
-A load reads the names and shapes from the checkpoint. torch's own `set_state_dict` takes a step with zero gradients instead, to
-find out what the optimizer would hold. So here no step is counted that was not trained, and an optimizer before its first step
-comes back as it was.
+A load reads the names and shapes from the checkpoint. torch's own `set_state_dict` instead takes a step with zero gradients to
+find out what the optimizer would hold. So here no untrained step is counted, and an optimizer that was saved before its first
+step is restored as it was.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Moments = dict[str, dict[str, Tensor]]  # tensors of the state, by parameter nam
 
 
 class Form(TypedDict):
-    """What checkpoints hold of an optimizer beside the tensors; the keys must not change.
+    """The optimizer state in checkpoints, except the tensors. The keys must not change.
 
     Attributes:
-        groups: the parameter groups, with names in place of parameters.
-        state: by parameter name and key: a Moment in place of each tensor, other values as they are.
+        groups: the parameter groups, with names instead of parameters.
+        state: by parameter name and key: a Moment instead of each tensor, other values as they are.
     """
 
     groups: list[dict[str, Any]]
@@ -36,7 +36,7 @@ class Form(TypedDict):
 
 
 def take(optimizer: Optimizer, names: Names) -> tuple[Moments, Form]:
-    """Return the tensors, not copied, and the form. Raises UsageError for state that cannot be saved."""
+    """Return the tensors, uncopied, and the form. Raises UsageError for state that cannot be saved."""
     parameters = _in_order(optimizer)
     packed = optimizer.state_dict()
     try:
@@ -71,7 +71,7 @@ def template(form: Form, parameters: Mapping[str, nn.Parameter]) -> Moments:
 
 
 def put(optimizer: Optimizer, names: Names, form: Form, moments: Moments) -> None:
-    """Put a saved state in place. Raises UsageError where the optimizer's groups are not those that were saved."""
+    """Restore a saved state. Raises UsageError if the optimizer's groups are not those that were saved."""
     index_of = {names[parameter]: index for index, parameter in enumerate(_in_order(optimizer))}
     saved = [group["params"] for group in form["groups"]]
     present = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -104,5 +104,5 @@ def _empty(moment: Moment, parameter: nn.Parameter) -> Tensor:
 
 
 def _in_order(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters by the index that `Optimizer.state_dict` gives them."""
+    """Return the parameters in the order of their indices in `Optimizer.state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

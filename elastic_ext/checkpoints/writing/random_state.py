@@ -1,6 +1,6 @@
-"""The random generators of this process: python, numpy if it is loaded, torch on the CPU and on this rank's CUDA device.
+"""The random generators of this process: python, numpy if loaded, torch on the CPU and on this rank's CUDA device.
 
-One private name of torch is used: DataLoader._get_iterator, which torchdata has too, in `restore_after_iter`.
+`restore_after_iter` uses one private name of torch, DataLoader._get_iterator, which torchdata also has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def take() -> Generators:
 
 
 def restore(state: Generators) -> None:
-    """Put a saved state in place."""
+    """Restore a saved state."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -37,13 +37,13 @@ def restore(state: Generators) -> None:
 
 
 def restore_after_iter(loader: Any, state: Generators) -> None:
-    """Restore it again when the loader's next iterator is made: that draws a seed, which was drawn before the save already."""
+    """Restore the state again after the loader makes its next iterator, whose seed was already drawn before the save."""
     make = getattr(loader, "_get_iterator", None)
     if make is None:
         return
 
     def once() -> object:
-        del loader._get_iterator  # uncovers the class's own
+        del loader._get_iterator  # exposes the class's method again
         iterator: object = make()
         restore(state)
         return iterator
@@ -52,9 +52,9 @@ def restore_after_iter(loader: Any, state: Generators) -> None:
 
 
 def seed(*parts: object) -> None:
-    """Seed all generators, for a rank without a saved state: differently for different parts, and the same on every machine."""
+    """Seed all generators of a rank without a saved state. The seed depends only on `parts`, not on the machine."""
     number = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")  # numpy takes 32 bits
     random.seed(number)
-    torch.manual_seed(number)  # CUDA too
+    torch.manual_seed(number)  # also seeds CUDA
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on a save or a load."""
+"""Collectives by which the ranks of a job agree on a save or a load."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks, in a gloo group of their own: saves run in the background, and their messages must not meet the training's.
+    """All ranks, in a separate gloo group, because background saves must not mix their messages with those of training.
 
-    Every method is a collective, unless it says otherwise. Values are pickled; all ranks run the same version of this package.
+    Every method is a collective unless it says otherwise. Values are pickled; all ranks run the same version of this package.
 
     Attributes:
         group: None for a single process.
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        """Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
+        """Make the group. Collective. timeout: how long a rank waits for the others before torch raises RuntimeError."""
         together = dist.is_available() and dist.is_initialized()
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout) if together else None
         self.rank: int = dist.get_rank() if together else 0
         self.world: int = dist.get_world_size() if together else 1
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the value of each rank, by rank."""
+        """Return the values of all ranks, in rank order."""
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.world
@@ -44,7 +44,7 @@ class Ranks:
         return cast("list[T]", values)
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value; what the other ranks pass is ignored."""
+        """Return rank 0's value; the values of other ranks are ignored."""
         if self.group is None:
             return value
         values = [value]
@@ -52,7 +52,7 @@ class Ranks:
         return values[0]
 
     def from_rank_0(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on rank 0 and return its result on all ranks. Raises on all ranks what it raised there."""
+        """Run `decide` on rank 0 and return its result, or raise its exception, on all ranks."""
         found: tuple[T | None, Exception | None] = (None, None)
         if self.rank == 0:
             try:
@@ -65,7 +65,7 @@ class Ranks:
         return cast(T, value)
 
     def together(self, do: Callable[[], T]) -> T:
-        """Run `do` on every rank. Raises CheckpointError on all of them if it failed on one, so that none goes on alone."""
+        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none goes on alone."""
         result: T | None = None
         failed = ""
         try:
@@ -79,7 +79,7 @@ class Ranks:
         return cast(T, result)
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
-        """Copy `data` from one rank to others. With one target only the two ranks concerned need to call this, else all ranks."""
+        """Copy `data` from one rank to others. With one target, only the two ranks involved need to call this; else all ranks."""
         if len(targets) > 1:
             dist.broadcast(data, src=source, group=self.group)
         elif self.rank == source:

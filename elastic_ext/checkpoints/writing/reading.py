@@ -1,5 +1,5 @@
 # mypy: allow-subclassing-any
-"""Read what a checkpoint holds: tensors through torch.distributed.checkpoint, the rest by unpickling."""
+"""Read the content of a checkpoint: tensors through torch.distributed.checkpoint, the rest by unpickling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_ext.checkpoints.writing.exchange import Exchange, joined
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.state import StateDict
 
-# Classes of ours that checkpoints hold pickled, by other modules that some versions had them in.
+# Our classes that checkpoints hold pickled, by the modules that they were in in some versions.
 _MOVED = {
     ("elastic_ext.checkpoints.writing.state", "Moment"): Moment,
     ("elastic_ext.checkpoints.writing.optimizer_state", "Moment"): Moment,
@@ -34,7 +34,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _PickleModule:
-    """What torch.load uses of a pickle module."""
+    """The part of a pickle module that torch.load uses."""
 
     Unpickler = _Unpickler
 
@@ -42,17 +42,17 @@ class _PickleModule:
 def read_objects(storage: Storage, name: str, file: str) -> Any:
     """Return the content of a file of values that are not resharded.
 
-    It is unpickled: a checkpoint is trusted as the training script is.
+    This unpickles: a checkpoint is trusted as much as the training script.
     """
     data = io.BytesIO(storage.read(f"{name}/{file}"))
     return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
 
 
 def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: Exchange | None = None) -> None:
-    """Fill in `tensors`, each rank what it holds of them. Collective. Raises torch's CheckpointException, KeyError and others.
+    """Fill in `tensors`, each rank its own part. Collective. Raises torch's CheckpointException, KeyError and others.
 
-    exchange: for a checkpoint of the local tier: other nodes send the byte ranges that this node lacks. `storage` then is that of
-    `Exchange.with_files`, with `.metadata`.
+    exchange: for a checkpoint in the local tier, lets other nodes send the byte ranges that this node lacks. `storage` is then
+    the one from `Exchange.with_files`, with `.metadata`.
     """
     files = Files(storage, name)
     reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
@@ -65,15 +65,15 @@ class _ExchangingReader(Reader):
         self._exchange = exchange
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Collective. Raises CheckpointError on all ranks if one could not read or keep what was sent."""
+        """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
         places = [self.storage_data[item.storage_index] for item in plan.items]
-        # Replicated tensors were written by one rank only, so that their ranges may be wanted by all nodes.
+        # Only one rank wrote the replicated tensors, so all nodes may want their ranges.
         self._exchange.fetch(joined((place.relative_path, place.offset, place.offset + place.length) for place in places))
         return super().read_data(plan, planner)
 
 
 def damage(storage: Storage, name: str, file: StoredFile, checksums: bool) -> str:
-    """Return how a file differs from its entry in the manifest; "" if it does not. checksums: read it, else compare the size."""
+    """Return how a file differs from its manifest entry, or "". checksums: also read the file; else only compare the size."""
     path = f"{name}/{file.name}"
     try:
         found = storage.stat(path)

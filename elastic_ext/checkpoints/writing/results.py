@@ -1,4 +1,4 @@
-"""How this group's saves went, for the user, the agent and the next save."""
+"""The results of this group's saves, for the user, the agent and the next save."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ALARM_AFTER = 3  # failed saves in a row
 
 @dataclass(frozen=True)
 class Event:
-    """What `on_event` gets, from the thread that writes.
+    """The argument of `on_event`, which the writing thread calls.
 
     Attributes:
         kind: saved, failed, alarm (several saves failed in a row) or pruned.
-        step: of the save; for "pruned" that of the save that made it superfluous.
-        name: of the checkpoint in its directory, "" if it got none.
-        seconds: from the call of `save` to the commit.
+        step: step of the save; for "pruned", of the save that made the checkpoint superfluous.
+        name: name of the checkpoint in its directory; "" if it got none.
+        seconds: time from the call of `save` to the commit.
         size: bytes.
         reason: why it failed or was removed.
     """
@@ -40,11 +40,11 @@ class Results:
     """The results so far.
 
     Attributes:
-        last_error: why the last save failed, None after one that did not.
+        last_error: why the last save failed; None if it succeeded.
         failures: failed saves in a row.
-        last_saved: step of this group's last committed save, None before the first.
-        stale: another group has taken over: no further save is possible.
-        ended: why no further save is possible for another reason, "" while it is.
+        last_saved: step of this group's last committed save; None before the first.
+        stale: set if another group has taken over: no further save is possible.
+        ended: any other reason why no further save is possible, else "".
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
@@ -56,13 +56,13 @@ class Results:
         self.ended = ""
 
     def committed(self, name: str, step: int, size: int, seconds: float) -> None:
-        """A save is committed."""
+        """Record a committed save."""
         self.last_error, self.failures, self.last_saved = None, 0, step
         saves.report_saved(step, seconds)
         self.emit(Event("saved", step, name, seconds, size))
 
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
-        """A save has failed for good."""
+        """Record a failed save."""
         self.failures += 1
         self.last_error = f"step {step} was not saved, rank {failure.rank}: {failure.kind.value}: {failure.reason}"
         logger.warning("%s; training goes on", self.last_error)
@@ -77,7 +77,7 @@ class Results:
             self.emit(Event("alarm", step, name, reason=self.last_error))
 
     def skipped(self, step: int) -> bool:
-        """Return whether there is no need or no way to save this step, and tell the agent so. Raises StaleGroup."""
+        """Return whether this step need not or cannot be saved, and if so tell the agent. Raises StaleGroup."""
         if self.stale is not None:
             raise self.stale
         if self.ended:
@@ -91,7 +91,7 @@ class Results:
         return True
 
     def emit(self, event: Event) -> None:
-        """Call `on_event`; what it raises is logged."""
+        """Call `on_event` and log its exceptions."""
         if self._on_event is not None:
             try:
                 self._on_event(event)

@@ -1,4 +1,4 @@
-"""Remove old checkpoints, and what failed saves left."""
+"""Remove old checkpoints and the leftovers of failed saves."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 class Retention:
-    """Prunes the remote directory; on rank 0 only. The agent's copier prunes the local one.
+    """Prunes the remote directory, only on rank 0. The agent's copier prunes the local one.
 
     Attributes:
-        in_use: name of the checkpoint that was loaded; never removed, because other ranks may be loading it still.
+        in_use: name of the loaded checkpoint; never removed, because other ranks may still be loading it.
     """
 
     def __init__(self, directories: Directories, fence: Fence, keep_last: int, keep_every: int | None) -> None:
-        """keep_last: how many of the newest complete ones stay. keep_every: those whose step this divides stay, too."""
+        """keep_last: number of newest complete ones to keep. keep_every: also keep those whose step is a multiple of this."""
         self._directories, self._fence = directories, fence
         self._keep_last, self._keep_every = keep_last, keep_every or 0
         self.in_use: str | None = None
 
     def prune(self, newest: str) -> Iterator[pruning.PruneDecision]:
-        """Remove what need not stay; yield each removal that was done. newest: the one that was just committed.
+        """Remove superfluous checkpoints; yield each completed removal. newest: the one that was just committed.
 
-        Raises StaleGroup when another group has taken over; OSError.
+        Raises StaleGroup if another group has taken over; OSError.
         """
         self._fence.check()
         for decision in pruning.plan_prune(self._present(newest), self._keep_last, self._keep_every):
@@ -42,13 +42,13 @@ class Retention:
                     yield decision
 
     def discard(self, name: str) -> None:
-        """Remove what a failed save left in the remote directory."""
+        """Remove the leftovers of a failed save from the remote directory."""
         remove(self._directories.remote, name)
 
     def _present(self, newest: str) -> list[pruning.PruneCandidate]:
         remote, tier = self._directories.remote, self._directories.local
         pinned, quarantined = marks.pinned_names(remote), marks.quarantined_names(remote)
-        # What is in the local tier may be on its way there: it is not torn, and its copy must not be removed under it.
+        # A checkpoint in the local tier may be being copied there. Its copy is then not torn and must not be removed.
         copied = set(tiers.own_checkpoints(tier.storage)) if tier is not None else set()
         found = []
         for name in tiers.own_checkpoints(remote):
@@ -68,7 +68,7 @@ class Retention:
 
 
 def remove(storage: Storage, name: str) -> bool:
-    """Remove a checkpoint or what a failed save left of it; return whether something was removed. Errors are logged."""
+    """Remove a checkpoint or its leftovers; return whether something was removed. Errors are logged."""
     try:
         pruning.delete(storage, name)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which checkpoint a load takes, and whether it is undamaged. All ranks come to the same answer."""
+"""Select the checkpoint to load, and check it for damage. All ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from elastic_ext.checkpoints.writing.reading import damage
 logger = logging.getLogger(__name__)
 
 Refused = Mapping[str, Collection[str]]
-"""Names of checkpoints that must not be taken, by the address of their directory: both tiers may have the same name."""
+"""Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A checkpoint whose files were all looked at. parts: of one in the local tier: which node has which of its files."""
+    """A checkpoint whose files were all checked. parts: in the local tier, which node has which of its files."""
 
     storage: Storage
     name: str
@@ -36,13 +36,13 @@ class Checked:
 
 
 class Selection:
-    """Finds and checks checkpoints. verify: compare checksums, which reads each file; sizes are always compared."""
+    """Finds and checks checkpoints. verify: also compare checksums, which reads every file; sizes are always compared."""
 
     def __init__(self, directories: Directories, ranks: Ranks, verify: bool) -> None:
         self._directories, self._ranks, self._verify = directories, ranks, verify
 
     def newest(self, refused: Refused) -> tuple[Storage, str] | None:
-        """Return the newest complete checkpoint of both tiers; of the same one the local copy. Collective. Raises OSError."""
+        """Return the newest complete checkpoint of both tiers, the local copy if both have it. Collective. Raises OSError."""
         remote, tier = self._directories.remote, self._directories.local
         name = self._ranks.from_rank_0(lambda: _newest_complete(remote, refused.get(remote.address, ())))
         in_remote = (remote, name) if name is not None else None
@@ -57,7 +57,7 @@ class Selection:
         return local, offer.name
 
     def checked(self, storage: Storage, name: str) -> Checked:
-        """Look at all files, each rank at a share. Collective. Raises CheckpointError on all ranks if it must not be used."""
+        """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used."""
         tier, rank = self._directories.tier_of(storage), self._ranks.rank
         share: tuple[StoredFile, ...]
         if tier is None:
@@ -78,7 +78,7 @@ class Selection:
         return found
 
     def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
-        """Which node has which files. Collective. Raises CheckpointError on all ranks if some file is nowhere."""
+        """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
         path, ranks = tier.storage.path(name), self._ranks
         mine = _part_here(tier.storage, name) if tier.first else None
         found = ranks.all_gather((mine.digest, mine.files) if mine else None)
@@ -100,7 +100,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one node has of a checkpoint. digest: of the manifest: the same name may be another checkpoint on another node."""
+    """One node's part of a checkpoint. digest: of its manifest; on another node the same name may be another checkpoint."""
 
     digest: str
     manifest: Manifest
@@ -117,7 +117,7 @@ def _part_here(local: Storage, name: str) -> _Part | None:
 
 
 def _manifest(storage: Storage, name: str) -> Manifest:
-    """Raises CheckpointError."""
+    """Read the manifest. Raises CheckpointError."""
     path = storage.path(name)
     try:
         manifest = decode(storage.read(f"{name}/{MANIFEST}"))
@@ -135,7 +135,7 @@ def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
 
 
 def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:
-    """Return the newest checkpoint of ours that has a manifest and is not quarantined. Raises OSError."""
+    """Return our newest checkpoint that has a manifest and is neither refused nor quarantined. Raises OSError."""
     quarantined = marks.quarantined_names(storage)
     for name in tiers.own_checkpoints(storage):
         if name not in refused and name not in quarantined:

@@ -1,4 +1,4 @@
-"""Copy the training state to memory of its own, so that training goes on while it is written."""
+"""Copy the training state to separate memory, so that training goes on while the copy is written."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Staged:
-    """One rank's part of a save, in memory of its own.
+    """One rank's part of a save, in separate memory.
 
     Attributes:
-        tensors: what torch.distributed.checkpoint shards.
-        shared: pickled; alike on all ranks, so rank 0 has it and the others have b"".
-        own: pickled; this rank's.
-        failure: why it could not be staged; the rest is empty then.
+        tensors: tensors that torch.distributed.checkpoint shards.
+        shared: pickled state that is equal on all ranks; rank 0 has it, the others have b"".
+        own: this rank's own state, pickled.
+        failure: why staging failed; the rest is then empty.
     """
 
     tensors: Mapping[str, Any] = field(default_factory=dict)
@@ -38,17 +38,17 @@ class Staged:
 
 
 class Stager:
-    """Stages one save after the other. The next one uses the same memory: page faults cost more than the copy."""
+    """Stages one save after another. Reuses the memory, because page faults cost more than the copy."""
 
     def __init__(self, objects: Objects, rank: int) -> None:
         self._objects, self._rank = objects, rank
         self._copies = HostCopies()
 
     def stage(self, step: int, accumulation: int) -> tuple[Staged, UsageError | None]:
-        """Copy the state of `step`. What was staged before must not be in use any more.
+        """Copy the state of `step`. The previous staged state must no longer be in use.
 
-        Never raises, because the other ranks wait for this one's part: an error becomes `Staged.failure`; the UsageError is
-        also returned, for the caller to raise once all ranks know of it.
+        Never raises, because the other ranks wait for this one's part: an error becomes `Staged.failure`. A UsageError is also
+        returned, for the caller to raise once all ranks know of it.
         """
         try:
             taken = capture(self._objects, self._rank, accumulation)
@@ -62,18 +62,18 @@ class Stager:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which the next copies use again."""
+    """Copies of tensors in host memory that the next copies reuse."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], Tensor] = {}
 
     def take(self, tensors: StateDict) -> StateDict:
-        """Return a copy that training does not change. The copy before it must not be in use any more."""
+        """Return a copy that training does not change. The previous copy must no longer be in use."""
         kept: dict[tuple[str, ...], Tensor] = {}
         copied: StateDict = self._copy(tensors, (), kept)
         self._kept = kept
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # the copies from the device were only queued
+            torch.cuda.current_stream().synchronize()  # copies from the device are asynchronous
         return copied
 
     def _copy(self, value: Any, path: tuple[str, ...], kept: dict[tuple[str, ...], Tensor]) -> Any:
@@ -88,7 +88,7 @@ class HostCopies:
 
 
 def _copied(value: Tensor, room: Tensor | None) -> Tensor:
-    """Copy into `room` where it fits, else into new memory."""
+    """Copy into `room` if it fits, else into new memory."""
     fits = room is not None and type(room) is type(value) and room.shape == value.shape and room.dtype == value.dtype
     if not fits or (isinstance(room, DTensor) and room.placements != value.placements):
         room = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
@@ -97,7 +97,7 @@ def _copied(value: Tensor, room: Tensor | None) -> Tensor:
 
 
 def pickled(value: object) -> bytes:
-    """Return the value as torch.save writes it."""
+    """Return the bytes that torch.save writes for a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

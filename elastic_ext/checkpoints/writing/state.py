@@ -1,7 +1,7 @@
-"""The training state, taken apart for a checkpoint and put together again.
+"""Split the training state for a checkpoint, and put it together again.
 
-`capture` splits it three ways: tensors, which torch.distributed.checkpoint shards and reshards; what all ranks share; and what is
-each rank's own. Checkpoints hold the keys of all three, so those must not change.
+`capture` splits it into three parts: tensors, which torch.distributed.checkpoint shards and reshards; state that all ranks share;
+and each rank's own state. Checkpoints hold the keys of all three, so the keys must not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ StateDict = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Anything that can be saved: a scheduler, a scaler, a data loader, an average of the weights."""
+    """Any object that can be saved: a scheduler, a scaler, a data loader, an average of the weights."""
 
     def state_dict(self) -> Any: ...
 
@@ -47,7 +47,7 @@ class Objects:
 
     @property
     def steppers(self) -> tuple[tuple[str, Stateful | None], ...]:
-        """The single objects whose state all ranks share, by the key that checkpoints have it under."""
+        """(key in checkpoints, object) for each single object whose state all ranks share."""
         return ("scheduler", self.scheduler), ("scaler", self.scaler)
 
 
@@ -56,8 +56,8 @@ class Saved:
     """The parts of a checkpoint's state that are not sharded.
 
     Attributes:
-        shared: alike on all ranks.
-        owns: each rank's own, by rank: this rank's alone at an equal world size, else those of all ranks that saved.
+        shared: equal on all ranks.
+        owns: ranks' own state, by rank: only this rank's at an equal world size, else that of all ranks that saved.
     """
 
     shared: StateDict
@@ -66,7 +66,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Capture:
-    """tensors: nested dict of live tensors, not yet copied. shared: alike on all ranks. own: this rank's."""
+    """The split state. tensors: nested dict of live tensors, not yet copied. shared: equal on all ranks. own: this rank's."""
 
     tensors: StateDict
     shared: StateDict
@@ -74,9 +74,9 @@ class Capture:
 
 
 def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
-    """Take the state apart.
+    """Split the state.
 
-    accumulation: micro-steps of the next optimizer step that are done; above 0 the gradients are part of the state.
+    accumulation: micro-steps done toward the next optimizer step; above 0 the gradients are part of the state.
 
     Raises UsageError for gradients that cannot be reached.
     """
@@ -106,7 +106,7 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
         own["gradients"] = sorted(local)
     if objects.dataloader is not None:
         own["dataloader"] = objects.dataloader.state_dict()
-    own["generators"] = random_state.take()  # last: asking a data loader for its state may draw from them
+    own["generators"] = random_state.take()  # last: getting a data loader's state may draw from them
     return Capture(tensors, shared, own)
 
 
@@ -135,7 +135,7 @@ def template(objects: Objects, saved: Saved) -> StateDict:
 
 
 def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
-    """Put in place all but the data loader and the random generators. Raises UsageError where it does not fit."""
+    """Restore all but the data loader and the random generators. Raises UsageError if the state does not fit."""
     shared = saved.shared
     set_model_state_dict(objects.model, tensors["model"])
     names = parameter_names(objects.model)
@@ -156,7 +156,7 @@ def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return each parameter's name without what DDP, torch.compile and activation checkpointing add: alike under all of them."""
+    """Return parameter names without the parts that DDP, torch.compile and activation checkpointing add."""
     whole = model.module if isinstance(model, DistributedDataParallel) else model
     return {
         parameter: ".".join(each for each in name.split(".") if each not in _WRAPPERS)
@@ -164,16 +164,16 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-# Gradients of an optimizer step that is not complete.
+# Gradients of an incomplete optimizer step.
 
 
 def _take_gradients(names: Names) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (sharded, this rank's own): under DDP's no_sync() gradients differ from rank to rank."""
+    """Return (sharded, this rank's own) gradients. Under DDP's no_sync(), gradients differ between ranks."""
     sharded: dict[str, Tensor] = {}
     local: dict[str, Tensor] = {}
     for parameter, name in names.items():
         if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.grad is None:
-            # FSDP2 with set_requires_gradient_sync(False) keeps them unsharded, out of reach, and as large as the whole model.
+            # With set_requires_gradient_sync(False), FSDP2 keeps them unsharded, unreachable, and as large as the whole model.
             raise UsageError(
                 f"accumulation is above 0 and {name} has no gradient yet: gradients that FSDP2 keeps unsharded cannot be saved; "
                 "save between optimizer steps, or accumulate with set_requires_gradient_sync(True)"
@@ -184,7 +184,7 @@ def _take_gradients(names: Names) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def _put_gradients(names: Names, tensors: StateDict, owns: Mapping[int, StateDict]) -> None:
-    """At another world size each rank gets the mean of the saved ranks': the mean over the new ranks is then the old one."""
+    """Restore gradients. At another world size each rank gets the saved ranks' mean, which preserves the mean over ranks."""
     for parameter, name in names.items():
         if name in tensors.get("gradients", {}):
             parameter.grad = tensors["gradients"][name]
@@ -195,7 +195,7 @@ def _put_gradients(names: Names, tensors: StateDict, owns: Mapping[int, StateDic
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Walk through nested mappings and sequences."""
+    """Yield the tensors in nested mappings and sequences."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -207,6 +207,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _without_empty(tensors: StateDict) -> StateDict:
-    """Drop empty dicts: torch.distributed.checkpoint takes one for a value that it should find."""
+    """Drop empty dicts, because torch.distributed.checkpoint treats one as a value that it should find."""
     found = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in tensors.items()}
     return {key: value for key, value in found.items() if not (isinstance(value, dict) and not value)}

@@ -133,7 +133,7 @@ def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
 
 def test_pet_variables_choose_the_backend(tmp_path):
     script = tmp_path / "ok.py"
-    script.write_text("import os; print('told' if 'ELASTIC_EXT_WORKER' in os.environ else 'stock')")
+    script.write_text("import os; os.write(1, b'told\\n' if 'ELASTIC_EXT_WORKER' in os.environ else b'stock\\n')")
     chosen = {"PET_RDZV_BACKEND": "ext_c10d", "PET_RDZV_ENDPOINT": "localhost:0", "PET_NPROC_PER_NODE": "2"}
     assert run([*TORCHRUN, str(script)], tmp_path, **chosen).out == "told\ntold\n"
     assert run([*STOCK, str(script)], tmp_path).out == "stock\n"

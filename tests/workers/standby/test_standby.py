@@ -386,7 +386,7 @@ def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
     with Job(command, tmp_path, ELASTIC_EXT_PRELOAD_EXCLUDE="torch", **VERBOSE) as job:
         job.wait_for(r"warm \w+ 0")
         job.wait_for("1 warm standbys wait")
-        (standby,) = [pid for pid in children(job.process.pid) if waits(pid)]
+        (standby,) = waiting_standbys(job.process.pid, 1)
         os.kill(standby, signal.SIGSTOP)
         gate.open()
         done = job.finish()
@@ -509,6 +509,14 @@ def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
 
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def waiting_standbys(agent: int, count: int) -> "list[int]":
+    """Their pids, once there are `count`: a standby closes its server's control socket just after it has been reported."""
+    deadline = time.monotonic() + 20
+    while len(found := [pid for pid in children(agent) if waits(pid)]) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def waits(pid: int) -> bool:

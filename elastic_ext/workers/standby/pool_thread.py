@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_LOOK_S = 5.0  # not every kernel and cgroup reports memory pressure
 REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
-MOST_SERVERS = 8  # per job: after so many failures, another server would fail too
+MOST_SERVERS = 8  # per job: after this many failures, another server would fail too
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import kinds
+from elastic_ext.base import checkpoint_variables, kinds
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, resolution
+from elastic_ext.checkpoints.choice import blame, discovery, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
-from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.policy import Decision
@@ -43,8 +42,8 @@ class ResumePoint(Companion):
         if self._settings.checkpoint_dir is None:
             return {}
         return {
-            "ELASTIC_EXT_CHECKPOINT_DIR": self._settings.checkpoint_dir,
-            tiers.LOCAL_ENV: self._settings.local_dir or "",
+            checkpoint_variables.CHECKPOINT_DIR: self._settings.checkpoint_dir,
+            checkpoint_variables.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
         }
 
@@ -79,7 +78,7 @@ class ResumePoint(Companion):
         """
         reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
         try:
-            resolution.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+            blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
             logger.warning("the checkpoint that the failure is blamed on could not be quarantined: %s", error)
 

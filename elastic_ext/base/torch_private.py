@@ -4,7 +4,7 @@ launcher.api.LocalElasticAgent
     A module global that `launch_agent` calls. Replaced, because a torchrun plug-in can choose the rendezvous but not the agent.
 _invoke_run, _rendezvous, _assign_worker_ranks, _start_workers, _stop_workers, _monitor_workers
     Overridden. The documented extension points of SimpleElasticAgent have underscores.
-_initialize_workers, _restart_workers, _exit_barrier
+_initialize_workers, _restart_workers
     Called: torch's steps between two rounds.
 _worker_group, _remaining_restarts, _pcontext, _shutdown_timeout
     The agent's state.
@@ -237,11 +237,6 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
         # Not reap(): that would log the first worker it finds as the one that failed.
         self._pcontext.close()
         return RunResult(WorkerState.FAILED)
-
-    def all_nodes_finished(self) -> bool:
-        """Wait for the other nodes after this node's workers finished. Return False if the round ends first."""
-        self._exit_barrier()
-        return True
 
     def asleep_in_kernel(self) -> RunResult | None:
         """Run torch's check for workers in uninterruptible sleep (2.13+, off by default); return UNHEALTHY or None."""

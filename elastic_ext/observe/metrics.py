@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
-from elastic_ext.observe.torchelastic import bridge_torchelastic as bridge_torchelastic  # agent.supervisor imports it from here
 
 logger = logging.getLogger(__name__)
 

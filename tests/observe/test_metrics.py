@@ -21,8 +21,9 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from elastic_ext.observe.metrics import MAX_TORCHELASTIC_NAMES, AgentMetrics, WorkerProgress, bridge_torchelastic
+from elastic_ext.observe.metrics import MAX_TORCHELASTIC_NAMES, AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import MetricsServer
+from elastic_ext.observe.torchelastic import bridge_torchelastic
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -20,7 +20,6 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, messages
 from elastic_ext.checkpoints.choice.beginning import begun_at
-from elastic_ext.checkpoints.choice.blame import quarantine
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
 from elastic_ext.checkpoints.choice.messages import Agreement
 from elastic_ext.checkpoints.choice.selection import Choice
@@ -31,8 +30,6 @@ from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled, split_path
-
-__all__ = ["Place", "Resumption", "agree", "quarantine"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import os
 import time
 
 from elastic_ext.base import isolated
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying import replicate
@@ -36,7 +37,12 @@ class Copier:
             stall_s: seconds that the process may go without progress.
         """
         command = [*isolated.command(replicate.__name__), f"--mb-s={mb_s}"]
-        environ = {**os.environ, TOKEN_ENV: token, tiers.LOCAL_ENV: local_dir, tiers.REMOTE_ENV: checkpoint_dir}
+        environ = {
+            **os.environ,
+            TOKEN_ENV: token,
+            LOCAL_DIR: local_dir,
+            CHECKPOINT_DIR: checkpoint_dir,
+        }
         self._local, self._target = open_storage(local_dir), checkpoint_dir
         self._saves = 0
         self._abandoned: frozenset[str] = frozenset()

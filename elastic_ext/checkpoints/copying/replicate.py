@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 from elastic_ext.base import log_records
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, moved
 from elastic_ext.checkpoints.copying.replicator import Replicator
 from elastic_ext.checkpoints.copying.throttle import TokenBucket
-from elastic_ext.checkpoints.directory.tiers import LOCAL_ENV, REMOTE_ENV
 from elastic_ext.checkpoints.storage import open_storage
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
@@ -82,14 +82,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes to send per second at most; 0: no limit")
     args = parser.parse_args()
-    if absent := [name for name in (LOCAL_ENV, REMOTE_ENV) if not os.environ.get(name)]:
+    if absent := [name for name in (LOCAL_DIR, CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")
     log_records.install()
     logging.basicConfig(level=logging.WARNING, format="[%(levelname)s] %(name)s: %(message)s")
     os.nice(NICE)
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
-    local, remote = (open_storage(os.environ[name]) for name in (LOCAL_ENV, REMOTE_ENV))
+    local, remote = (open_storage(os.environ[name]) for name in (LOCAL_DIR, CHECKPOINT_DIR))
     replicator = Replicator(local, remote, TokenBucket(args.mb_s * 1e6), lambda sent: _tell(Pulse(sent)))
     return run(replicator, orders, _tell)
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated
 
-from elastic_ext.base import checkpoint_variables
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.records import Count, Name, Within
@@ -30,7 +29,6 @@ from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-LOCAL_ENV, REMOTE_ENV = checkpoint_variables.LOCAL_DIR, checkpoint_variables.CHECKPOINT_DIR
 OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of its remote directory
 MOST_RANKS = 1 << 20  # more than any job has; bounds the work that another node can cause here
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.manifest import Manifest
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing.background import BackgroundSaver, Destination, Save
@@ -42,8 +42,6 @@ from elastic_ext.checkpoints.writing.state import Objects, Stateful
 from elastic_ext.training import saves
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
-
-RESUME_FROM_ENV = "ELASTIC_EXT_RESUME_FROM"
 
 
 class Checkpointer:
@@ -105,7 +103,7 @@ class Checkpointer:
         directories = open_directories(remote, local_dir, self._ranks)
         self._fence = Fence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
-        self._resume_from = os.environ.get(RESUME_FROM_ENV)  # "": start from nothing; None: no choice by an agent
+        self._resume_from = os.environ.get(RESUME_FROM)  # "": start from nothing; None: no choice by an agent
         self._stager = Stager(objects, self._ranks.rank)
         self._retention = Retention(directories, self._fence, keep_last, keep_every)
         self._results = Results(on_event)
@@ -209,7 +207,7 @@ class Checkpointer:
 
 def _open_directory(directory: str | os.PathLike[str] | None) -> Storage:
     """Open the directory. Raises UsageError if neither the script nor the agent names one."""
-    where = os.fspath(directory) if directory is not None else os.environ.get(tiers.REMOTE_ENV, "")
+    where = os.fspath(directory) if directory is not None else os.environ.get(CHECKPOINT_DIR, "")
     if not where:
-        raise UsageError(f"no directory for checkpoints: give one, or set {tiers.REMOTE_ENV} (--rdzv-conf checkpoint_dir=...)")
+        raise UsageError(f"no directory for checkpoints: give one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
     return open_storage(where)

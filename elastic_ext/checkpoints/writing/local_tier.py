@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing.ranks import Ranks
 
@@ -54,10 +54,10 @@ def _local_address(local_dir: str | os.PathLike[str] | None, remote: Storage) ->
     """Return the local directory; "" for no local tier."""
     if local_dir is not None:
         return os.fspath(local_dir)
-    agents = os.environ.get(tiers.REMOTE_ENV, "")
+    agents = os.environ.get(CHECKPOINT_DIR, "")
     if not agents or open_storage(agents).address != remote.address:
         return ""  # the agent would copy to a directory other than the script's
-    return os.environ.get(tiers.LOCAL_ENV, "")
+    return os.environ.get(LOCAL_DIR, "")
 
 
 def _agreed_tier(address: str, ranks: Ranks) -> LocalTier | None:

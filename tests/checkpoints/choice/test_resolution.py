@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from elastic_ext.base.errors import BadCheckpoints, UsageError
 from elastic_ext.base.exchange import Alone
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice import blame, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import directory_name
@@ -99,7 +99,7 @@ def test_all_bad(tmp_path):
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return resolution.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return blame.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_quarantined(tmp_path):

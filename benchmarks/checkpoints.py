@@ -28,8 +28,8 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredF
 from elastic_ext.checkpoints.formats.verify import verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
 
-MOST_RATIO = 1.3  # of verifying to reading
-MOST_SECONDS = 1.0  # for a choice among 10,000
+MAX_RATIO = 1.3  # of verifying to reading
+MAX_SECONDS = 1.0  # for a choice among 10,000
 SHARDS = 8
 
 
@@ -146,8 +146,8 @@ ROWS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 def kept(rows: dict[str, Any], count: int) -> bool:
     """Whether the promises are kept."""
-    slow = [side for side in rows.get("choose", {}).values() if count <= 10_000 and side["median_s"] > MOST_SECONDS]
-    return not slow and rows.get("verify", {}).get("verify_by_read", 0) <= MOST_RATIO
+    slow = [side for side in rows.get("choose", {}).values() if count <= 10_000 and side["median_s"] > MAX_SECONDS]
+    return not slow and rows.get("verify", {}).get("verify_by_read", 0) <= MAX_RATIO
 
 
 def table(rows: dict[str, Any], count: int) -> str:

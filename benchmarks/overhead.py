@@ -33,7 +33,7 @@ from tests.etcd_server import free_port
 
 SCRIPT = Path(__file__).parent.parent / "entrypoints" / "train_fsdp.py"
 LEAST_RATIO = 0.99  # of our throughput to stock's
-MOST_CPU = 0.01  # of a core, of the agent's own process
+MAX_CPU = 0.01  # of a core, of the agent's own process
 WARM_UP = 0.3  # of the printed rates
 EVERY = 10  # steps between two of them
 WORKERS = 2
@@ -159,7 +159,7 @@ def main() -> int:
         "benchmark": "overhead",
         "sides": sides,
         "ratio": measure.rounded(ratio),
-        "kept": (ratio or 0) >= LEAST_RATIO and sides["ours"]["agent_cpu"] <= MOST_CPU,
+        "kept": (ratio or 0) >= LEAST_RATIO and sides["ours"]["agent_cpu"] <= MAX_CPU,
         "machine": machine,
     }
     shown = [

@@ -39,7 +39,7 @@ from agent_processes import AgentProcesses, AgentsFailed, shares
 DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: the first forming of a sketch, etcd included, on another machine
 NEAR = 3.0  # times the sketch
 FASTER = 50.0  # times faster than stock to re-join, at 128
-MOST_OPERATIONS = 10.0  # per node and phase, at every size
+MAX_OPERATIONS = 10.0  # per node and phase, at every size
 LEASE_TTL_S = 60  # default 10; longer here, because one process keeps thousands of leases alive
 SLACK_S = 30.0  # for a process to report that it has exceeded its own limit
 
@@ -178,7 +178,7 @@ def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
         },
         "rejoin_128_times_faster": measure.rounded(gain, 1),
         "rejoin_128_50_times_faster": gain >= FASTER if gain is not None else None,
-        "operations_10_or_fewer": all(each.operations_node <= MOST_OPERATIONS for each in phases) if phases else None,
+        "operations_10_or_fewer": all(each.operations_node <= MAX_OPERATIONS for each in phases) if phases else None,
         "bytes_node_most_by_least": measure.rounded(max(bytes_node) / min(bytes_node), 2) if bytes_node else None,
     }
 

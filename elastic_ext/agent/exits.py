@@ -30,7 +30,7 @@ from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_cod
 logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
-MOST_BYTES = 4096  # Kubernetes keeps no more than this
+MAX_BYTES = 4096  # Kubernetes keeps no more than this
 STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr is never replaced, though it may lead to a file
 
 
@@ -99,7 +99,7 @@ def publish(verdict: Mapping[str, object], path: str | None) -> None:
     if path:
         _write(Path(path), text + "\n", replace=True)
     if "KUBERNETES_SERVICE_HOST" in os.environ and os.access(TERMINATION_LOG, os.W_OK):
-        _write(Path(TERMINATION_LOG), text[:MOST_BYTES], replace=False)  # a mount: it cannot be replaced
+        _write(Path(TERMINATION_LOG), text[:MAX_BYTES], replace=False)  # a mount: it cannot be replaced
 
 
 def _redacted(value: object) -> object:

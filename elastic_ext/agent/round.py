@@ -16,7 +16,7 @@ from elastic_ext.agent.saves import SaveOnDemand
 from elastic_ext.base.printable import redacted
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import HostEvidence
-from elastic_ext.failures.ledger import MOST_STACKS, Report
+from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.progress import Leaving
 from elastic_ext.workers.stderr.tails import StderrTails
@@ -103,7 +103,7 @@ class RunningRound:
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
         """Return this node's report on its failure, for the verdict of the job."""
-        share = MOST_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
+        share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
         return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path))
 

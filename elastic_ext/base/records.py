@@ -22,8 +22,8 @@ from elastic_ext.base.errors import ElasticExtError
 
 T = TypeVar("T")
 
-MOST_BYTES = 2 << 20  # of a record; etcd takes requests of 1.5 MiB (--max-request-bytes), a torch store any size
-MOST_NAME = 200  # characters of any part of a key: a run id, a host name, a node id
+MAX_BYTES = 2 << 20  # of a record; etcd takes requests of 1.5 MiB (--max-request-bytes), a torch store any size
+MAX_NAME = 200  # characters of any part of a key: a run id, a host name, a node id
 _LEAST, _MOST = -(2**63), 2**63 - 1  # of any whole number
 
 
@@ -47,8 +47,8 @@ class Within:
 
 
 def is_name(text: str) -> bool:
-    """Return whether this may be part of a key: 1 to MOST_NAME printable characters, none of them "/"."""
-    return 0 < len(text) <= MOST_NAME and "/" not in text and text.isprintable()
+    """Return whether this may be part of a key: 1 to MAX_NAME printable characters, none of them "/"."""
+    return 0 < len(text) <= MAX_NAME and "/" not in text and text.isprintable()
 
 
 def _is_name_or_empty(text: str) -> bool:
@@ -111,8 +111,8 @@ def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
 def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
     """Return a record's fields as JSON values; every text in them can be encoded. Raises the same errors as `read`."""
     try:
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"{len(data)} bytes, expected {MOST_BYTES} at most")
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} bytes, expected {MAX_BYTES} at most")
         text = data if isinstance(data, str) else data.decode()
         found = _DECODER.decode(text)
         if "\\u" in text or not text.isascii():  # else it cannot hold a lone surrogate
@@ -144,7 +144,7 @@ def _short(error: BaseException) -> str:
         return "not UTF-8"
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_NAME]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_NAME]}"
 
 
 def _refuse(constant: str) -> float:

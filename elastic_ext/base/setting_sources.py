@@ -53,8 +53,8 @@ _KUBERNETES_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_
 # METRICS_PORT is a setting, but also a variable of a Service named "...-metrics".
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
-MOST_BYTES = 1 << 20  # of the settings file
-MOST_CHARACTERS = 200  # of an invalid value in a message
+MAX_BYTES = 1 << 20  # of the settings file
+MAX_CHARACTERS = 200  # of an invalid value in a message
 
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
@@ -89,7 +89,7 @@ def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
     if not path:
         return "", {}
     try:
-        return path, tomllib.loads(user_files.text(path, MOST_BYTES))
+        return path, tomllib.loads(user_files.text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the settings file {path} (ELASTIC_EXT_CONFIG) cannot be read as TOML: {error}") from error
 
@@ -122,7 +122,7 @@ def _parsed(known: Mapping[str, SettingType], key: str, value: Any, origin: str)
     if key not in known:
         near = difflib.get_close_matches(key, [*known, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
-    shown = "***" if known[key].secret else literal(value, MOST_CHARACTERS)
+    shown = "***" if known[key].secret else literal(value, MAX_CHARACTERS)
     try:
         text = str(value).strip()
         if _CONTROL.search(text):

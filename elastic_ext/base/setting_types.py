@@ -9,7 +9,7 @@ from typing import Any
 from elastic_ext.base import name_pattern
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import KINDS
-from elastic_ext.base.records import MOST_NAME, is_name
+from elastic_ext.base.records import MAX_NAME, is_name
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _text(text: str) -> str:
 
 def _name(text: str) -> str:
     """Check a name that becomes part of etcd keys, followed by a number and a process id."""
-    if not is_name(text) or len(text) > MOST_NAME // 2:
+    if not is_name(text) or len(text) > MAX_NAME // 2:
         raise ValueError(text)
     return text
 
@@ -114,4 +114,4 @@ PATTERN = SettingType(
 )
 TEXT = SettingType(_text, "a non-empty text")
 SECRET = SettingType(_text, "a non-empty text", secret=True)
-NAME = SettingType(_name, f"1 to {MOST_NAME // 2} printable characters without a /")
+NAME = SettingType(_name, f"1 to {MAX_NAME // 2} printable characters without a /")

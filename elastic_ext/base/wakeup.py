@@ -11,12 +11,12 @@ import signal
 import socket
 import threading
 
-MOST_MS = 2**31 - 1  # the longest timeout of poll(2), 24 days; callers look again after that
+MAX_MS = 2**31 - 1  # the longest timeout of poll(2), 24 days; callers look again after that
 
 
 def milliseconds(timeout_s: float) -> float:
     """Return a timeout for poll(2) in milliseconds, capped because a setting may have any size."""
-    return min(max(0.0, timeout_s) * 1000, MOST_MS)
+    return min(max(0.0, timeout_s) * 1000, MAX_MS)
 
 
 def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:

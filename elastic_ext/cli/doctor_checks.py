@@ -41,7 +41,7 @@ SHM_BYTES = 64 << 20  # the default size in containers; DataLoader workers need 
 SHM_FILES = 64
 DESCRIPTORS = 4096  # an agent with 32 workers needs about 300; the agent of rank 0 needs one more per rank of the job
 MEMORY_BYTES = 1 << 30
-MOST_CHARACTERS = 300  # of an error
+MAX_CHARACTERS = 300  # of an error
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Answer(TypedDict, total=False):
 
 def one_line(error: object) -> str:
     """Return the text of an error as one line without credentials."""
-    return redacted(" ".join(str(error).split()))[:MOST_CHARACTERS]
+    return redacted(" ".join(str(error).split()))[:MAX_CHARACTERS]
 
 
 def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settings]) -> Finding:

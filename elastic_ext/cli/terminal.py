@@ -8,7 +8,7 @@ import time
 
 from elastic_ext.base.printable import shown
 
-MOST_CHARACTERS = 300  # of an error
+MAX_CHARACTERS = 300  # of an error
 WIDTH = 30  # characters of the bar
 SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
@@ -20,7 +20,7 @@ def say(line: str) -> None:
 
 def complain(text: str) -> None:
     """Print an error as one line on stderr."""
-    print(f"elastic-ext: {shown(' '.join(text.split()))[:MOST_CHARACTERS]}", file=sys.stderr)
+    print(f"elastic-ext: {shown(' '.join(text.split()))[:MAX_CHARACTERS]}", file=sys.stderr)
 
 
 def size_of(count: float) -> str:

@@ -10,7 +10,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.failures import history, policy
 from elastic_ext.failures.classify import Diagnosis, root_cause
 from elastic_ext.failures.history import PastFailure
-from elastic_ext.failures.ledger import MOST_FAILURES, MOST_STACKS, MOST_VERDICTS, JobVerdict, Ledger, Report
+from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     )
     charged = budget.charged + decision.charged
     now = replace(now, charged=decision.charged)
-    stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MOST_STACKS]
+    stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MAX_STACKS]
     verdict = JobVerdict(
         decision, round_, node, report.host, cause.evidence.rank, charged, circumstances.max_restarts, circumstances.at, stacks
     )
     return (
-        Ledger((*ledger.failures, now)[-MOST_FAILURES:], charged, (*ledger.verdicts, verdict)[-MOST_VERDICTS:]),
+        Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),
         verdict,
     )
 

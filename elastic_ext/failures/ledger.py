@@ -25,12 +25,12 @@ from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
 
 SCHEMA = 1
-MOST_FAILURES = 64  # in the ledger: only the last few matter; a record takes about 200 bytes
-MOST_VERDICTS = 64
-MOST_TEXT = 2000  # characters of a message or reason in a record
-MOST_FRAMES = 20  # of an exception in a report, the innermost
-MOST_STACKS = 1500  # characters of stacks in a verdict: a ledger holds 64 verdicts
-MOST_CHARGED = 10**6  # restarts
+MAX_FAILURES = 64  # in the ledger: only the last few matter; a record takes about 200 bytes
+MAX_VERDICTS = 64
+MAX_TEXT = 2000  # characters of a message or reason in a record
+MAX_FRAMES = 20  # of an exception in a report, the innermost
+MAX_STACKS = 1500  # characters of stacks in a verdict: a ledger holds 64 verdicts
+MAX_CHARGED = 10**6  # restarts
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Ledger:
     """The history of one run id. charged: restarts since the last progress that a checkpoint saved."""
 
     failures: tuple[PastFailure, ...] = ()
-    charged: Annotated[int, Within(0, MOST_CHARGED)] = 0
+    charged: Annotated[int, Within(0, MAX_CHARGED)] = 0
     verdicts: tuple[JobVerdict, ...] = ()
 
 
@@ -129,10 +129,10 @@ def encode_report(report: Report) -> str:
     diagnosis = report.diagnosis
     evidence = replace(diagnosis.evidence, stderr_tail="", history=())
     if (exception := evidence.exception) is not None:
-        exception = replace(exception, message=exception.message[:MOST_TEXT], frames=exception.frames[-MOST_FRAMES:])
+        exception = replace(exception, message=exception.message[:MAX_TEXT], frames=exception.frames[-MAX_FRAMES:])
         evidence = replace(evidence, exception=exception)
-    diagnosis = replace(diagnosis, evidence=evidence, reason=diagnosis.reason[:MOST_TEXT])
-    return _json(records.plain(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MOST_STACKS])))
+    diagnosis = replace(diagnosis, evidence=evidence, reason=diagnosis.reason[:MAX_TEXT])
+    return _json(records.plain(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MAX_STACKS])))
 
 
 def decode_report(text: str | bytes, order: int = 0) -> Report:
@@ -142,7 +142,7 @@ def decode_report(text: str | bytes, order: int = 0) -> Report:
 
 
 def encode_verdict(verdict: JobVerdict) -> str:
-    """Return a verdict as JSON, its reason cut to MOST_TEXT."""
+    """Return a verdict as JSON, its reason cut to MAX_TEXT."""
     return _json(records.plain(_cut(verdict)))
 
 
@@ -159,8 +159,8 @@ def encode_ledger(ledger: Ledger) -> str:
 def decode_ledger(text: str | bytes) -> Ledger:
     """Read a ledger; if it is too long, keep only the newest entries. Raises RecordError."""
     ledger = records.read(Ledger, text, "the job's ledger", SCHEMA)
-    verdicts = tuple(map(_sound, ledger.verdicts[-MOST_VERDICTS:]))
-    return replace(ledger, failures=ledger.failures[-MOST_FAILURES:], verdicts=verdicts)
+    verdicts = tuple(map(_sound, ledger.verdicts[-MAX_VERDICTS:]))
+    return replace(ledger, failures=ledger.failures[-MAX_FAILURES:], verdicts=verdicts)
 
 
 def _json(record: dict[str, Any]) -> str:
@@ -169,7 +169,7 @@ def _json(record: dict[str, Any]) -> str:
 
 def _cut(verdict: JobVerdict) -> JobVerdict:
     decision = verdict.decision
-    return replace(verdict, decision=replace(decision, reason=decision.reason[:MOST_TEXT]))
+    return replace(verdict, decision=replace(decision, reason=decision.reason[:MAX_TEXT]))
 
 
 def _sound(verdict: JobVerdict) -> JobVerdict:

@@ -35,7 +35,7 @@ else:
 
 GROUP = "elastic_ext.rules"
 CONDITIONS = ("pattern", "exit_code", "exception", "signal")
-MOST_SHOWN = 200  # characters of a bad value
+MAX_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
 USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
 USER_DECISIONS = tuple(response.value for response in Response if response is not Response.FOLLOW)
@@ -153,7 +153,7 @@ def _checked(table: object, where: str, origin: str) -> UserRule:
         raise UsageError(f"{where}: expected at least one of {', '.join(CONDITIONS)}")
     for key, expected, good in _CHECKS:
         if key in table and not good(table[key]):
-            raise UsageError(f"{where}: {key}={literal(table[key], MOST_SHOWN)}: expected {expected}")
+            raise UsageError(f"{where}: {key}={literal(table[key], MAX_SHOWN)}: expected {expected}")
     for key in ("kind", "decision"):
         if key not in table:
             raise UsageError(f"{where}: expected a {key}")

@@ -34,7 +34,7 @@ RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 # torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
 
-MOST_LABEL = 200  # characters; the rest is cut off
+MAX_LABEL = 200  # characters; the rest is cut off
 RESTART_KINDS = frozenset({*KINDS, "membership"})
 OTHER = "other"
 
@@ -306,7 +306,7 @@ class _Histogram:
 
 def _label(value: str) -> str:
     """Make a label printable, since a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
-    return shown(str(value))[:MOST_LABEL]
+    return shown(str(value))[:MAX_LABEL]
 
 
 def _number(value: object) -> float | None:

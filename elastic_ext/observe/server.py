@@ -22,9 +22,9 @@ from prometheus_client.registry import CollectorRegistry
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MOST_CLIENTS = 16  # connections at once; each scraper needs one
+MAX_CLIENTS = 16  # connections at once; each scraper needs one
 CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_timeout of Prometheus
-MOST_REQUEST = 16 << 10  # bytes
+MAX_REQUEST = 16 << 10  # bytes
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
 INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a>\n'
@@ -138,7 +138,7 @@ class _Client:
 class _Server:
     """The listening socket and its accepted connections.
 
-    Invariants: at most MOST_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all slots are taken, a
+    Invariants: at most MAX_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all slots are taken, a
     new client gets the slot of the client that has been connected longest without a whole request, so silent clients cannot lock
     out others.
     """
@@ -208,7 +208,7 @@ class _Server:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _accept(self, now: float) -> None:
-        if len(self._clients) >= MOST_CLIENTS:  # before accept(), which must not take another descriptor
+        if len(self._clients) >= MAX_CLIENTS:  # before accept(), which must not take another descriptor
             self._cut(min(self._clients, key=lambda client: (client.unsent is not None, client.deadline)))
         try:
             connection, _ = self._listener.accept()
@@ -238,7 +238,7 @@ class _Server:
             self._cut(client)
 
     def _read(self, client: _Client) -> None:
-        data = client.connection.recv(MOST_REQUEST)
+        data = client.connection.recv(MAX_REQUEST)
         client.received += data
         page = self._answer(bytes(client.received))
         if page is None and not data:
@@ -269,7 +269,7 @@ class _Server:
         """Return the page for a request; None while the request is incomplete."""
         head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
         if not end:
-            too_long = len(received) > MOST_REQUEST
+            too_long = len(received) > MAX_REQUEST
             return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
         line, *fields = head.decode("latin-1").split("\n")
         logger.debug("metrics: %s", line)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_FAULTS = 1000  # distinct ones; more are not logged
+MAX_FAULTS = 1000  # distinct ones; more are not logged
 
 
 def _warn(text: str) -> None:
@@ -97,7 +97,7 @@ class RecordReader:
 
     def _once(self, text: str, key: bytes, content: bytes | str) -> None:
         fault = (key, hash(content))
-        if fault not in self._faults and len(self._faults) < MOST_FAULTS:
+        if fault not in self._faults and len(self._faults) < MAX_FAULTS:
             self._faults.add(fault)
             self._on_fault(printable(text))
 

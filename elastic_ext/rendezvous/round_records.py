@@ -15,9 +15,9 @@ from elastic_ext.base import records
 from elastic_ext.base.records import Count, Name, Port, RecordError, Within
 
 SCHEMA = 1  # of the records below
-MOST_WORKERS = 2**16  # per node
-MOST_SAVES = 10**6  # on demand, per round
-MOST_ROUNDS = 10**9  # that a node may claim to have been in: the next number must still be valid
+MAX_WORKERS = 2**16  # per node
+MAX_SAVES = 10**6  # on demand, per round
+MAX_ROUNDS = 10**9  # that a node may claim to have been in: the next number must still be valid
 
 
 class State(str, Enum):
@@ -60,7 +60,7 @@ class Node:
     """
 
     after: Count
-    workers: Annotated[int, Within(1, MOST_WORKERS)]
+    workers: Annotated[int, Within(1, MAX_WORKERS)]
     role: str
     address: Name
     port: Port
@@ -73,7 +73,7 @@ class Node:
     saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0
     stalled: Count = 0
     local: bool = False
-    round: Annotated[int, Within(0, MOST_ROUNDS)] = 0
+    round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
 
 
@@ -106,7 +106,7 @@ class Header:
     reason: str = ""
     seal: str = ""
     verdict: str = ""
-    save: Annotated[int, Within(0, MOST_SAVES)] = 0
+    save: Annotated[int, Within(0, MAX_SAVES)] = 0
     local: bool = False
     resume: str = ""
     job: str = ""

@@ -6,7 +6,7 @@ import platform
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import MOST_NAME, is_name
+from elastic_ext.base.records import MAX_NAME, is_name
 from elastic_ext.base.settings import Settings
 
 
@@ -17,8 +17,8 @@ def checked(run_id: str) -> str:
     """
     if is_name(run_id):
         return run_id
-    seen = f"{len(run_id)} characters" if len(run_id) > MOST_NAME else f"'{printable(run_id)}'"
-    raise UsageError(f"--rdzv-id: expected 1 to {MOST_NAME} printable characters without a /, got {seen}; choose another one")
+    seen = f"{len(run_id)} characters" if len(run_id) > MAX_NAME else f"'{printable(run_id)}'"
+    raise UsageError(f"--rdzv-id: expected 1 to {MAX_NAME} printable characters without a /, got {seen}; choose another one")
 
 
 def host_name(settings: Settings) -> str:
@@ -26,11 +26,11 @@ def host_name(settings: Settings) -> str:
     if settings.node_name is not None:
         return settings.node_name
     name = "".join(character if is_name(character) else "-" for character in platform.node())
-    return name[:MOST_NAME] or "localhost"
+    return name[:MAX_NAME] or "localhost"
 
 
 def checked_address(address: str) -> str:
     """Return the address that this node gives to the others. Raises UsageError if they could not read it."""
     if is_name(address):
         return address
-    raise UsageError(f"--local-addr='{printable(address)[:MOST_NAME]}': expected an address or the name of a host")
+    raise UsageError(f"--local-addr='{printable(address)[:MAX_NAME]}': expected an address or the name of a host")

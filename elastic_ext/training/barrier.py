@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 STORE_S = timedelta(seconds=30)  # time for the store to answer
-MOST_SHOWN = 16  # ranks named in a message
+MAX_SHOWN = 16  # ranks named in a message
 _stores: dict[int, TCPStore] = {}  # by pid, as below
 _passed: dict[int, int] = {}  # barriers that this process has reached, by pid: a child forked by the script is not a rank
 
@@ -59,8 +59,8 @@ def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s:
             f"health barrier: the store of the job at {where[0]}:{where[1]} does not answer: {error}", ()
         ) from error
     if missing:
-        more = f" and {len(missing) - MOST_SHOWN} more" if len(missing) > MOST_SHOWN else ""
-        shown = ", ".join(map(str, missing[:MOST_SHOWN])) + more
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        shown = ", ".join(map(str, missing[:MAX_SHOWN])) + more
         raise RanksMissing(f"health barrier: rank {shown} of {world} did not come within {timeout_s:g} s", missing)
 
 

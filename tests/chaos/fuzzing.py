@@ -17,8 +17,8 @@ FEW = 2000
 CASES = int(os.environ.get("ELASTIC_EXT_TEST_FUZZ", FEW))  # of all targets together
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED") or (random.SystemRandom().randrange(10**6) if CASES > FEW else 0))
 CASE_S = 10.0  # the host may be busy; most cases take less than a millisecond
-MOST_BYTES = 256 << 20  # that a case may add to the memory of this process
-MOST_ADDRESSES = 2 << 30  # beyond it the case gets MemoryError, and the host stays well
+MAX_BYTES = 256 << 20  # that a case may add to the memory of this process
+MAX_ADDRESSES = 2 << 30  # beyond it the case gets MemoryError, and the host stays well
 SHRINKS = 300  # tries to make a failing input smaller
 SHOWN = 200  # bytes of it
 
@@ -89,7 +89,7 @@ def outcome(check: Callable[[bytes], object], data: bytes) -> tuple[tuple[str, .
         return (type(error).__name__, place, said), "".join(traceback.format_exception(error, limit=-3))[-700:]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if (grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10) > MOST_BYTES:
+    if (grown := (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10) > MAX_BYTES:
         return ("memory",), f"{grown >> 20} MiB more"
     return None, ""
 
@@ -125,7 +125,7 @@ def bounded() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_ADDRESSES, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_ADDRESSES, limits[1]))
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
 from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
-    MOST_FAILURES,
+    MAX_FAILURES,
     Ledger,
     Report,
     decode_ledger,
@@ -111,7 +111,7 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
 def test_the_ledger_is_bounded():
     ledger, _ = again({"a": report("ha", exit_code=75, type_="E" * 500)}, 200, Circumstances(NO_LIMIT))
     assert len(encode_ledger(ledger)) < 200_000
-    assert len(ledger.failures) == MOST_FAILURES
+    assert len(ledger.failures) == MAX_FAILURES
 
 
 @pytest.mark.parametrize("type_", [None, "KeyError"])

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MOST_CLIENTS, MOST_REQUEST, MetricsServer
+from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 
@@ -107,7 +107,7 @@ def test_a_thousand_dripping_clients_take_few_descriptors_and_keep_nobody_out(se
     with drips(server.port, 1000):
         for _ in range(5):
             assert "elastic_ext_round" in scrape(server.url)
-            assert len(os.listdir("/proc/self/fd")) <= before + MOST_CLIENTS + 5  # of drips() and of a scrape
+            assert len(os.listdir("/proc/self/fd")) <= before + MAX_CLIENTS + 5  # of drips() and of a scrape
     assert "elastic_ext_round" in scrape(server.url)
 
 
@@ -117,7 +117,7 @@ def test_clients_that_ask_nothing_make_room_and_one_who_has_asked_does_not(serve
     with connect(server) as asking:
         asking.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert asking.recv(1)
-        idle = [connect(server) for _ in range(3 * MOST_CLIENTS)]
+        idle = [connect(server) for _ in range(3 * MAX_CLIENTS)]
         assert "elastic_ext_round" in scrape(server.url)
         assert read_all(asking).endswith(b"\n")
     for client in idle:
@@ -168,7 +168,7 @@ def read_all(client: socket.socket) -> bytes:
 
 def test_a_request_without_end_is_refused(server):
     with connect(server) as client:
-        client.sendall(b"GET /metrics HTTP/1.0\r\nx: " + b"y" * MOST_REQUEST)
+        client.sendall(b"GET /metrics HTTP/1.0\r\nx: " + b"y" * MAX_REQUEST)
         assert client.recv(100).startswith(b"HTTP/1.0 431 ")
 
 

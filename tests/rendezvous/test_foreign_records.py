@@ -138,7 +138,7 @@ def test_a_field_out_of_its_range_is_named(change, said):
 
 def test_a_record_that_is_too_large_is_not_parsed():
     with pytest.raises(RecordError, match="bytes, expected"):
-        round_records.decode(Node, b" " * records.MOST_BYTES + GOOD["nodes/a"], "k")
+        round_records.decode(Node, b" " * records.MAX_BYTES + GOOD["nodes/a"], "k")
 
 
 def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:

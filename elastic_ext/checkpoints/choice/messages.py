@@ -23,9 +23,9 @@ from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import order_of
 
 SCHEMA = 1
-MOST_TEXT = 2000  # characters of a reason or an error
-MOST_OFFERS = 16  # per node, the newest
-MOST_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
+MAX_TEXT = 2000  # characters of a reason or an error
+MAX_OFFERS = 16  # per node, the newest
+MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def encode(message: Offers | Agreement) -> str:
 
 def offers(found: Sequence[Offer] | None) -> Offers:
     """Return the message for these offers. found: None if this node has no usable local tier."""
-    return Offers(found is not None, tuple(found or ())[:MOST_OFFERS])
+    return Offers(found is not None, tuple(found or ())[:MAX_OFFERS])
 
 
 def failure(error: Exception) -> Agreement:
     """Return the message for an error that keeps node 0 from choosing a checkpoint."""
-    return Agreement("", error=str(error)[:MOST_TEXT], bad=isinstance(error, BadCheckpoints))
+    return Agreement("", error=str(error)[:MAX_TEXT], bad=isinstance(error, BadCheckpoints))
 
 
 def read_offers(text: str) -> Offers:
@@ -92,7 +92,7 @@ def read_agreement(text: str) -> Agreement:
         raise UsageError(printable(str(error))) from error
     if found.error:
         kind = BadCheckpoints if found.bad else UsageError
-        raise kind(f"group rank 0 cannot say what to resume from: {printable(found.error[:MOST_TEXT])}")
+        raise kind(f"group rank 0 cannot say what to resume from: {printable(found.error[:MAX_TEXT])}")
     if not (order_of(found.name) is not None if found.local else _is_name(found.name)):
         raise UsageError(
             f"group rank 0 says {printable(found.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
@@ -103,4 +103,4 @@ def read_agreement(text: str) -> Agreement:
 
 def _is_name(name: str) -> bool:
     """Return whether this is the name of an entry directly in a directory, or "" for nothing."""
-    return len(name) <= MOST_NAME and name not in (".", "..") and "/" not in name and "\0" not in name
+    return len(name) <= MAX_NAME and name not in (".", "..") and "/" not in name and "\0" not in name

@@ -187,12 +187,12 @@ class _Resolution:
         if choice.resume is not None:
             name = split_path(choice.resume.path)[1]
             asked_for = self._remote.path(name) != choice.resume.path
-            return Agreement(name, choice.resume.step, choice.resume.reason[: messages.MOST_TEXT], asked_for=asked_for)
+            return Agreement(name, choice.resume.step, choice.resume.reason[: messages.MAX_TEXT], asked_for=asked_for)
         if self._settings.resume_from == NONE:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
             raise BadCheckpoints(_none_left(self._checkpoint_dir, choice))
-        return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MOST_TEXT])
+        return Agreement("", reason=f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT])
 
     def _choose(self) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""
@@ -205,7 +205,7 @@ class _Resolution:
 
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
-        step, reason = agreement.step, printable(agreement.reason[: messages.MOST_TEXT])
+        step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
         if not agreement.name:
             return Resumption("", step, reason)
         return Resumption(self._directory(agreement).path(agreement.name), step, reason, agreement.local)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 ALARM_AFTER = 3  # deaths, or failed turns, in a row
 END_S = 5.0  # time limit for a killed process to end
-MOST_DEATHS_AT_END = 10  # limit for a process that makes progress each time but never finishes
+MAX_DEATHS_AT_END = 10  # limit for a process that makes progress each time but never finishes
 
 
 class CopyMetrics(Protocol):
@@ -134,7 +134,7 @@ class RestartedChild:
             deaths = 1 if lived else deaths + 1
             deaths_at_end += finishing
             self._metrics.copy_failed()
-            if deaths_at_end > MOST_DEATHS_AT_END:
+            if deaths_at_end > MAX_DEATHS_AT_END:
                 logger.error("the process that copies checkpoints to %s dies repeatedly, last with %s", self._target, code)
                 return
             if deaths <= ALARM_AFTER:

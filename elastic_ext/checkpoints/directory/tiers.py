@@ -30,7 +30,7 @@ from elastic_ext.checkpoints.storage import Storage
 logger = logging.getLogger(__name__)
 
 OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of its remote directory
-MOST_RANKS = 1 << 20  # more than any job has; bounds the work that another node can cause here
+MAX_RANKS = 1 << 20  # more than any job has; bounds the work that another node can cause here
 
 # `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `rank_NNNNN.pt` of `writing`.
 _RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.pt)")
@@ -70,7 +70,7 @@ class Offer:
     digest: str
     step: int
     nodes: Count
-    world: Annotated[int, Within(0, MOST_RANKS)]
+    world: Annotated[int, Within(0, MAX_RANKS)]
     ranks: tuple[Count, ...]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_ext.checkpoints.formats.inspection import DCP, Inspection, summary, total_size
-from elastic_ext.checkpoints.formats.peek import MOST_BYTES, PeekError, StandIn, is_count, peek
+from elastic_ext.checkpoints.formats.peek import MAX_BYTES, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 METADATA = ".metadata"
@@ -56,7 +56,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
 
 def items(storage: Storage, folder: str, metadata: Entry) -> tuple[Item, ...]:
     """Return the items in a folder's `.metadata`; none if it is too large to read. Raises PeekError, OSError."""
-    if metadata.size > MOST_BYTES:
+    if metadata.size > MAX_BYTES:
         return ()
     return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
 

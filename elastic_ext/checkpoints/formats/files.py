@@ -11,7 +11,7 @@ from typing import IO, cast
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 BLOCK = 512 << 10  # bytes per read of each thread; small enough to be still in the core's cache when hashed
-MOST_THREADS = 16
+MAX_THREADS = 16
 
 
 def files_of(storage: Storage, name: str) -> Iterator[tuple[str, Entry]]:
@@ -50,5 +50,5 @@ def checksum(file: IO[bytes], progress: Callable[[int], None] | None = None) -> 
 
 
 def thread_pool(threads: int | None = None) -> ThreadPoolExecutor:
-    """Return a pool for reading files. threads: by default one per core, up to MOST_THREADS."""
-    return ThreadPoolExecutor(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    """Return a pool for reading files. threads: by default one per core, up to MAX_THREADS."""
+    return ThreadPoolExecutor(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))

@@ -18,7 +18,7 @@ from typing import TypeGuard
 from elastic_ext.base.errors import ElasticExtError
 
 LIMIT = 1 << 63  # a count is smaller than this
-MOST_BYTES = 64 << 20  # larger pickles are not worth the cost of reading
+MAX_BYTES = 64 << 20  # larger pickles are not worth the cost of reading
 
 # Unpickling raises these for damaged bytes, when an opcode is applied to the wrong object.
 _DAMAGED = (

@@ -16,7 +16,7 @@ from elastic_ext.checkpoints.formats.inspection import SAFETENSORS, Content, Ins
 from elastic_ext.checkpoints.storage import Entry
 
 SUFFIX = ".safetensors"
-MOST_HEADER = 100_000_000  # bytes; MAX_HEADER_SIZE of the safetensors library
+MAX_HEADER = 100_000_000  # bytes; MAX_HEADER_SIZE of the safetensors library
 
 
 def check(entry: Entry, file: IO[bytes]) -> Inspection:
@@ -35,7 +35,7 @@ def read_content(size: int, file: IO[bytes]) -> Content:
 def _fault(size: int, file: IO[bytes]) -> str:
     file.seek(0)
     header_size = int.from_bytes(file.read(8), "little")
-    if size < 8 or header_size > min(MOST_HEADER, size - 8):
+    if size < 8 or header_size > min(MAX_HEADER, size - 8):
         return f"a header of {header_size} bytes does not fit into {size}: truncated or damaged"
     try:
         header = json.loads(file.read(header_size))

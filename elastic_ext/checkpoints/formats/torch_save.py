@@ -20,8 +20,8 @@ LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every Lightning chec
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num")  # where scripts keep the step, best first
 EPOCH_KEYS = ("epoch",)
 
-MOST_PICKLE = 1 << 20  # bytes; a larger data.pkl is not searched for the step
-MOST_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
+MAX_PICKLE = 1 << 20  # bytes; a larger data.pkl is not searched for the step
+MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
 
 # zipfile raises these for bytes that are not a zip archive. The caller reports OSError: the file cannot be read.
@@ -80,16 +80,16 @@ def read_content(file: IO[bytes]) -> Content:
 
 
 class _BoundedReads:
-    """A file that refuses reads larger than MOST_DIRECTORY, because a damaged archive may claim any size."""
+    """A file that refuses reads larger than MAX_DIRECTORY, because a damaged archive may claim any size."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        if size > MOST_DIRECTORY:
+        if size > MAX_DIRECTORY:
             raise zipfile.BadZipFile(f"a zip directory of {size} bytes")
-        return self._file.read(size if size >= 0 else MOST_DIRECTORY)  # no size given: the rest of the file, after the directory
+        return self._file.read(size if size >= 0 else MAX_DIRECTORY)  # no size given: the rest of the file, after the directory
 
     def seekable(self) -> bool:
         return True
@@ -113,7 +113,7 @@ def _is_stored(info: zipfile.ZipInfo) -> bool:
 
 def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[object, object]:
     """Return the plain top-level values of the saved dict; empty if it is not a dict or is too large to read."""
-    if info.file_size > MOST_PICKLE or not _is_stored(info):
+    if info.file_size > MAX_PICKLE or not _is_stored(info):
         return {}
     with _open_record(archive, info) as content:
         data = content.read()
@@ -145,7 +145,7 @@ def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
     """Check the zip64 end of the directory, APPNOTE.TXT 4.3.14 and 4.3.15. torch writes it; zipfile reads only part of it."""
     start = archive.start_dir
     file.seek(start)
-    tail = file.read(MOST_DIRECTORY)
+    tail = file.read(MAX_DIRECTORY)
     size = tail.rfind(_END_64)
     if size < 0 or len(tail) - size < _END.size:
         return ""

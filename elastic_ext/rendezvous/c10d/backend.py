@@ -23,7 +23,7 @@ from elastic_ext.base.torch_private import STATE_CLASSES
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_server import serve
 
-MOST_STATE = 64 << 20  # bytes; a node takes about 200
+MAX_STATE = 64 << 20  # bytes; a node takes about 200
 READ_TIMEOUT_S = 60  # torch's default
 
 
@@ -79,7 +79,7 @@ class CheckedBackend(RendezvousBackend):  # type: ignore[misc, unused-ignore]  #
 def check(state: bytes) -> None:
     """Raise RendezvousConnectionError unless torch has written this state."""
     try:
-        if len(state) > MOST_STATE:
+        if len(state) > MAX_STATE:
             raise pickle.UnpicklingError(f"{len(state)} bytes")
         _Reader(io.BytesIO(state)).load()
     except Exception as error:  # a forged pickle can raise anything

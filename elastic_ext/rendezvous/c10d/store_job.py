@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_AGENTS = 2**16  # at the end the host waits for at most this many agents
+MAX_AGENTS = 2**16  # at the end the host waits for at most this many agents
 JUDGING_S = 10.0  # time for a judge that need not wait any more; then another node takes its place
 
 # Called with the reports, the ledger before the judgement, and the id of the node that hosts the store ("" if none does).
@@ -144,7 +144,7 @@ class StoreJob:
 
     def await_others(self, timeout_s: float) -> None:
         """Wait until all other agents have left: what they read lives in this process."""
-        agents = min(self.calls.add(job_keys.AGENTS, 0), MOST_AGENTS)
+        agents = min(self.calls.add(job_keys.AGENTS, 0), MAX_AGENTS)
         self.calls.wait_all([job_keys.gone(agent) for agent in range(1, agents + 1) if agent != self._number], timeout_s)
 
     def _report(self, part: Part, report: str) -> None:

@@ -27,7 +27,7 @@ from elastic_ext.rendezvous.rounds import Action, Conclude, End, Seal, View, Wai
 logger = logging.getLogger(__name__)
 
 REST_FACTOR = 3  # a look costs time in proportion to the nodes; when thousands come at once, the leader has other work too
-MOST_REST_S = 0.05
+MAX_REST_S = 0.05
 AGAIN_S = 0.5  # after a write that failed for a reason not seen yet; its event brings the next look at once
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
@@ -99,7 +99,7 @@ class Leader:
             action = rounds.next_action(view, self._context.config.limits, now)
             if isinstance(action, Wait):
                 looked = time.monotonic()
-                self._rests_until = looked + min(REST_FACTOR * (looked - now), MOST_REST_S)
+                self._rests_until = looked + min(REST_FACTOR * (looked - now), MAX_REST_S)
                 return min(action.until or self._upkeep.renew_at, self._upkeep.renew_at)
             logger.info("rendezvous: %s", action.reason)
             before = header.revision

@@ -12,7 +12,7 @@ from elastic_ext.workers.standby.rules import Cold, ColdReason
 logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
-RETRY_MOST_S = 300.0  # the longest pause
+RETRY_MAX_S = 300.0  # the longest pause
 NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
 
 
@@ -69,7 +69,7 @@ class ColdStarts:
         with self._lock:
             self.off = Cold(ColdReason.LACKING, f"what they need was lacking: {lacking}")
             self._retry_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, RETRY_MOST_S)
+            self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         self.log(self.off)
 
     def retry_within(self, seconds: float) -> None:

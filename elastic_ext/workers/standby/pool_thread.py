@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_LOOK_S = 5.0  # not every kernel and cgroup reports memory pressure
 REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
-MOST_SERVERS = 8  # per job: after this many failures, another server would fail too
+MAX_SERVERS = 8  # per job: after this many failures, another server would fail too
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 
@@ -178,8 +178,8 @@ class PoolThread:
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
             return
-        if self._starter.started >= MOST_SERVERS:
-            self._give_up(f"{MOST_SERVERS} servers were started in vain")
+        if self._starter.started >= MAX_SERVERS:
+            self._give_up(f"{MAX_SERVERS} servers were started in vain")
             return
         environ = {name: value for name, value in self._spec.environ().items() if name not in PER_WORKER}
         self._waiting.start_in(environ)

@@ -530,7 +530,8 @@ def test_the_time_grows_no_faster_than_the_text(piece):
     """Ten times the text takes some ten times as long, not a hundred times; what is searched in all is bounded."""
 
     def seconds(size):
-        evidence = ended(1, exception=RaisedException("RuntimeError", piece * (size // len(piece)), ()), stderr_tail=piece * size)
+        text = piece * (size // len(piece))
+        evidence = ended(1, exception=RaisedException("RuntimeError", text, ()), stderr_tail=text)
         took = []
         for _ in range(5):
             began = time.process_time()

@@ -90,7 +90,7 @@ class Tokens:
         except CallFailed as error:
             if error.failure.kind is not Kind.AUTH_OFF:
                 raise
-            logger.warning("etcd at %s does not use authentication: going on without a token", connection.name)
+            logger.warning("etcd at %s does not use authentication; continuing without a token", connection.name)
             return ""
         logger.debug("etcd at %s gave a token to user %s", connection.name, user.name)
         return token

@@ -91,7 +91,7 @@ class LeaseSession:
             EtcdError: the lease could not be granted.
         """
         if ttl_s < MIN_TTL_S:
-            raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, etcd cannot time less")
+            raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, the shortest TTL that etcd keeps")
         self._client = client
         self._on_lost = on_lost
         self.lost = threading.Event()

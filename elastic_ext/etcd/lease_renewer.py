@@ -161,7 +161,7 @@ class LeaseRenewer:
     def _note(self, trouble: str | None) -> None:
         """Log one line when trouble begins, and one when it ends."""
         if trouble is not None and self._trouble is None:
-            logger.warning("etcd leases are not being renewed, trying again: %s", trouble)
+            logger.warning("etcd leases are not being renewed; trying again: %s", trouble)
         elif trouble is None and self._trouble is not None:
-            logger.info("etcd leases are renewed again")
+            logger.info("etcd leases are being renewed again")
         self._trouble = trouble

@@ -235,7 +235,7 @@ class WatchStream:
             self._refused = None
             who = f"user {user.name!r}" if user else "no user given"
             seen = f"watch {watch.key!r}: etcd at {connection.name} refused it: {reason} ({who})"
-            self._end(watch, AuthError(f"{seen}; give the right user, with a role that may read these keys"))
+            self._end(watch, AuthError(f"{seen}; check the user, and that it has a role that may read these keys"))
 
     def _check_history(self, watch: Watch, revision: int) -> None:
         """Detect a lost history: a new or restored server has fewer revisions than we saw, and the watch would wait silently.
@@ -272,7 +272,7 @@ class WatchStream:
             self._end_all(errors.fatal_error(failure, "watch", user))
             return
         if failure.kind is not Kind.TOKEN and self._trouble is None:
-            logger.warning("etcd watch stream to %s broke, resuming: %s", failure.endpoint, failure.text)
+            logger.warning("etcd watch stream to %s broke; resuming: %s", failure.endpoint, failure.text)
             self._trouble = failure.text
         self._pause()
 

@@ -72,7 +72,7 @@ def check_owner() -> None:
     if found is None or not expected.exists() or not expected.parent.samefile(found):
         raise ConfigError(
             f"the module etcd3 found at {found} is not that of etcd3=={VERSION} ({expected.parent}): "
-            "another distribution of that name is in its way; uninstall it or put it later on the path"
+            "another distribution of that name comes first; uninstall it, or move it to the end of the path"
         )
     if not _unchanged(distribution, expected):
         raise ConfigError(

@@ -154,5 +154,5 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     """
     data = records.parse(value, key, SCHEMA)
     if kind is Header and "state" not in data:
-        raise RecordError(f"{key} holds no header of elastic_ext: the state is missing")
+        raise RecordError(f"{key} holds no header of elastic_ext: the field `state` is missing")
     return records.build(kind, data, key)

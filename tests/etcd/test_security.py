@@ -85,7 +85,7 @@ def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_s
     ("tls", "message"),
     [
         (Tls(ca="/no/such/file"), "/no/such/file cannot be read: No such file"),
-        (Tls(ca=__file__), "holds no PEM block"),
+        (Tls(ca=__file__), "contains no PEM block"),
         (Tls(ca=None, cert="a.crt"), "both the certificate and its key"),
     ],
 )
@@ -123,7 +123,7 @@ def test_wrong_password(auth_server: EtcdServer):
             lambda: client.put("/ann/a", "1"),
             lambda: client.watch("/ann/a", start_revision=1).get(),
         ):
-            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*give the right user and password") as caught:
+            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*check the user and password") as caught:
                 call()
             told = "".join(traceback.format_exception(caught.value)) + repr(client)
             assert not any(secret in told for secret in SECRETS)
@@ -131,7 +131,7 @@ def test_wrong_password(auth_server: EtcdServer):
 
 def test_no_password_where_one_is_needed(auth_server: EtcdServer):
     with EtcdClient(auth_server.endpoint) as client:
-        with pytest.raises(AuthError, match=r"no user given.*give the right user"):
+        with pytest.raises(AuthError, match=r"no user given.*check the user"):
             client.get("/ann/a")
         with pytest.raises(AuthError, match="no user given"):
             client.watch("/ann/a", start_revision=1).get()

@@ -49,7 +49,7 @@ class StoreExchange:
     def choice(self, timeout_s: float) -> str:
         (text,) = self._read([job_keys.choice(self._part.round)], timeout_s)
         if text == NOTHING:
-            raise RoundOver("another node has left this round, or rank 0 has not said in time what to resume from")
+            raise RoundOver("another node has left this round, or rank 0 did not choose a checkpoint in time")
         return text
 
     def _offer_of(self, rank: int) -> str:
@@ -73,7 +73,7 @@ class StoreExchange:
             return True
 
         if self._ask(keep) is None:
-            raise RendezvousConnectionError("the rendezvous store is lost: no node can start again")
+            raise RendezvousConnectionError("the rendezvous store is lost, so no node can start another round")
         return answers[-1]
 
     def _check_round(self) -> None:

@@ -186,7 +186,7 @@ class SeveralNodes:
         if ended.events.heard_failure and not ended.concluded:
             heard = self._job.ask(lambda job_: job_.hear(ended.part, self._waits.others_s))
             if heard is None:
-                logger.warning("no verdict on round %s came from the node that has failed: all start again", self.number)
+                logger.warning("the node that failed sent no verdict on round %s; all nodes start another round", self.number)
             else:
                 self._adopt(*heard)
                 if heard[1].ends_job:
@@ -208,7 +208,7 @@ class SeveralNodes:
         try:
             return RoundEvents(published.addr, published.port, nodes, self._on_event)
         except (RuntimeError, ValueError) as error:
-            logger.warning("no events from other nodes in this round, its store does not answer: %s", error)
+            logger.warning("this round's store does not answer, so this node receives no events from other nodes: %s", error)
             return LocalEvents(self._on_event)
 
     # While a round runs
@@ -228,7 +228,7 @@ class SeveralNodes:
         if self.events.ended_by is not None:
             return self.events.ended_by.end
         waiting = self.num_nodes_waiting()
-        return RoundEnd(EndKind.BROKEN, f"{waiting} nodes wait to join") if waiting else None
+        return RoundEnd(EndKind.BROKEN, f"nodes waiting to join: {waiting}") if waiting else None
 
     def num_nodes_waiting(self) -> int:
         for host, reason in self._refusals.ended():

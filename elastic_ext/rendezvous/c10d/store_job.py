@@ -101,9 +101,7 @@ class StoreJob:
             if judging_node == self._node_id:
                 return self._judge(part, report, judge, settle_s, patience_s)
             if before:
-                logger.warning(
-                    "the verdict on round %s did not come in time; now node %s judges", part.round, printable(judging_node)
-                )
+                logger.warning("no verdict on round %s in time; node %s judges instead", part.round, printable(judging_node))
             if (concluded := self._await(part, max(settle_s, patience_s) + JUDGING_S)) is not None:
                 return concluded
 
@@ -187,7 +185,7 @@ class StoreJob:
             if patience_s <= settle_s or not all(report.waits_for_others for report in reports.values()):
                 return 0.0
             logger.warning(
-                "all failures so far follow from something else, and not all nodes have reported yet; waiting for them"
+                "all failures reported so far follow from another one; waiting for the nodes that have not reported yet"
             )
             return patience_s - settle_s
 
@@ -231,12 +229,12 @@ class RetryingJob:
                 if not again:
                     raise
                 if not self._lost:
-                    logger.warning("the rendezvous store does not answer, it is asked again on new connections: %s", error)
+                    logger.warning("the rendezvous store does not answer; trying again on new connections: %s", error)
                 self._job.reconnect()
                 answer = call(self._job)
         except StoreLost as error:
             if not self._lost:
-                logger.warning("the rendezvous store is lost, from now on each node judges failures for itself: %s", error)
+                logger.warning("the rendezvous store is lost; from now on each node judges failures for itself: %s", error)
             self._lost = True
             return None
         self._lost = False

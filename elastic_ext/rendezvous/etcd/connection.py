@@ -67,7 +67,7 @@ class JobConnection:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
         """
         if params.run_id in ("", "none"):
-            raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+            raise UsageError("ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own")
         self.run_id = run_id.checked(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
         self._will = functools.partial(_last_will, params.endpoint, settings)
@@ -141,7 +141,7 @@ class JobConnection:
                 if over or participant.failure is not None or now >= deadline:
                     return None
                 if now >= warn_at:
-                    logger.warning("the workers of round %s have failed, and the job's verdict is not in etcd yet", round_)
+                    logger.warning("the workers of round %s have failed; still waiting for the job's verdict in etcd", round_)
                     warn_at = deadline
                 self.changed.wait(min(deadline, warn_at) - now)
 

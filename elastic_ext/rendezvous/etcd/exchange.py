@@ -82,7 +82,7 @@ class EtcdExchange:
                     return header
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
-                    raise RoundOver("the node of rank 0 has not chosen a checkpoint in time")
+                    raise RoundOver("rank 0 did not choose a checkpoint in time")
                 self._changed.wait(left_s)
 
     def _wake(self, events: threading.Event) -> None:
@@ -100,7 +100,7 @@ class EtcdExchange:
     def _check_round(self) -> None:
         header = self._participant.header
         if not self._part.of(header):
-            raise RoundOver(f"the job is in round {header.round}")
+            raise RoundOver(f"the job has moved on to round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why.reason)
 

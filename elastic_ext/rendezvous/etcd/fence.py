@@ -150,7 +150,9 @@ class Fence:
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed
         if closed and changed:
-            logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
+            logger.error(
+                "cut off from etcd, and other nodes are not; stopping this node's workers before the others continue without it"
+            )
             self._on_change()
 
     def _state(self, share: float) -> str:

@@ -119,7 +119,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.round = header.round
         if part.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
-            self.break_round("the store of rank 0 is not fresh")
+            self.break_round("the store of rank 0 is from an earlier attempt")
             return None
         self._server = server if part.rank == 0 else None
         store = self._server or self._stores.connect(header, self.round_over)
@@ -164,10 +164,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def round_over(self) -> RoundEnd | None:
         """Return why the workers of the current round must stop; None while it runs."""
         if self._connection.fence.closed:
-            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may go on without it")
+            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may continue without it")
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
-            return RoundEnd(EndKind.CUT_OFF, f"this node can take no further part in the job: {failure}")
+            return RoundEnd(EndKind.CUT_OFF, f"this node can no longer take part in the job: {failure}")
         return round_end(self._participant.header, self.round, self._current[0].seal if self._current is not None else None)
 
     def stop_by(self) -> float | None:
@@ -206,7 +206,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._participant.report(self.round, encode_report(report), report.waits_for_others)
         verdict = self._connection.await_verdict(self.round)
         if verdict is None:
-            logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
+            logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
             verdict = self._policy.judge_alone(self.node_id, report, self.round)
         self._stays_open = not verdict.ends_job
         return verdict
@@ -249,7 +249,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
         if self._participant.header.state is not State.DONE and not self._stays_open:
-            self._participant.end_round(self.round, State.CLOSED, "a node has given up")
+            self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
         """Close the job like `set_closed`, then leave."""

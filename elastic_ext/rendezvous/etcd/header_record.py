@@ -47,7 +47,7 @@ def swap(
 
 def with_save(header: Header, reason: str) -> Header:
     """Return the header with one more save on demand."""
-    return dataclasses.replace(header, save=header.save + 1, reason=f"a save was asked for: {reason}")
+    return dataclasses.replace(header, save=header.save + 1, reason=f"save requested: {reason}")
 
 
 class Listener(Protocol):
@@ -173,10 +173,10 @@ class HeaderRecord:
         """
         written = self._swap(self.value)
         if not written.succeeded:
-            raise LostRace("the header was written by another node at the same time")
+            raise LostRace("another node wrote the header at the same time")
         self._heard = self.revision = written.revision
         self._outage.expect_members()
-        logger.warning("the job's records in etcd were lost: round %s is written again", self.value.round)
+        logger.warning("etcd had lost the job's records; wrote round %s again", self.value.round)
 
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Write the result of `change` while that round runs. in_any_round: while the job is not closed.
@@ -190,7 +190,7 @@ class HeaderRecord:
                 return
             self.read()
             if self.revision == before:
-                raise LostRace("the header was written by another node at the same time")
+                raise LostRace("another node wrote the header at the same time")
 
     def _runs(self, round_: int) -> bool:
         return self.value.state is State.RUNNING and self.value.round == round_

@@ -111,7 +111,7 @@ class JobRecords:
             if not self._forget(found):
                 seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self._mine} here"
                 raise UsageError(
-                    f"another job runs under this --rdzv-id with other settings: {seen}; "
+                    f"another job with other settings is running under this --rdzv-id: {seen}; "
                     "use another --rdzv-id, or the same settings on all nodes"
                 )
             return None
@@ -158,13 +158,13 @@ class JobRecords:
         theirs = self._settings_in(job)
         if theirs not in (None, self._mine) and not self._is_of(header, name):
             raise UsageError(
-                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+                "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
         if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:
-                raise LostRace("the job's record was written by another node at the same time")
+                raise LostRace("another node wrote the job's record at the same time")
             return written
         return job.lease_id
 

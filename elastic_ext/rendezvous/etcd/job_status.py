@@ -43,7 +43,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
-        raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
+        raise UsageError(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()
@@ -88,9 +88,9 @@ def _lines(job: JobStatus) -> Iterator[str]:
         place = f"node rank {part.rank}, worker ranks from {part.base_rank}" if runs and part is not None else "waits"
         yield f"  {id_}: {node.workers} workers at {node.address}, {place}"
     for host, why in sorted(job.refused.items()):
-        yield f"  {host} may not come back for now: {why}"
+        yield f"  {host} may not come back yet: {why}"
     if not job.ledger.verdicts:
-        yield "no failure is on record"
+        yield "no failures recorded"
     for verdict in job.ledger.verdicts:
         yield from _verdict_lines(verdict)
 
@@ -106,6 +106,6 @@ def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
     yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
-    limit = "no limit" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
-    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts}, {limit}"
+    limit = "(no limit)" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
+    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts} {limit}"
     yield from (f"    {line}" for line in verdict.stacks.splitlines())

@@ -92,7 +92,7 @@ class Recovery:
         same = unchanged(key, found.mod_revision if found is not None else 0)
         put = Put(key, encode(part), lease_id=header.lease_id)
         if not context.client.txn([same, header.unchanged], [put]).succeeded:
-            raise LostRace("the header changed while this node's part was written again")
+            raise LostRace("the header changed while this node's assignment was being written again")
 
     def write_own_key(self) -> None:
         """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may

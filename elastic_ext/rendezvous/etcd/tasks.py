@@ -121,14 +121,14 @@ class TaskRunner:
     def _note_full(self, error: QuotaExceeded, task: Task) -> None:
         """Log one line when the trouble begins; `_note_done` logs one when it ends."""
         if self.full is None:
-            logger.warning("%s; what runs goes on, but no new round can be formed until then", error)
+            logger.warning("%s; the running round continues, but no new round can form until etcd accepts writes again", error)
         self.full = error
         self._held_up.add(task)
 
     def _note_done(self, task: Task) -> None:
         self._held_up.discard(task)
         if self.full is not None and not self._held_up:
-            logger.info("etcd takes writes again")
+            logger.info("etcd accepts writes again")
             self.full = None
 
     def _fail(self, error: Exception) -> None:

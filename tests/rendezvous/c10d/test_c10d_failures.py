@@ -240,7 +240,7 @@ def without_the_store(nodes, script):
         job.wait_for(seen(2, 0))
     jobs[0].process.kill()
     jobs[0].process.wait()
-    jobs[1].wait_for("training goes on without it")
+    jobs[1].wait_for("training continues without it")
     return jobs[1]
 
 
@@ -259,7 +259,7 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
 @pytest.mark.parametrize(
     ("new", "said", "judges"),
     [
-        (False, "it is asked again on new connections", "all together"),
+        (False, "trying again on new connections", "all together"),
         (True, "each node judges failures for itself", "b alone"),
     ],
 )

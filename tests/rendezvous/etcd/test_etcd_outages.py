@@ -517,7 +517,7 @@ def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_job)
     other.wait_for(seen(1, 1))
     done = leader.finish()
     assert done.returncode != 0
-    assert "this node can take no further part in the job: " in done.err
+    assert "this node can no longer take part in the job: " in done.err
     assert "permission denied" in done.err
     assert wait_gone([nodes.pids(0)["a"]], timeout_s=0) == []
     nodes.gate.open()

@@ -109,7 +109,7 @@ def answer(connection: Connection, send: Callable[[], T]) -> T:
     raise CallFailed(failure)
 
 
-def prove(connection: Connection, timeout_s: float, again: bool) -> None:
+def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
     """Raise CallFailed unless the server answers, and UnsupportedVersion if it is too old.
 
     So a write goes out only on a working connection: a dead host costs it a detour, and its outcome stays known.
@@ -193,7 +193,7 @@ class Caller:
         end = min(run.deadline, run.began + max(_MIN_ATTEMPT_S, min(share, attempt_s or share)))
         fresh_s = math.inf if run.repeatable else _FRESH_S
         if run.began - connection.answered_at >= fresh_s:
-            prove(connection, _until(end), again=run.tried >= len(self.endpoints))
+            check_alive(connection, _until(end), again=run.tried >= len(self.endpoints))
         run.metadata = self.tokens.metadata(connection, _until(end))
         if not run.repeatable:
             end = run.deadline  # no second attempt needs the time

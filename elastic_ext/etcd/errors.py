@@ -137,10 +137,10 @@ def classify(code: str, details: str, endpoint: str) -> RpcFailure:
     text = details.lower()
     fits = (kind for row_code, part, kind in _KINDS if row_code == code and part in text)
     silent = code == "DEADLINE_EXCEEDED"
-    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else essence(details) or code, silent)
+    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else short_text(details) or code, silent)
 
 
-def essence(details: str) -> str:
+def short_text(details: str) -> str:
     """Return the informative part of an error text. etcd puts it after its own name, gRPC at the end, after the address."""
     text = " ".join(details.split())
     for lead in ("etcdserver: ", "last error: ", "Failed to connect to remote host: "):

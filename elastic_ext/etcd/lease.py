@@ -19,7 +19,7 @@ MIN_TTL_S = 2  # etcd raises shorter TTLs to one and a half election timeouts, 2
 
 
 @dataclass(frozen=True)
-class Term:
+class LeaseState:
     """The known state of one lease. Times are monotonic seconds.
 
     Attributes:
@@ -121,10 +121,10 @@ class LeaseSession:
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires by itself."""
-        self.orphan()
+        self.stop_renewing()
         self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
 
-    def orphan(self) -> None:
+    def stop_renewing(self) -> None:
         """Stop renewing: the server lets the lease expire, at `alive_until` or somewhat later."""
         self._client.renewer.remove(self)
 
@@ -138,7 +138,7 @@ class LeaseSession:
 
     def retry_at(self, at: float) -> None:
         """Record a failed renewal, to be retried at this monotonic time."""
-        self.term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
+        self.term = LeaseState(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
 
     def end(self, reason: str) -> None:
         """Mark the lease as lost. reason: one line."""
@@ -152,5 +152,5 @@ class LeaseSession:
                 logger.exception("on_lost of etcd lease %x failed", self.lease_id)
 
 
-def _term(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> Term:
-    return Term(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
+def _term(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> LeaseState:
+    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)

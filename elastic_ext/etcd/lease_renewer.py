@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_ext.etcd.errors import ClientClosed, EtcdError
-from elastic_ext.etcd.lease import LeaseSession, Term
+from elastic_ext.etcd.lease import LeaseSession, LeaseState
 from elastic_ext.etcd.values import KeptAlive
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Plan:
     wait_s: float | None
 
 
-def plan(terms: Iterable[Term], now: float) -> Plan:
+def plan(terms: Iterable[LeaseState], now: float) -> Plan:
     """Return what to do at `now`, in monotonic seconds."""
     terms = list(terms)
     given_up = {term.lease_id for term in terms if not term.patient and now >= term.alive_until}

@@ -159,7 +159,7 @@ class WatchStream:
         connection = self._caller.endpoints.current()
         token: list[tuple[str, str]] = []
         try:
-            calls.prove(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
+            calls.check_alive(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
             token = self._caller.tokens.metadata(connection, self._caller.timeout_s)
             call = _Call(connection, token)
             try:
@@ -221,7 +221,7 @@ class WatchStream:
             watch.take(response)
 
     def _canceled(self, watch: Watch, response: Any, connection: Connection) -> None:
-        reason = errors.essence(response.cancel_reason) or "no reason given"
+        reason = errors.short_text(response.cancel_reason) or "no reason given"
         user = self._caller.tokens.user
         if response.compact_revision:
             self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))

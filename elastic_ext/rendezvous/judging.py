@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEDGER_BYTES = 16 << 20
 
 
-def rules(
+def circumstances(
     settings: Settings,
     max_restarts: int,
     *,

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
-GROW_LOOK_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
+GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
-PARTS_LOOK_S = 1.0  # how often a leader looks for missing parts of the round
+ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing parts of the round
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def precedes(found: Header, known: Header) -> bool:
     return _age(found) < _age(known)
 
 
-def brings_back(found: Header | None, known: Header) -> bool:
+def needs_restoring(found: Header | None, known: Header) -> bool:
     """Return whether a node that knows this header must write it again. found: the header in the store; None if it is missing.
 
     The end of a job is not written again if the header is missing: the next job of this run id may have begun.
@@ -172,7 +172,7 @@ def _awaits_members(view: View, now: float) -> Wait | None:
         return None
     if incomplete(view):
         parts = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
-        return Wait(f"{parts} are being written again", min(until, now + PARTS_LOOK_S))
+        return Wait(f"{parts} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
     absent = [id_ for id_ in view.members if id_ not in view.nodes]
     return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
 
@@ -203,7 +203,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return Wait("running")
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
-    return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_LOOK_S)
+    return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:

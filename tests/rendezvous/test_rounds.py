@@ -170,7 +170,7 @@ JOB = Header(3, State.RUNNING, seal="s", job="j")
     ],
 )
 def test_which_header_comes_back(found, known, brought_back):
-    assert rounds.brings_back(found, known) is brought_back
+    assert rounds.needs_restoring(found, known) is brought_back
 
 
 def test_topology_orders_strangers():
@@ -328,7 +328,7 @@ class Job(RuleBasedStateMachine):
     def bring_back(self, id_):
         """Write what is missing, and take in what is newer."""
         found = self.header if self.header.round else None
-        if rounds.brings_back(found, self.known[id_]):
+        if rounds.needs_restoring(found, self.known[id_]):
             assert self.lost_at is not None
             self.header = self.known[id_]
             # Parts in another round are none in this one.

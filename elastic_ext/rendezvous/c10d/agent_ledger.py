@@ -59,7 +59,7 @@ class AgentLedger:
             store_host: id of the node that hosts the job's store; "" if none does.
         """
         lost = (left,) if left is not None else ()
-        rules = judging.rules(self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost)
+        rules = judging.circumstances(self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost)
         if self._settings.budget_window:
             begin = time.monotonic() - self._settings.budget_window
             self._charged_at = [at for at in self._charged_at if at > begin]

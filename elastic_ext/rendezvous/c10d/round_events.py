@@ -71,7 +71,7 @@ ALL_DONE = RoundEvent(EventKind.ALL_DONE, "all workers have finished")
 class LocalEvents:
     """The events of a round in which no other node can be reached. See `RoundEvents`."""
 
-    lost = heard_failure = heard_no_failure = False
+    lost = ended_by_failure = ended_without_failure = False
     left_by: str | None = None
 
     def __init__(self, on_event: Callable[[], None]) -> None:
@@ -164,12 +164,12 @@ class RoundEvents:
         return self._finished.is_set() and self.ended_by is None and not self._closed
 
     @property
-    def heard_failure(self) -> bool:
+    def ended_by_failure(self) -> bool:
         """Whether the round is over because workers have failed."""
         return self._ended_by(EventKind.FAILED, EventKind.STALLED)
 
     @property
-    def heard_no_failure(self) -> bool:
+    def ended_without_failure(self) -> bool:
         """Whether nodes have moved on or left without a failure, so they will not report one."""
         return self._ended_by(EventKind.MOVED_ON, EventKind.LEFT)
 

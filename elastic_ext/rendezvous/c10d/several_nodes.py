@@ -37,7 +37,7 @@ from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
 from elastic_ext.rendezvous.c10d.round_events import LocalEvents, RoundEvents
-from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Part, RetryingJob, StoreJob
+from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Membership, RetryingJob, StoreJob
 from elastic_ext.rendezvous.c10d.torch_rendezvous import TorchRendezvous
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 
@@ -60,7 +60,7 @@ class Round:
         concluded: this node knows the verdict on the round.
     """
 
-    part: Part
+    membership: Membership
     events: RoundEvents | LocalEvents
     server: TCPStore | None = None
     concluded: bool = False
@@ -142,11 +142,11 @@ class SeveralNodes:
         self._waits = Waits.of(settings)
         self._refusals = Refusals(settings.refuse_node)
         self._stopped = False  # by a verdict, for all nodes
-        self._leaves_alone = False  # this node leaves and the job goes on
+        self._job_continues = False  # this node leaves and the job goes on
         self._torch = TorchRendezvous(params, address)
         self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
-        self._round = Round(Part(0, 0, 1), LocalEvents(on_event), concluded=True)
-        if (known := self._job.ask(StoreJob.come_in)) is not None:
+        self._round = Round(Membership(0, 0, 1), LocalEvents(on_event), concluded=True)
+        if (known := self._job.ask(StoreJob.enter_job)) is not None:
             ledger.begin(known)
 
     @property
@@ -155,7 +155,7 @@ class SeveralNodes:
 
     @property
     def number(self) -> int:
-        return self._round.part.round
+        return self._round.membership.round
 
     @property
     def events(self) -> RoundEvents | LocalEvents:
@@ -170,21 +170,21 @@ class SeveralNodes:
         else:
             self._leave_round()
         joined, published, server = self._join()
-        part = Part(published.round, joined.rank, joined.world_size)
-        self._round = Round(part, self._connect(published, part.nodes), server)
+        membership = Membership(published.round, joined.rank, joined.world_size)
+        self._round = Round(membership, self._connect(published, membership.nodes), server)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
 
     def _check_refused(self) -> None:
         """Raise NodeRefused if this host may not come back yet."""
         if why := self._job.ask(lambda job_: job_.refused(self._host)):
-            self._leaves_alone = True
+            self._job_continues = True
             raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
 
     def _leave_round(self) -> None:
         """If the round has failed on other nodes, get the verdict. Raises JobStopped."""
         ended = self._round
-        if ended.events.heard_failure and not ended.concluded:
-            heard = self._job.ask(lambda job_: job_.hear(ended.part, self._waits.others_s))
+        if ended.events.ended_by_failure and not ended.concluded:
+            heard = self._job.ask(lambda job_: job_.await_verdict(ended.membership, self._waits.others_s))
             if heard is None:
                 logger.warning("the node that failed sent no verdict on round %s; all nodes start another round", self.number)
             else:
@@ -215,11 +215,11 @@ class SeveralNodes:
 
     @property
     def exchange(self) -> Exchange:
-        if self._round.part.nodes == 1:
+        if self._round.membership.nodes == 1:
             return Alone()
-        return StoreExchange(self._round.part, self._job.ask, self._over_before_it_began)
+        return StoreExchange(self._round.membership, self._job.ask, self._over_or_lost)
 
-    def _over_before_it_began(self) -> RoundEnd | None:
+    def _over_or_lost(self) -> RoundEnd | None:
         if self.events.lost:
             return RoundEnd(EndKind.BROKEN, "the agent of rank 0 is gone")
         return self.round_over()
@@ -232,7 +232,7 @@ class SeveralNodes:
 
     def num_nodes_waiting(self) -> int:
         for host, reason in self._refusals.ended():
-            self._job.ask(functools.partial(StoreJob.forgive, host=host, reason=reason))
+            self._job.ask(functools.partial(StoreJob.end_refusal, host=host, reason=reason))
         return self._torch.num_nodes_waiting()
 
     # Verdicts
@@ -240,12 +240,12 @@ class SeveralNodes:
     def conclude(self, report: Report) -> JobVerdict:
         """Conclude through the store; if it is lost, this node judges for itself."""
         waits = self._waits
-        patience_s = waits.settle_s if self.events.heard_no_failure else waits.patience_s
-        part = self._round.part
-        concluded = self._job.ask(lambda job_: job_.conclude(part, report, self._judge, waits.settle_s, patience_s))
+        patience_s = waits.settle_s if self.events.ended_without_failure else waits.patience_s
+        membership = self._round.membership
+        concluded = self._job.ask(lambda job_: job_.conclude(membership, report, self._judge, waits.settle_s, patience_s))
         if concluded is None:
             ledger, verdict = self._ledger.judge(
-                {self.node_id: report}, self._ledger.ledger, part.round, left=self.events.left_by
+                {self.node_id: report}, self._ledger.ledger, membership.round, left=self.events.left_by
             )
             if verdict.ends_job:
                 verdict = self._job.ask(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
@@ -254,15 +254,15 @@ class SeveralNodes:
         return concluded[1]
 
     def _judge(self, reports: Mapping[str, Report], ledger: Ledger, store_host: str) -> tuple[Ledger, JobVerdict]:
-        part = self._round.part
-        return self._ledger.judge(reports, ledger, part.round, part.nodes, self.events.left_by, store_host)
+        membership = self._round.membership
+        return self._ledger.judge(reports, ledger, membership.round, membership.nodes, self.events.left_by, store_host)
 
     def _adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:
         self._round.concluded = True
         self._stopped = verdict.ends_job
         self._ledger.adopt(ledger, verdict)
         if verdict.decision.response is kinds.Response.REPLACE_NODE:
-            self._leaves_alone = verdict.node == self.node_id
+            self._job_continues = verdict.node == self.node_id
             self._refusals.add(verdict.host, verdict.decision.reason)
 
     # The end
@@ -284,7 +284,7 @@ class SeveralNodes:
 
     def shutdown(self) -> bool:
         """Close the job. If the job goes on without this node, only leave."""
-        if self._leaves_alone:
+        if self._job_continues:
             self.leave()
             return True
         self._end_events()

@@ -30,7 +30,7 @@ from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.tasks import Refused
+from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import Limits
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
-WAITED_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
+WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
 
 class JobConnection:
@@ -130,7 +130,7 @@ class JobConnection:
         """Return the job's verdict on this round; None if there is none and none will come in time."""
         participant = self.participant
         now = time.monotonic()
-        deadline, warn_at = now + self._join_timeout_s, now + WAITED_S
+        deadline, warn_at = now + self._join_timeout_s, now + WARN_AFTER_S
         with self.changed:
             while True:
                 header = participant.header
@@ -152,7 +152,7 @@ class JobConnection:
             return
         if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
             raise UsageError(str(failure))
-        if isinstance(failure, Refused):
+        if isinstance(failure, HostRefused):
             raise NodeRefused(str(failure))
         raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 

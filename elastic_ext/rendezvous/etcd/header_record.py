@@ -100,7 +100,7 @@ class HeaderRecord:
         if assignment is not None:
             self._listener.on_own_assignment(assignment)
         self.observe(header, found.revision)
-        if rounds.brings_back(self.readable(header) if header is not None else None, self.value):
+        if rounds.needs_restoring(self.readable(header) if header is not None else None, self.value):
             self._listener.on_lost_record()
 
     def observe(self, header: KeyValue | None, revision: int) -> None:
@@ -112,7 +112,7 @@ class HeaderRecord:
             self._take(self.readable(header), header.mod_revision)
         elif revision > self._heard:
             self._heard, self.revision = revision, 0
-            if rounds.brings_back(None, self.value):
+            if rounds.needs_restoring(None, self.value):
                 self._outage.expect_members()
 
     def on_event(self, event: Event) -> None:
@@ -121,7 +121,7 @@ class HeaderRecord:
             self._saw(self.readable(event.kv), event.kv.mod_revision)
         elif event.kv.mod_revision > self._heard:
             self.observe(None, event.kv.mod_revision)
-            if rounds.brings_back(None, self.value):
+            if rounds.needs_restoring(None, self.value):
                 self._listener.on_lost_record()
 
     def readable(self, kv: KeyValue) -> Header:

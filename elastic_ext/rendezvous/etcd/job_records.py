@@ -17,7 +17,7 @@ from elastic_ext.etcd import Compare, Delete, Get, LeaseLost, Put, absent, uncha
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.etcd.tasks import LostRace, Refused
+from elastic_ext.rendezvous.etcd.tasks import HostRefused, LostRace
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
 
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
@@ -80,7 +80,7 @@ class JobRecords:
         """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
 
         Raises:
-            Refused: this host may not come back yet.
+            HostRefused: this host may not come back yet.
             UsageError: another job, with other settings or of another version, runs under this run id.
         """
         while True:
@@ -94,7 +94,7 @@ class JobRecords:
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
             why = printable(refused.value.decode(errors="replace"))
-            raise Refused(f"this host was told to leave the job and may not come back yet: {why}")
+            raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
             # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.

@@ -51,10 +51,10 @@ class OwnAssignment:
 
     def take(self, kv: KeyValue) -> None:
         """Take in a reading of the assignment."""
-        part = self._context.reader.assignment(kv)
-        self._unreadable = part is None
-        self.value = part if part is not None else self.value
-        if part is None:
+        assignment = self._context.reader.assignment(kv)
+        self._unreadable = assignment is None
+        self.value = assignment if assignment is not None else self.value
+        if assignment is None:
             self._lost()
 
     def on_batch(self, batch: Batch) -> None:
@@ -78,12 +78,12 @@ class OwnAssignment:
         node, header = self._registration.node, self._header.value
         if node is None or self.joined is not None or node.after >= header.round:
             return
-        part = self.current
-        if part is None:
+        assignment = self.current
+        if assignment is None:
             if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn its part
                 self._wait_for_the_next(header)
         elif header.state is State.RUNNING:
-            self.joined = (header, part)
+            self.joined = (header, assignment)
             self._on_joined()
         elif header.state is State.BROKEN:
             self._wait_for_the_next(header)

@@ -91,7 +91,7 @@ class Participant:
             outage,
             leads=lambda: self.election.leader is not None,
         )
-        self._watches = OwnWatches(context, self._go_on, header.read)
+        self._watches = OwnWatches(context, self._enter_or_write, header.read)
         self._offered = ""  # key of this node's last offer
 
     # Read by the agent, from any thread.
@@ -198,9 +198,9 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self.registration.node = node
         self._assignment.joined = None
-        self.tasks.run(self._go_on)  # retried on its own; a retry keeps what the node has since changed in its record
+        self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 
-    def _go_on(self) -> None:
+    def _enter_or_write(self) -> None:
         if self.registration.node is None:
             return  # it has left meanwhile
         if self.registration.created == 0:
@@ -222,7 +222,7 @@ class Participant:
                 context.own_key, self.recovery.on_own_key_deleted, deletes_only=True, on_gap=self.recovery.restore_soon
             )
         if not self._watches.all_began:
-            return  # each of them comes back to `_go_on`
+            return  # each of them comes back to `_enter_or_write`
         entered = self._job_records.enter_new(context.own_key, registration.operations())
         if entered is not None:
             found, written, last = entered

@@ -22,7 +22,7 @@ class LostRace(ElasticExtError):
     """Another node wrote first: the task is retried on what etcd then holds."""
 
 
-class Refused(ElasticExtError):
+class HostRefused(ElasticExtError):
     """This host was told to leave the job and may not come back yet: the node's part ends."""
 
 
@@ -92,7 +92,7 @@ class TaskRunner:
         except LostRace as error:
             logger.debug("rendezvous: %s", error)
             self.retry(task)
-        except (EtcdError, RecordError, Refused, UsageError) as error:
+        except (EtcdError, RecordError, HostRefused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
                 self.retry(task)

@@ -135,7 +135,7 @@ class WatchStream:
                 try:
                     self._serve()
                 except _Broken as broken:
-                    self._after(broken.failure)
+                    self._on_failure(broken.failure)
                 except EtcdError as error:
                     if not isinstance(error, Unavailable):
                         self._end_all(error)
@@ -264,7 +264,7 @@ class WatchStream:
 
     # Trouble
 
-    def _after(self, failure: RpcFailure) -> None:
+    def _on_failure(self, failure: RpcFailure) -> None:
         if self._caller.closed.is_set():
             return
         user = self._caller.tokens.user.name if self._caller.tokens.user else None

@@ -45,7 +45,7 @@ class RecordReader:
         return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
-        """Read a node's part in a round."""
+        """Read a node's assignment to a round."""
         return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:

@@ -24,7 +24,7 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
-ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing parts of the round
+ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class View:
         may_grow: waiting nodes may join now; False: only after a checkpoint.
         reported_at: when the first report about the end of this round came, on the same clock; None if none did.
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
-            with missing parts may come back. None: no member is expected back.
+            without assignments may come back. None: no member is expected back.
     """
 
     header: Header
@@ -161,18 +161,18 @@ def needs_restoring(found: Header | None, known: Header) -> bool:
 
 
 def incomplete(view: View) -> bool:
-    """Return whether parts of the round are unknown because their records were lost."""
+    """Return whether assignments of the round are unknown because their records were lost."""
     return len(view.members) < view.header.nodes
 
 
 def _awaits_members(view: View, now: float) -> Wait | None:
-    """After an outage, wait for missing members and for unknown parts."""
+    """After an outage, wait for missing members and assignments."""
     until = view.returning_until
     if until is None or now >= until:
         return None
     if incomplete(view):
-        parts = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
-        return Wait(f"{parts} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
+        missing = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
+        return Wait(f"{missing} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
     absent = [id_ for id_ in view.members if id_ not in view.nodes]
     return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
 

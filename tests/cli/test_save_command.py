@@ -159,7 +159,7 @@ def test_etcd_dies_while_we_wait(server, tmp_path):
 
 
 def test_no_job_and_no_etcd(server, tmp_path):
-    refused(run(command(server.endpoint), tmp_path), 75, "there is no round of it")
+    refused(run(command(server.endpoint), tmp_path), 75, "it has no round yet")
     refused(run(command(f"127.0.0.1:{free_port()}"), tmp_path), 78, "etcd")
     refused(run(command(server.endpoint, "--timeout=0"), tmp_path), 78, "--timeout")
 

@@ -69,7 +69,7 @@ def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Ce
 
 def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
     for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
-        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// against https://"):
+        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// versus https://"):
             client.get("a")
 
 
@@ -95,7 +95,7 @@ def test_certificate_files_that_are_none(tls: Tls, message: str):
 
 
 def test_certificates_for_an_http_endpoint(certificates: Certificates):
-    with pytest.raises(ConfigError, match="use https:// or drop them"):
+    with pytest.raises(ConfigError, match="use https:// or remove them"):
         EtcdClient("http://127.0.0.1:1", tls=certificates.tls())
 
 

@@ -218,7 +218,7 @@ def test_only_torchs_own_records_are_unpickled(tmp_path):
         b"cos\nsystem\n.",
         b"(" * 10**6,
     ):
-        with pytest.raises(RendezvousConnectionError, match="not what torch writes"):
+        with pytest.raises(RendezvousConnectionError, match="not written by torch"):
             check(bad)
     assert not (tmp_path / "owned").exists()
 

@@ -20,7 +20,7 @@ from elastic_ext.rendezvous.handler import RoundEnd
 
 T = TypeVar("T")
 
-Ask = Callable[[Callable[[StoreJob], T]], "T | None"]
+CallJob = Callable[[Callable[[StoreJob], T]], "T | None"]
 
 
 class StoreExchange:
@@ -30,9 +30,9 @@ class StoreExchange:
     that key (see `StoreCalls.wait_all`), and readers ignore any later writer of it.
     """
 
-    def __init__(self, membership: Membership, ask: Ask[bool], over: Callable[[], RoundEnd | None]) -> None:
-        """ask: calls a function with the job's store; None: the store is lost. over: how the round has ended; None: it runs."""
-        self._membership, self._ask, self._over = membership, ask, over
+    def __init__(self, membership: Membership, call_job: CallJob[bool], over: Callable[[], RoundEnd | None]) -> None:
+        """call_job: calls a function with the store; None: the store is lost. over: how the round has ended; None: it runs."""
+        self._membership, self._call_job, self._over = membership, call_job, over
 
     def offer(self, text: str) -> None:
         self._in_store(lambda job: job.calls.swap(self._offer_of(self._membership.rank), "", text))
@@ -72,7 +72,7 @@ class StoreExchange:
             answers.append(call(job))
             return True
 
-        if self._ask(keep) is None:
+        if self._call_job(keep) is None:
             raise RendezvousConnectionError("the rendezvous store is lost, so no node can start another round")
         return answers[-1]
 

@@ -54,7 +54,7 @@ class Round:
     """The state of one round.
 
     Attributes:
-        part: this node's place in the round.
+        membership: this node's place in the round.
         events: of all its nodes; local events before the first round, after this node has left, and if the store does not answer.
         server: of the round's store, if this agent hosts it.
         concluded: this node knows the verdict on the round.
@@ -146,7 +146,7 @@ class SeveralNodes:
         self._torch = TorchRendezvous(params, address)
         self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
         self._round = Round(Membership(0, 0, 1), LocalEvents(on_event), concluded=True)
-        if (known := self._job.ask(StoreJob.enter_job)) is not None:
+        if (known := self._job.call(StoreJob.enter_job)) is not None:
             ledger.begin(known)
 
     @property
@@ -176,7 +176,7 @@ class SeveralNodes:
 
     def _check_refused(self) -> None:
         """Raise NodeRefused if this host may not come back yet."""
-        if why := self._job.ask(lambda job_: job_.refused(self._host)):
+        if why := self._job.call(lambda job_: job_.refused(self._host)):
             self._job_continues = True
             raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
 
@@ -184,7 +184,7 @@ class SeveralNodes:
         """If the round has failed on other nodes, get the verdict. Raises JobStopped."""
         ended = self._round
         if ended.events.ended_by_failure and not ended.concluded:
-            heard = self._job.ask(lambda job_: job_.await_verdict(ended.membership, self._waits.others_s))
+            heard = self._job.call(lambda job_: job_.await_verdict(ended.membership, self._waits.others_s))
             if heard is None:
                 logger.warning("the node that failed sent no verdict on round %s; all nodes start another round", self.number)
             else:
@@ -199,8 +199,8 @@ class SeveralNodes:
         try:
             return self._torch.next_round()
         except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter if the job has enough nodes without this one
-            if (verdict := self._job.ask(StoreJob.stopped)) is not None:
-                self._adopt(self._job.ask(StoreJob.ledger) or self._ledger.ledger, verdict)
+            if (verdict := self._job.call(StoreJob.stopped)) is not None:
+                self._adopt(self._job.call(StoreJob.ledger) or self._ledger.ledger, verdict)
                 raise JobStopped(verdict) from None
             raise
 
@@ -217,7 +217,7 @@ class SeveralNodes:
     def exchange(self) -> Exchange:
         if self._round.membership.nodes == 1:
             return Alone()
-        return StoreExchange(self._round.membership, self._job.ask, self._over_or_lost)
+        return StoreExchange(self._round.membership, self._job.call, self._over_or_lost)
 
     def _over_or_lost(self) -> RoundEnd | None:
         if self.events.lost:
@@ -232,7 +232,7 @@ class SeveralNodes:
 
     def num_nodes_waiting(self) -> int:
         for host, reason in self._refusals.ended():
-            self._job.ask(functools.partial(StoreJob.end_refusal, host=host, reason=reason))
+            self._job.call(functools.partial(StoreJob.end_refusal, host=host, reason=reason))
         return self._torch.num_nodes_waiting()
 
     # Verdicts
@@ -242,13 +242,13 @@ class SeveralNodes:
         waits = self._waits
         patience_s = waits.settle_s if self.events.ended_without_failure else waits.patience_s
         membership = self._round.membership
-        concluded = self._job.ask(lambda job_: job_.conclude(membership, report, self._judge, waits.settle_s, patience_s))
+        concluded = self._job.call(lambda job_: job_.conclude(membership, report, self._judge, waits.settle_s, patience_s))
         if concluded is None:
             ledger, verdict = self._ledger.judge(
                 {self.node_id: report}, self._ledger.ledger, membership.round, left=self.events.left_by
             )
             if verdict.ends_job:
-                verdict = self._job.ask(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
+                verdict = self._job.call(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
             concluded = ledger, verdict
         self._adopt(*concluded)
         return concluded[1]
@@ -275,7 +275,7 @@ class SeveralNodes:
 
     def leave(self) -> None:
         self._end_events()
-        self._job.ask(self._step_out, again=False)  # there may be no time for a second try
+        self._job.call(self._step_out, again=False)  # there may be no time for a second try
         self._job.end(LEAVE_TIMEOUT_S)
 
     def _step_out(self, job_: StoreJob) -> None:
@@ -289,7 +289,7 @@ class SeveralNodes:
             return True
         self._end_events()
         closed = self._torch.close()
-        self._job.ask(self._leave_closed, again=False)
+        self._job.call(self._leave_closed, again=False)
         self._job.end(LEAVE_TIMEOUT_S)
         self._round.server = None
         return closed

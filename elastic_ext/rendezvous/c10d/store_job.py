@@ -85,7 +85,7 @@ class StoreJob:
         if self._number == 0:
             self.enter_job()
         elif self.calls.read(job_keys.FIRST) != self._first:
-            raise self.calls.lose("another store has taken its place")
+            raise self.calls.mark_lost("another store has taken its place")
 
     def conclude(
         self, membership: Membership, report: Report, judge: Judge, settle_s: float, patience_s: float
@@ -226,18 +226,18 @@ class RetryingJob:
         self._job = job_
         self._lost = False
 
-    def ask(self, call: Callable[[StoreJob], T], again: bool = True) -> T | None:
-        """Return what the call returns; None if the store is lost. again: whether to try a second time."""
+    def call(self, work: Callable[[StoreJob], T], again: bool = True) -> T | None:
+        """Return what `work` returns; None if the store is lost. again: whether to try a second time."""
         try:
             try:
-                answer = call(self._job)
+                answer = work(self._job)
             except StoreLost as error:
                 if not again:
                     raise
                 if not self._lost:
                     logger.warning("the rendezvous store does not answer; trying again on new connections: %s", error)
                 self._job.reconnect()
-                answer = call(self._job)
+                answer = work(self._job)
         except StoreLost as error:
             if not self._lost:
                 logger.warning("the rendezvous store is lost; from now on each node judges failures for itself: %s", error)

@@ -94,7 +94,7 @@ class JobConnection:
     # Waits of the main thread.
 
     def await_round(self, after: int) -> tuple[Header, Assignment]:
-        """Return the next round after round `after`, and this node's part in it.
+        """Return the next round after round `after`, and this node's assignment to it.
 
         Raises:
             JobStopped: a verdict has ended the job.
@@ -114,7 +114,7 @@ class JobConnection:
                     raise RendezvousClosedError(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    why = f": {participant.full}" if participant.full is not None else ""
+                    why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
                     raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
                 self.changed.wait(left)
 
@@ -146,7 +146,7 @@ class JobConnection:
                 self.changed.wait(min(deadline, warn_at) - now)
 
     def raise_failure(self, started: bool = True) -> None:
-        """Raise the reason why this node can take no further part in the job, if any. started: it has been in a round."""
+        """Raise the reason why this node can no longer take part in the job, if any. started: it has been in a round."""
         failure = self.participant.failure
         if failure is None:
             return

@@ -13,7 +13,7 @@ from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
-from elastic_ext.rendezvous import plain
+from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
@@ -71,7 +71,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self._current: tuple[Header, Assignment] | None = None  # the round's first header, and this node's part in it
+        self._current: tuple[Header, Assignment] | None = None  # the round's first header, and this node's assignment
         self._server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._job_continues = False  # this node leaves and the job goes on
 
@@ -102,8 +102,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; see `JobConnection.await_round` for the exceptions."""
-        plain.note(self)
-        with plain.closed_by_verdict(self):
+        foreign_agent.warn_once(self)
+        with foreign_agent.closed_by_verdict(self):
             while (info := self._next_round()) is None:
                 pass
             return info

@@ -76,7 +76,7 @@ class JobRecords:
         assert job is not None  # compared
         return JobSnapshot(job.lease_id), entered, first
 
-    def agree(self) -> JobSnapshot:
+    def read_or_create(self) -> JobSnapshot:
         """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
 
         Raises:
@@ -85,7 +85,7 @@ class JobRecords:
         """
         while True:
             found = self._read()
-            if found is not None and not (found.over and self._forget(found)):
+            if found is not None and not (found.over and self._delete_abandoned(found)):
                 return found
 
     def _read(self) -> JobSnapshot | None:
@@ -108,7 +108,7 @@ class JobRecords:
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
             found = JobSnapshot(lease_id, self._reader.header(header) or Header(), header.mod_revision)
         if theirs not in (None, self._mine):
-            if not self._forget(found):
+            if not self._delete_abandoned(found):
                 seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self._mine} here"
                 raise UsageError(
                     f"another job with other settings is running under this --rdzv-id: {seen}; "
@@ -172,7 +172,7 @@ class JobRecords:
         found = self._reader.header(header) if header is not None else None
         return found is not None and found.job == name != ""
 
-    def _forget(self, found: JobSnapshot) -> bool:
+    def _delete_abandoned(self, found: JobSnapshot) -> bool:
         """Delete what a job left that has no nodes any more. Return False if it has one.
 
         The ledger stays if a scheduler is to start the job again: its budget still holds.

@@ -21,7 +21,7 @@ class JobStatus:
     """The state at one moment.
 
     Attributes:
-        nodes, parts: records and assignments, by node id.
+        nodes, assignments: records and assignments, by node id.
         refused: the reason, by host.
         faults: one line for each unreadable record.
     """

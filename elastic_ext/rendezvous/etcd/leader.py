@@ -148,7 +148,7 @@ class Leader:
         for at in range(0, len(puts), OPS_PER_TXN):
             if not client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN]).succeeded:
                 return self._reload()
-        # Before the header: its arrival makes this very node take its part.
+        # Before the header: its arrival makes this very node join.
         before = self._members.ranks
         self._members.sealed(header, assignments)
         if not self.write_header(header):

@@ -154,7 +154,7 @@ def exchanges():
 
 def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
     shared = StoreJob(TCPStore("127.0.0.1", server.port, is_master=False), "run", f"node-{rank}", False, Ledger())
-    shared.come_in()
+    shared.enter_job()
     return StoreExchange(Membership(1, rank, nodes), lambda question: question(shared), over)
 
 

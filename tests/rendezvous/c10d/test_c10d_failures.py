@@ -117,7 +117,7 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
     nodes.gate.open()
     with ThreadPoolExecutor(2) as pool:  # one of the two judges
-        waits = [pool.submit(job.wait_for, "not all nodes have reported yet", timeout_s=30) for job in (jobs[0], jobs[2])]
+        waits = [pool.submit(job.wait_for, "nodes that have not reported yet", timeout_s=30) for job in (jobs[0], jobs[2])]
         wait(waits, return_when=FIRST_COMPLETED)
         jobs[1].process.send_signal(signal.SIGCONT)
     assert any(each.exception() is None for each in waits)

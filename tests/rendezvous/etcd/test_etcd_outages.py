@@ -559,7 +559,7 @@ def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_ro
     alive = list(pids.values())
     assert wait_gone(alive, timeout_s=OUTAGE_S) == alive
     os.kill(pids[failing], signal.SIGKILL)
-    nodes.jobs[failing].wait_for("space exceeded; compact and defragment etcd .* what runs goes on")
+    nodes.jobs[failing].wait_for("space exceeded; compact and defragment etcd .* the running round continues")
     client.compact(client.revision("/of-others"))
     server.etcdctl("defrag")
     server.etcdctl("alarm", "disarm")

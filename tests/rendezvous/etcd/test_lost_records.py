@@ -313,7 +313,9 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(told="is not in etcd yet")
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(
+            told="still waiting for the job's verdict in etcd"
+        )
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     gate = Gate(tmp_path / "gate")

@@ -26,7 +26,7 @@ class Handler(Protocol):
     round: int
 
 
-def note(handler: Handler) -> None:
+def warn_once(handler: Handler) -> None:
     """Warn before the first round. The handler calls it before each round."""
     if not handler.attached and handler.round == 0:
         logger.warning(

@@ -86,17 +86,19 @@ class Tokens:
         request = rpc.AuthenticateRequest(name=user.name, password=user.password)
         try:
             # Not through etcd3: its constructor authenticates only once.
-            token: str = answer(connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token)
+            token: str = translate_errors(
+                connection, lambda: rpc.AuthStub(connection.channel).Authenticate(request, timeout_s).token
+            )
         except CallFailed as error:
             if error.failure.kind is not Kind.AUTH_OFF:
                 raise
-            logger.warning("etcd at %s does not use authentication: going on without a token", connection.name)
+            logger.warning("etcd at %s does not use authentication; continuing without a token", connection.name)
             return ""
         logger.debug("etcd at %s gave a token to user %s", connection.name, user.name)
         return token
 
 
-def answer(connection: Connection, send: Callable[[], T]) -> T:
+def translate_errors(connection: Connection, send: Callable[[], T]) -> T:
     """Return what `send` returns. Errors of gRPC and etcd3 become CallFailed."""
     import grpc  # type: ignore[import-untyped]
 
@@ -109,7 +111,7 @@ def answer(connection: Connection, send: Callable[[], T]) -> T:
     raise CallFailed(failure)
 
 
-def prove(connection: Connection, timeout_s: float, again: bool) -> None:
+def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
     """Raise CallFailed unless the server answers, and UnsupportedVersion if it is too old.
 
     So a write goes out only on a working connection: a dead host costs it a detour, and its outcome stays known.
@@ -121,7 +123,7 @@ def prove(connection: Connection, timeout_s: float, again: bool) -> None:
     stub = rpc.MaintenanceStub(connection.channel)
     limit = min(timeout_s, _CONNECT_S) if again else timeout_s
     try:
-        status = answer(connection, lambda: stub.Status(rpc.StatusRequest(), limit, wait_for_ready=again))
+        status = translate_errors(connection, lambda: stub.Status(rpc.StatusRequest(), limit, wait_for_ready=again))
     except CallFailed as error:
         if error.failure.kind in errors.TRANSIENT:
             raise
@@ -184,7 +186,7 @@ class Caller:
                 if not self.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                     raise
                 raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
-            self._after(failed, connection, run)
+            self._on_failure(failed, connection, run)
 
     def _attempt(self, connection: Connection, send: Callable[[Any], T], run: _Run, attempt_s: float | None, leader: bool) -> T:
         run.sent = False
@@ -193,17 +195,17 @@ class Caller:
         end = min(run.deadline, run.began + max(_MIN_ATTEMPT_S, min(share, attempt_s or share)))
         fresh_s = math.inf if run.repeatable else _FRESH_S
         if run.began - connection.answered_at >= fresh_s:
-            prove(connection, _until(end), again=run.tried >= len(self.endpoints))
-        run.metadata = self.tokens.metadata(connection, _until(end))
+            check_alive(connection, _left_s(end), again=run.tried >= len(self.endpoints))
+        run.metadata = self.tokens.metadata(connection, _left_s(end))
         if not run.repeatable:
             end = run.deadline  # no second attempt needs the time
         run.sent = True
-        bound = connection.bound(_until(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
-        result = answer(connection, lambda: send(bound))
+        bound = connection.bound(_left_s(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
+        result = translate_errors(connection, lambda: send(bound))
         connection.answered_at = time.monotonic()
         return result
 
-    def _after(self, failure: RpcFailure, connection: Connection, run: _Run) -> None:
+    def _on_failure(self, failure: RpcFailure, connection: Connection, run: _Run) -> None:
         """Return if the call is to be sent again; otherwise raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
@@ -229,7 +231,7 @@ class Caller:
             self.closed.wait(max(0.0, min(pause, run.left())))
 
 
-def _until(end: float) -> float:
+def _left_s(end: float) -> float:
     """Return the seconds left, never 0: gRPC would not even try."""
     return max(0.001, end - time.monotonic())
 

@@ -71,7 +71,7 @@ class EtcdClient:
             first: index of the endpoint to begin with; random by default.
         """
         if (user is None) != (password is None):
-            raise ConfigError("etcd: expected both a user and a password, got one of them")
+            raise ConfigError("etcd: expected both a user and a password, got only one")
         self._closed = threading.Event()
         self._tokens = Tokens(User(user, password) if user is not None and password is not None else None)
         self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)

@@ -83,7 +83,9 @@ def parse_endpoint(text: str) -> Endpoint:
         ConfigError: the text is none of these. The message omits text that may hold a password (`user:secret@host`).
     """
     if "@" in text:
-        raise ConfigError("an etcd endpoint holds a user or password: expected host:port, give the user and password apart")
+        raise ConfigError(
+            "an etcd endpoint contains a user or password: expected host:port; give the user and password separately"
+        )
     match = _ENDPOINT.fullmatch(text.strip())
     port = int(match["port"] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
@@ -138,13 +140,13 @@ class Connection:
 def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
     if endpoint.tls is False and tls is not None:
         raise ConfigError(
-            f"etcd endpoint http://{endpoint} is without TLS but certificates were given: use https:// or drop them"
+            f"etcd endpoint http://{endpoint} does not use TLS, but certificates were given: use https:// or remove them"
         )
     if tls is None and not endpoint.tls:
         return {}
     tls = tls or Tls()
     if (tls.cert is None) != (tls.key is None):
-        raise ConfigError("TLS client certificate: expected both the certificate and its key, got one of them")
+        raise ConfigError("TLS client certificate: expected both the certificate and its key, got only one")
     ca = tls.ca or _system_ca()
     for path, mark in ((ca, b"CERTIFICATE-----"), (tls.cert, b"CERTIFICATE-----"), (tls.key, b"PRIVATE KEY-----")):
         if path is not None:
@@ -160,7 +162,7 @@ def _check_pem(path: str, mark: bytes) -> None:
     except OSError as error:
         raise ConfigError(f"TLS file {path} cannot be read: {error.strerror}") from None
     if not found:
-        raise ConfigError(f"TLS file {path} holds no PEM block that ends in {mark.decode()!r}")
+        raise ConfigError(f"TLS file {path} contains no PEM block that ends in {mark.decode()!r}")
 
 
 def _system_ca() -> str:

@@ -137,10 +137,10 @@ def classify(code: str, details: str, endpoint: str) -> RpcFailure:
     text = details.lower()
     fits = (kind for row_code, part, kind in _KINDS if row_code == code and part in text)
     silent = code == "DEADLINE_EXCEEDED"
-    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else essence(details) or code, silent)
+    return RpcFailure(next(fits, Kind.REFUSED), endpoint, "no answer in time" if silent else short_text(details) or code, silent)
 
 
-def essence(details: str) -> str:
+def short_text(details: str) -> str:
     """Return the informative part of an error text. etcd puts it after its own name, gRPC at the end, after the address."""
     text = " ".join(details.split())
     for lead in ("etcdserver: ", "last error: ", "Failed to connect to remote host: "):
@@ -154,7 +154,7 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
     seen = f"{what}: etcd at {failure.endpoint} answered: {failure.text}"
     who = f"user {user!r}" if user else "no user given"
     if failure.kind in (Kind.AUTH, Kind.TOKEN):
-        return AuthError(f"{seen} ({who}); give the right user and password, and the role that this key needs")
+        return AuthError(f"{seen} ({who}); check the user and password, and that the user has a role for this key")
     if failure.kind is Kind.COMPACTED:
         return Compacted(f"{seen}; read the keys again, then watch from there")
     if failure.kind is Kind.LEASE:
@@ -163,7 +163,7 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
         return QuotaExceeded(f"{seen}; compact and defragment etcd or raise --quota-backend-bytes, then `etcdctl alarm disarm`")
     if failure.kind is Kind.VERSION:
         return UnsupportedVersion(f"{seen}; expected etcd 3.4 or later: check that the address is that of an etcd server")
-    return EtcdError(f"{seen}; the request is wrong or beyond the server's limits")
+    return EtcdError(f"{seen}; the request is invalid or exceeds the server's limits")
 
 
 def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool) -> EtcdError:
@@ -171,16 +171,18 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
 
     failures: the last one of each endpoint. timeout_s: of the whole call.
     """
-    seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt ended"
+    seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt completed"
     if failures and all(failure.kind is Kind.TLS for failure in failures):
         return TlsError(f"{what}: no TLS connection to etcd ({seen}); check the CA, the client certificate and http/https")
     if maybe_applied:
-        advice = "it may have been carried out: read again before a second try, or compare in it"
-        return Unavailable(f"{what}: sent, but the answer of etcd did not come ({seen}); {advice}", maybe_applied=True)
+        advice = "it may have been carried out: read the keys before you try again, or make the write conditional"
+        return Unavailable(
+            f"{what}: the request was sent, but etcd's answer did not arrive ({seen}); {advice}", maybe_applied=True
+        )
     # A server with TLS answers a client without it like this, and vice versa; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
-    hint = ", http:// against https://, the client certificate" if cut_off else ""
-    advice = f"check the addresses{hint} and that etcd runs"
+    hint = ", http:// versus https://, the client certificate" if cut_off else ""
+    advice = f"check the addresses{hint} and that etcd is running"
     return Unavailable(f"{what}: no etcd endpoint answered within {timeout_s:g} s ({seen}); {advice}")
 
 

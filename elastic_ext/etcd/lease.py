@@ -19,8 +19,8 @@ MIN_TTL_S = 2  # etcd raises shorter TTLs to one and a half election timeouts, 2
 
 
 @dataclass(frozen=True)
-class Term:
-    """The known state of one lease. Times are monotonic seconds.
+class LeaseState:
+    """The state of one lease, as known here. Times are monotonic seconds.
 
     Attributes:
         next_at: when to renew it.
@@ -91,7 +91,7 @@ class LeaseSession:
             EtcdError: the lease could not be granted.
         """
         if ttl_s < MIN_TTL_S:
-            raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, etcd cannot time less")
+            raise ConfigError(f"lease TTL of {ttl_s} s: expected at least {MIN_TTL_S} s, the shortest TTL that etcd keeps")
         self._client = client
         self._on_lost = on_lost
         self.lost = threading.Event()
@@ -100,7 +100,7 @@ class LeaseSession:
         granted = client.lease_grant(ttl_s, timeout_s=timeout_s)
         self.lease_id = granted.lease_id
         self.ttl_s = granted.ttl_s
-        self.term = _term(granted.lease_id, granted.sent_at, granted.ttl_s, patient)
+        self.state = _state_of(granted.lease_id, granted.sent_at, granted.ttl_s, patient)
         client.renewer.add(self)
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class LeaseSession:
 
         It counts from just before the last successful renewal was sent: the server began to count later than that.
         """
-        return self.term.alive_until
+        return self.state.alive_until
 
     @property
     def late(self) -> bool:
@@ -121,10 +121,10 @@ class LeaseSession:
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires by itself."""
-        self.orphan()
+        self.stop_renewing()
         self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
 
-    def orphan(self) -> None:
+    def stop_renewing(self) -> None:
         """Stop renewing: the server lets the lease expire, at `alive_until` or somewhat later."""
         self._client.renewer.remove(self)
 
@@ -134,11 +134,11 @@ class LeaseSession:
         """Record a successful renewal. sent_at: monotonic, before its request was sent."""
         if self.late:
             self.late_at = time.monotonic()
-        self.term = _term(self.lease_id, sent_at, ttl_s, self.term.patient)
+        self.state = _state_of(self.lease_id, sent_at, ttl_s, self.state.patient)
 
     def retry_at(self, at: float) -> None:
         """Record a failed renewal, to be retried at this monotonic time."""
-        self.term = Term(self.lease_id, self.term.ttl_s, at, self.term.alive_until, self.term.patient)
+        self.state = LeaseState(self.lease_id, self.state.ttl_s, at, self.state.alive_until, self.state.patient)
 
     def end(self, reason: str) -> None:
         """Mark the lease as lost. reason: one line."""
@@ -152,5 +152,5 @@ class LeaseSession:
                 logger.exception("on_lost of etcd lease %x failed", self.lease_id)
 
 
-def _term(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> Term:
-    return Term(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
+def _state_of(lease_id: int, sent_at: float, ttl_s: int, patient: bool) -> LeaseState:
+    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)

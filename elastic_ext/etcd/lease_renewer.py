@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_ext.etcd.errors import ClientClosed, EtcdError
-from elastic_ext.etcd.lease import LeaseSession, Term
+from elastic_ext.etcd.lease import LeaseSession, LeaseState
 from elastic_ext.etcd.values import KeptAlive
 
 logger = logging.getLogger(__name__)
@@ -48,19 +48,19 @@ class Plan:
     wait_s: float | None
 
 
-def plan(terms: Iterable[Term], now: float) -> Plan:
+def plan(states: Iterable[LeaseState], now: float) -> Plan:
     """Return what to do at `now`, in monotonic seconds."""
-    terms = list(terms)
-    given_up = {term.lease_id for term in terms if not term.patient and now >= term.alive_until}
-    kept = [term for term in terms if term.lease_id not in given_up]
+    states = list(states)
+    given_up = {state.lease_id for state in states if not state.patient and now >= state.alive_until}
+    kept = [state for state in states if state.lease_id not in given_up]
     due: list[int] = []
-    if any(term.next_at <= now for term in kept):
+    if any(state.next_at <= now for state in kept):
         # Take along those due within a tenth of their TTL: 1,000 leases should not make 1,000 calls.
-        due = [term.lease_id for term in kept if term.next_at <= now + term.ttl_s / 10]
+        due = [state.lease_id for state in kept if state.next_at <= now + state.ttl_s / 10]
     if due or given_up:
         return Plan(tuple(due), tuple(given_up), 0.0)
-    ends = [term.alive_until for term in kept if not term.patient]
-    events = [term.next_at for term in kept] + ends
+    ends = [state.alive_until for state in kept if not state.patient]
+    events = [state.next_at for state in kept] + ends
     return Plan((), (), min(events) - now if events else None)
 
 
@@ -84,7 +84,7 @@ class LeaseRenewer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="etcd-lease-renewer", daemon=True)
                 self._thread.start()
-            elif session.term.next_at < self._wakes_at:
+            elif session.state.next_at < self._wakes_at:
                 self._changed.notify()
 
     def remove(self, session: LeaseSession) -> None:
@@ -112,7 +112,7 @@ class LeaseRenewer:
         with self._changed:
             if self._closed.is_set():
                 return
-            todo = plan([session.term for session in self._sessions.values()], time.monotonic())
+            todo = plan([session.state for session in self._sessions.values()], time.monotonic())
             if not todo.due and not todo.given_up:
                 self._wakes_at = math.inf if todo.wait_s is None else time.monotonic() + todo.wait_s
                 self._changed.wait(todo.wait_s)
@@ -161,7 +161,7 @@ class LeaseRenewer:
     def _note(self, trouble: str | None) -> None:
         """Log one line when trouble begins, and one when it ends."""
         if trouble is not None and self._trouble is None:
-            logger.warning("etcd leases are not being renewed, trying again: %s", trouble)
+            logger.warning("etcd leases are not being renewed; trying again: %s", trouble)
         elif trouble is None and self._trouble is not None:
-            logger.info("etcd leases are renewed again")
+            logger.info("etcd leases are being renewed again")
         self._trouble = trouble

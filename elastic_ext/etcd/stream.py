@@ -135,7 +135,7 @@ class WatchStream:
                 try:
                     self._serve()
                 except _Broken as broken:
-                    self._after(broken.failure)
+                    self._on_failure(broken.failure)
                 except EtcdError as error:
                     if not isinstance(error, Unavailable):
                         self._end_all(error)
@@ -159,7 +159,7 @@ class WatchStream:
         connection = self._caller.endpoints.current()
         token: list[tuple[str, str]] = []
         try:
-            calls.prove(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
+            calls.check_alive(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
             token = self._caller.tokens.metadata(connection, self._caller.timeout_s)
             call = _Call(connection, token)
             try:
@@ -221,7 +221,7 @@ class WatchStream:
             watch.take(response)
 
     def _canceled(self, watch: Watch, response: Any, connection: Connection) -> None:
-        reason = errors.essence(response.cancel_reason) or "no reason given"
+        reason = errors.short_text(response.cancel_reason) or "no reason given"
         user = self._caller.tokens.user
         if response.compact_revision:
             self._end(watch, _compacted(watch, f"compacted up to {response.compact_revision}", response.compact_revision))
@@ -235,7 +235,7 @@ class WatchStream:
             self._refused = None
             who = f"user {user.name!r}" if user else "no user given"
             seen = f"watch {watch.key!r}: etcd at {connection.name} refused it: {reason} ({who})"
-            self._end(watch, AuthError(f"{seen}; give the right user, with a role that may read these keys"))
+            self._end(watch, AuthError(f"{seen}; check the user, and that it has a role that may read these keys"))
 
     def _check_history(self, watch: Watch, revision: int) -> None:
         """Detect a lost history: a new or restored server has fewer revisions than we saw, and the watch would wait silently.
@@ -264,7 +264,7 @@ class WatchStream:
 
     # Trouble
 
-    def _after(self, failure: RpcFailure) -> None:
+    def _on_failure(self, failure: RpcFailure) -> None:
         if self._caller.closed.is_set():
             return
         user = self._caller.tokens.user.name if self._caller.tokens.user else None
@@ -272,7 +272,7 @@ class WatchStream:
             self._end_all(errors.fatal_error(failure, "watch", user))
             return
         if failure.kind is not Kind.TOKEN and self._trouble is None:
-            logger.warning("etcd watch stream to %s broke, resuming: %s", failure.endpoint, failure.text)
+            logger.warning("etcd watch stream to %s broke; resuming: %s", failure.endpoint, failure.text)
             self._trouble = failure.text
         self._pause()
 

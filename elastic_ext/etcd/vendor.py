@@ -36,7 +36,7 @@ def etcd3() -> types.ModuleType:
     global _loaded
     with _lock:
         if _loaded is None:
-            check_owner()
+            check_distribution()
             _loaded = _import()
         return _loaded
 
@@ -56,7 +56,7 @@ def _is_etcd3(name: str) -> bool:
     return name == "etcd3" or name.startswith("etcd3.")
 
 
-def check_owner() -> None:
+def check_distribution() -> None:
     """Raise ConfigError unless the top-level module `etcd3` belongs to the distribution etcd3 0.12.0.
 
     etcd3-py and some forks install a package of the same name, over it or before it on the path.
@@ -72,7 +72,7 @@ def check_owner() -> None:
     if found is None or not expected.exists() or not expected.parent.samefile(found):
         raise ConfigError(
             f"the module etcd3 found at {found} is not that of etcd3=={VERSION} ({expected.parent}): "
-            "another distribution of that name is in its way; uninstall it or put it later on the path"
+            "another distribution of that name comes first; uninstall it, or move it to the end of the path"
         )
     if not _unchanged(distribution, expected):
         raise ConfigError(

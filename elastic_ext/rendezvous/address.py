@@ -86,7 +86,7 @@ def check_own(local_addr: str | None, default: str) -> None:
         UsageError: no connection comes back within REACH_S; torch's store would retry silently for minutes.
     """
     address = local_addr or default
-    trouble = "it has no address"
+    trouble = "it resolves to no address"
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -99,8 +99,8 @@ def check_own(local_addr: str | None, default: str) -> None:
             trouble = str(error.strerror or error)
     loopback = "" if _loopback_is_up() else "; the interface lo is not up: `ip link set lo up`"
     raise UsageError(
-        f"{'--local-addr=' if local_addr else ''}{address}: this host does not reach itself by it ({trouble})"
-        f"{loopback}; expected an address or a name of this host, which other nodes can use too; nothing was started"
+        f"{'--local-addr=' if local_addr else ''}{address}: this host cannot reach itself at this address ({trouble})"
+        f"{loopback}; expected an address or name of this host that the other nodes can use too; nothing was started"
     )
 
 

@@ -37,7 +37,7 @@ class Rendezvous(Protocol):
     Attributes:
         settings: this agent's settings, read once.
         torch_conf: the user's --rdzv-conf, as torch parsed it.
-        attached: our agent sets it when it begins to use this handler; otherwise another agent uses the rendezvous (`plain`).
+        attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (see `foreign_agent`).
         round: number of the current round, from 1; 0 before the first. It is the same on every node and never reused in a job.
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.

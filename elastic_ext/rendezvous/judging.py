@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEDGER_BYTES = 16 << 20
 
 
-def rules(
+def circumstances(
     settings: Settings,
     max_restarts: int,
     *,
@@ -53,7 +53,7 @@ def report_of(text: str, order: int) -> Report:
     try:
         return decode_report(text, order)
     except RecordError as error:
-        logger.warning("a node's report of its failure cannot be read, so the failure is unknown: %s", printable(str(error)))
+        logger.warning("a node's failure report cannot be read, so the failure counts as unknown: %s", printable(str(error)))
         return Report("", replace(classify(Evidence(rank=-1)), order=order))
 
 
@@ -62,7 +62,7 @@ def ledger_of(text: str) -> Ledger:
     try:
         return decode_ledger(text) if text else Ledger()
     except RecordError as error:
-        logger.warning("the job's ledger cannot be read, so a new one is begun: %s", printable(str(error)))
+        logger.warning("the job's ledger cannot be read; starting a new one: %s", printable(str(error)))
         return Ledger()
 
 
@@ -77,7 +77,9 @@ class LedgerFile:
         self._path = Path(path) if path else None
         self._run_id = run_id
         if self._path is not None and self._path.exists() and not self._path.is_file():  # writing would replace it with a file
-            raise UsageError(f"ledger_file={path}: expected a file, or none yet; this is a directory, a pipe or a device")
+            raise UsageError(
+                f"ledger_file={path}: expected a regular file or a new path; this is a directory, a pipe or a device"
+            )
         self.ledger = self._read()
 
     def _read(self) -> Ledger:
@@ -85,13 +87,13 @@ class LedgerFile:
         if self._path is None or not self._path.exists():
             return Ledger()
         if not self._path.is_file():  # reading a pipe would never end
-            logger.warning("ledger_file %s cannot be used: it is not a file", self._path)
+            logger.warning("ledger_file %s cannot be used: it is not a regular file", self._path)
             return Ledger()
         try:
             record = json.loads(user_files.text(str(self._path), LEDGER_BYTES))
             ledger = decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
-            logger.warning("ledger_file %s cannot be used, so a new ledger is begun: %s", self._path, printable(str(error)))
+            logger.warning("ledger_file %s cannot be used; starting a new ledger: %s", self._path, printable(str(error)))
             return Ledger()
         return Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 
@@ -103,7 +105,9 @@ class LedgerFile:
         try:
             write_whole(self._path, json.dumps({"run_id": self._run_id, "ledger": encode_ledger(ledger)}))
         except (OSError, ValueError) as error:  # ValueError: not a valid file name
-            logger.warning("ledger_file %s cannot be written; the budget would not outlive this agent: %s", self._path, error)
+            logger.warning(
+                "ledger_file %s cannot be written; the restart budget will not outlive this agent: %s", self._path, error
+            )
 
     def forget(self) -> None:
         """Delete the ledger: the job has ended without a failure."""

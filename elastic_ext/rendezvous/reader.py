@@ -26,7 +26,7 @@ MAX_FAULTS = 1000  # distinct ones; more are not logged
 
 
 def _warn(text: str) -> None:
-    logger.warning("%s; it is passed over", text)
+    logger.warning("%s; ignoring it", text)
 
 
 class RecordReader:
@@ -40,12 +40,12 @@ class RecordReader:
     def node(self, kv: KeyValue) -> Node | None:
         """Read a node's record. It must have a lease: the job would wait forever for a node whose record never expires."""
         if not kv.lease_id:
-            self._once(f"{_shown(kv.key)} is under no lease, so it is not a node", kv.key, kv.value)
+            self._once(f"{_shown(kv.key)} has no lease, so it does not count as a node", kv.key, kv.value)
             return None
         return self._try(lambda: decode(Node, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def assignment(self, kv: KeyValue) -> Assignment | None:
-        """Read a node's part in a round."""
+        """Read a node's assignment to a round."""
         return self._try(lambda: decode(Assignment, kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def header(self, kv: KeyValue) -> Header | None:
@@ -58,7 +58,11 @@ class RecordReader:
             return header
         verdict = self.verdict(header.verdict, kv.key)
         if verdict is not None and verdict.round != header.round:
-            self._once(f"{_shown(kv.key)} holds a verdict on round {verdict.round} in round {header.round}", kv.key, kv.value)
+            self._once(
+                f"{_shown(kv.key)} holds a header of round {header.round} with a verdict on round {verdict.round}",
+                kv.key,
+                kv.value,
+            )
         return header if verdict is not None and verdict.round == header.round else None
 
     def ledger(self, kv: KeyValue) -> Ledger | None:

@@ -35,7 +35,7 @@ class EndKind(str, Enum):
 
     STALLED = "stalled"  # no worker of the job makes progress any more
     BROKEN = "broken"  # a node's workers failed, a node was lost or leaves, or nodes wait to join
-    CUT_OFF = "cut_off"  # this node can take no further part
+    CUT_OFF = "cut_off"  # this node can no longer take part
     CLOSED = "closed"  # the job is over
 
 
@@ -86,8 +86,8 @@ class Header:
         nodes, world: number of its nodes and of its workers.
         address, port: the store of this round, at the node of rank 0.
         reason: why the job is in this state, for people.
-        seal: a name unique to one act of sealing. A leader may be lost, or its view may change, after it has written the parts of
-            a round and before it writes this header; those parts must not count as parts of the round that is formed instead.
+        seal: a name unique to one act of sealing. A leader may be lost, or its view may change, after it has written the
+            assignments of a round and before it writes this header; they must not count for the round that is formed instead.
         verdict: what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet.
         save: number of the last save on demand requested in this round; 0 if none was.
         local: all nodes may resume from their own disks, and offer the node of rank 0 what they have there.
@@ -115,7 +115,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One node's part in a round.
+    """One node's assignment to a round.
 
     Attributes:
         rank: of the node.
@@ -132,7 +132,7 @@ class Assignment:
     seal: str = ""
 
     def of(self, header: Header) -> bool:
-        """Return whether this is a part in the header's round, not in another attempt to form it."""
+        """Return whether this is an assignment to the header's round, not to another attempt to form it."""
         return (self.round, self.seal) == (header.round, header.seal)
 
 
@@ -154,5 +154,5 @@ def decode(kind: type[Record], value: bytes, key: str) -> Record:
     """
     data = records.parse(value, key, SCHEMA)
     if kind is Header and "state" not in data:
-        raise RecordError(f"{key} holds no header of elastic_ext: the state is missing")
+        raise RecordError(f"{key} holds no header of elastic_ext: the field `state` is missing")
     return records.build(kind, data, key)

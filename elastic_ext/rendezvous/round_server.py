@@ -66,7 +66,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
             raise
         if is_loopback(address):
             raise UsageError(
-                f"cannot listen on {address}: {error.strerror}; expected a loopback interface, bring it up"
+                f"cannot listen on {address}: {error.strerror}; bring up the loopback interface: `ip link set lo up`"
             ) from error
-        logger.info("the store of the round listens on all addresses: %s is not one of this host's (%s)", address, error.strerror)
+        logger.info("the round's store listens on all addresses: %s is not an address of this host (%s)", address, error.strerror)
         return None

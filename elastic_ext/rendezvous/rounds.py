@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
-GROW_LOOK_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
-STALLED = "no worker of the job makes progress any more"  # for people: why a round ends as EndKind.STALLED
-PARTS_LOOK_S = 1.0  # how often a leader looks for missing parts of the round
+GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
+STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
+ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class View:
         may_grow: waiting nodes may join now; False: only after a checkpoint.
         reported_at: when the first report about the end of this round came, on the same clock; None if none did.
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
-            with missing parts may come back. None: no member is expected back.
+            without assignments may come back. None: no member is expected back.
     """
 
     header: Header
@@ -150,7 +150,7 @@ def precedes(found: Header, known: Header) -> bool:
     return _age(found) < _age(known)
 
 
-def brings_back(found: Header | None, known: Header) -> bool:
+def needs_restoring(found: Header | None, known: Header) -> bool:
     """Return whether a node that knows this header must write it again. found: the header in the store; None if it is missing.
 
     The end of a job is not written again if the header is missing: the next job of this run id may have begun.
@@ -161,18 +161,18 @@ def brings_back(found: Header | None, known: Header) -> bool:
 
 
 def incomplete(view: View) -> bool:
-    """Return whether parts of the round are unknown because their records were lost."""
+    """Return whether assignments of the round are unknown because their records were lost."""
     return len(view.members) < view.header.nodes
 
 
 def _awaits_members(view: View, now: float) -> Wait | None:
-    """After an outage, wait for missing members and for unknown parts."""
+    """After an outage, wait for missing members and assignments."""
     until = view.returning_until
     if until is None or now >= until:
         return None
     if incomplete(view):
-        parts = f"the parts of {view.header.nodes - len(view.members)} nodes in round {view.header.round}"
-        return Wait(f"{parts} are being written again", min(until, now + PARTS_LOOK_S))
+        missing = f"the assignments of {_count(view.header.nodes - len(view.members))} in round {view.header.round}"
+        return Wait(f"{missing} are being written again", min(until, now + ASSIGNMENTS_POLL_S))
     absent = [id_ for id_ in view.members if id_ not in view.nodes]
     return Wait(f"{_named(absent)} may come back after the outage", until) if absent else None
 
@@ -185,13 +185,13 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return End(State.BROKEN, f"lost {_named(gone)}")
     left = [id_ for id_ in view.members if id_ in view.nodes and view.nodes[id_].after >= number]
     if left:
-        return End(State.BROKEN, f"{_named(left)} started again")
+        return End(State.BROKEN, f"{_named(left)} left the round to wait for the next one")
     if failed := reports(view):
         return End(State.BROKEN, f"workers of {_named(failed)} failed")
     if awaits is not None:
         return awaits
     if incomplete(view):
-        return End(State.BROKEN, f"the parts of {view.header.nodes - len(view.members)} nodes in it are lost")
+        return End(State.BROKEN, f"the assignments of {_count(view.header.nodes - len(view.members))} are lost")
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
@@ -202,8 +202,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if not joining or done:
         return Wait("running")
     if view.may_grow:
-        return End(State.BROKEN, f"growing: {_named(joining)} joins")
-    return Wait(f"{_named(joining)} joins at the next checkpoint", now + GROW_LOOK_S)
+        return End(State.BROKEN, f"growing by {_named(joining)}")
+    return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
@@ -211,14 +211,14 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         return awaits
     ran = max((node.round for node in view.nodes.values()), default=0)
     if view.header.state is State.FORMING and ran and view.returning_until is not None and now < view.returning_until:
-        return Wait(f"the header of round {ran} is lost, its nodes write it again", view.returning_until)
+        return Wait(f"the header of round {ran} is lost; its nodes are writing it again", view.returning_until)
     failed = reports(view)
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _has_reported(view.nodes[id_], view.header.round)]
         if silent and all(view.nodes[id_].follows for id_ in failed):
             # Wait beyond the settle time: the next round needs these nodes anyway. A node may use up its workers' whole grace
             # before it reports the cause. If a node's host has died, the node is lost when its lease ends.
-            return Wait(f"what failed so far followed from something else, and {_named(silent)} has not reported yet")
+            return Wait(f"all failures reported so far follow from another one; no report yet from {_named(silent)}")
         settled = view.reported_at + limits.settle_s if view.reported_at is not None else now
         if silent and now < settled:
             return Wait(f"{_named(silent)} may have failed too", settled)
@@ -227,14 +227,14 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     here = set(present)
     coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
     if coming:
-        return Wait(f"{_named(coming)} is stopping its workers")
+        return Wait(f"waiting for {_named(coming)} to stop all workers")
     if len(present) < limits.min_nodes:
-        return Wait(f"{len(present)} of at least {limits.min_nodes} nodes are here")
+        return Wait(f"{len(present)} of at least {limits.min_nodes} nodes have joined")
     if len(present) < limits.max_nodes and view.header.state is State.FORMING:
         last_call = view.last_arrival + limits.last_call_s
         if now < last_call:
-            return Wait(f"{len(present)} of at most {limits.max_nodes} nodes are here, more may come", last_call)
-    return Seal(order(view, present, limits.max_nodes), f"{len(present)} nodes are here")
+            return Wait(f"{len(present)} of at most {limits.max_nodes} nodes have joined; more may come", last_call)
+    return Seal(order(view, present, limits.max_nodes), f"{_count(len(present))} joined")
 
 
 def _has_reported(node: Node, round_: int) -> bool:
@@ -272,5 +272,9 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
     return replace(header, local=local, job=view.header.job or name), assignments
 
 
+def _count(number: int) -> str:
+    return f"{number} node" if number == 1 else f"{number} nodes"
+
+
 def _named(ids: Sequence[str]) -> str:
-    return f"node {ids[0]}" if len(ids) == 1 else f"{len(ids)} nodes, {ids[0]} among them"
+    return f"node {ids[0]}" if len(ids) == 1 else f"{len(ids)} nodes (including {ids[0]})"

@@ -127,7 +127,7 @@ def test_a_launcher_that_builds_another_agent_is_told(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "elastic_ext" in line]
-    assert "another agent than elastic_ext's uses this rendezvous" in line
+    assert "used by an agent other than elastic_ext's" in line
     assert "no verdicts" in line
 
 

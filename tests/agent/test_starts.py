@@ -225,7 +225,7 @@ def refused(command: list[str], tmp_path: Path, said: str) -> None:
 @pytest.mark.parametrize("address", ["192.0.2.1", "no.such.invalid"])
 def test_a_local_address_of_another_host_is_said_at_once(tmp_path, nodes, address):
     command = [*AGENT, f"--nnodes={nodes}", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x", f"--local-addr={address}"]
-    refused(command, tmp_path, f"--local-addr={address}: this host does not reach itself by it")
+    refused(command, tmp_path, f"--local-addr={address}: this host cannot reach itself at this address")
 
 
 @pytest.mark.long
@@ -237,7 +237,7 @@ def test_a_local_address_of_another_host_on_etcd(tmp_path, server):
         "--rdzv-id=x",
         "--local-addr=192.0.2.1",
     ]
-    refused(command, tmp_path, "--local-addr=192.0.2.1: this host does not reach itself by it")
+    refused(command, tmp_path, "--local-addr=192.0.2.1: this host cannot reach itself at this address")
 
 
 @as_root

@@ -99,7 +99,7 @@ def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path):
 def test_a_ledger_file_that_is_no_file_is_refused_before_a_file_takes_its_place(tmp_path, what):
     path = tmp_path / what
     os.mkfifo(path) if what == "fifo" else path.mkdir()
-    with pytest.raises(UsageError, match="expected a file"):
+    with pytest.raises(UsageError, match="expected a regular file"):
         LedgerFile(str(path), "x")
 
 

@@ -54,13 +54,13 @@ ASKED = Header(3, State.RUNNING, 2, 4, save=2)
     [
         (ASKED, [node(2, 0), node(2, 0)], None, None),
         (ASKED, [node(2, 1, 100)], None, None),  # an earlier save
-        (ASKED, [node(2, 0), node(2, 2, 120)], 120, "step 120 is saved"),
-        (ASKED, [node(2, 3, 130)], 130, "step 130 is saved"),  # somebody has asked for another one since
+        (ASKED, [node(2, 0), node(2, 2, 120)], 120, "saved step 120"),
+        (ASKED, [node(2, 3, 130)], 130, "saved step 130"),  # somebody has asked for another one since
         (ASKED, [node(3, 2, 120)], None, None),  # it waits for round 4: what it says is not of this round
         (Header(3, State.BROKEN, reason="lost node b"), [node(2, 2, 120)], 120, "step 120"),
         (Header(3, State.BROKEN, reason="lost node b"), [node(2, 0)], None, "round 3 ended before the save: lost node b"),
         (Header(3, State.DONE, reason="all workers have finished"), [], None, "all workers have finished"),
-        (Header(4, State.RUNNING), [node(3, 0)], None, "the job is in round 4"),
+        (Header(4, State.RUNNING), [node(3, 0)], None, "the job is now in round 4"),
         (None, [], None, "the job is gone"),
     ],
 )
@@ -139,11 +139,11 @@ def test_a_round_that_ends_ends_the_wait(server, tmp_path):
 def test_the_time_is_over(server, tmp_path):
     with node_of(server, tmp_path, 1, "deaf") as job:
         job.wait_for("steps", 2)
-        refused(run(command(server.endpoint, "--timeout=1"), tmp_path), 75, "not complete in time")
+        refused(run(command(server.endpoint, "--timeout=1"), tmp_path), 75, "did not complete in time")
         (tmp_path / "stop").touch()
         assert job.finish().returncode == 0
     # The job is over, and its header is still there.
-    refused(run(command(server.endpoint), tmp_path), 75, "the job does not run, it is done")
+    refused(run(command(server.endpoint), tmp_path), 75, "the job is not running, it is done")
 
 
 def test_etcd_dies_while_we_wait(server, tmp_path):
@@ -159,7 +159,7 @@ def test_etcd_dies_while_we_wait(server, tmp_path):
 
 
 def test_no_job_and_no_etcd(server, tmp_path):
-    refused(run(command(server.endpoint), tmp_path), 75, "there is no round of it")
+    refused(run(command(server.endpoint), tmp_path), 75, "it has no round yet")
     refused(run(command(f"127.0.0.1:{free_port()}"), tmp_path), 78, "etcd")
     refused(run(command(server.endpoint, "--timeout=0"), tmp_path), 78, "--timeout")
 

@@ -184,7 +184,7 @@ def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
         client.put("a", "1")
         own_server.pause()
         with pytest.raises(
-            Unavailable, match=r"transaction on a: sent, but .*no answer in time.*may have been carried out"
+            Unavailable, match=r"transaction on a: the request was sent, but .*no answer in time.*may have been carried out"
         ) as caught:
             client.put("a", "2")
         assert caught.value.maybe_applied

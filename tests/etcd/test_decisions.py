@@ -11,7 +11,7 @@ from elastic_ext.etcd import ConfigError, UnsupportedVersion, errors
 from elastic_ext.etcd.calls import Tokens, User, pause_s
 from elastic_ext.etcd.endpoints import Endpoint, parse_endpoint, parse_endpoints
 from elastic_ext.etcd.errors import Kind
-from elastic_ext.etcd.lease import Term
+from elastic_ext.etcd.lease import LeaseState
 from elastic_ext.etcd.lease_renewer import plan
 from elastic_ext.etcd.values import range_of_prefix
 
@@ -136,8 +136,8 @@ def test_pauses_grow_and_are_capped():
     assert all(0.5 <= pause_s(tour) <= 1.0 for tour in (5, 50, 10**6))
 
 
-def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0, patient: bool = False) -> Term:
-    return Term(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
+def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0, patient: bool = False) -> LeaseState:
+    return LeaseState(lease_id, ttl_s, sent_at + ttl_s / 3, sent_at + ttl_s, patient)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def term(lease_id: int = 1, ttl_s: int = 9, sent_at: float = 0.0, patient: bool 
         ([term(patient=True)], 20.0, ((1,), (), 0.0)),
         ([term(1), term(2, sent_at=0.8), term(3, sent_at=2.0)], 3.0, ((1, 2), (), 0.0)),
         ([term(1), term(2, sent_at=-9.0)], 1.0, ((), (2,), 0.0)),
-        ([Term(1, 9, 8.9, 9.0, False), term(2, sent_at=6.5)], 8.0, ((), (), 0.9)),
+        ([LeaseState(1, 9, 8.9, 9.0, False), term(2, sent_at=6.5)], 8.0, ((), (), 0.9)),
     ],
     ids=["none", "wait", "due", "silent too long", "patient", "due soon comes along", "one of two given up", "next of two"],
 )
-def test_plan_of_the_renewer(terms: list[Term], now: float, expected: tuple):
+def test_plan_of_the_renewer(terms: list[LeaseState], now: float, expected: tuple):
     found = plan(terms, now)
     assert (found.due, found.given_up) == expected[:2]
     assert found.wait_s == (None if expected[2] is None else pytest.approx(expected[2]))

@@ -46,7 +46,7 @@ def test_an_orphan_expires_by_itself(client: EtcdClient, prefix: str):
     session = LeaseSession(client, TTL_S)
     client.put(prefix, "1", lease_id=session.lease_id)
     with client.watch(prefix) as watch:
-        session.orphan()
+        session.stop_renewing()
         batch = watch.get(20)
         seen = time.monotonic()
     assert batch is not None
@@ -112,7 +112,7 @@ def test_many_sessions_share_one_thread_and_few_calls(client: EtcdClient, caplog
     until(lambda: all(session.alive_until > was + TTL_S for session, was in zip(sessions, first, strict=True)))
     assert not any(session.lost.is_set() for session in sessions)
     for session in sessions:
-        session.orphan()
+        session.stop_renewing()
 
 
 def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):

@@ -115,7 +115,7 @@ def test_a_file_written_over_by_another_distribution_is_noticed(tmp_path: Path, 
     from elastic_ext.etcd import vendor
     from elastic_ext.etcd.errors import ConfigError
 
-    vendor.check_owner()
+    vendor.check_distribution()
     changed = tmp_path / "client.py"
     changed.write_text("# etcd3-py")
     distribution = importlib.metadata.distribution("etcd3")
@@ -123,4 +123,4 @@ def test_a_file_written_over_by_another_distribution_is_noticed(tmp_path: Path, 
     assert vendor._unchanged(distribution, changed) is not has_checksums
     monkeypatch.setattr(vendor, "VERSION", "0.13.0")
     with pytest.raises(ConfigError, match=r"needs etcd3==0\.13\.0, found 0\.12\.0"):
-        vendor.check_owner()
+        vendor.check_distribution()

@@ -69,7 +69,7 @@ def test_a_certificate_for_another_host(tls_server: EtcdServer, certificates: Ce
 
 def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
     for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
-        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// against https://"):
+        with EtcdClient(endpoint, tls=tls, timeout_s=0.5) as client, pytest.raises(Unavailable, match="http:// versus https://"):
             client.get("a")
 
 
@@ -85,7 +85,7 @@ def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_s
     ("tls", "message"),
     [
         (Tls(ca="/no/such/file"), "/no/such/file cannot be read: No such file"),
-        (Tls(ca=__file__), "holds no PEM block"),
+        (Tls(ca=__file__), "contains no PEM block"),
         (Tls(ca=None, cert="a.crt"), "both the certificate and its key"),
     ],
 )
@@ -95,7 +95,7 @@ def test_certificate_files_that_are_none(tls: Tls, message: str):
 
 
 def test_certificates_for_an_http_endpoint(certificates: Certificates):
-    with pytest.raises(ConfigError, match="use https:// or drop them"):
+    with pytest.raises(ConfigError, match="use https:// or remove them"):
         EtcdClient("http://127.0.0.1:1", tls=certificates.tls())
 
 
@@ -123,7 +123,7 @@ def test_wrong_password(auth_server: EtcdServer):
             lambda: client.put("/ann/a", "1"),
             lambda: client.watch("/ann/a", start_revision=1).get(),
         ):
-            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*give the right user and password") as caught:
+            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*check the user and password") as caught:
                 call()
             told = "".join(traceback.format_exception(caught.value)) + repr(client)
             assert not any(secret in told for secret in SECRETS)
@@ -131,7 +131,7 @@ def test_wrong_password(auth_server: EtcdServer):
 
 def test_no_password_where_one_is_needed(auth_server: EtcdServer):
     with EtcdClient(auth_server.endpoint) as client:
-        with pytest.raises(AuthError, match=r"no user given.*give the right user"):
+        with pytest.raises(AuthError, match=r"no user given.*check the user"):
             client.get("/ann/a")
         with pytest.raises(AuthError, match="no user given"):
             client.watch("/ann/a", start_revision=1).get()

@@ -220,7 +220,7 @@ def test_a_ledger_file(tmp_path, caplog):
     assert LedgerFile(str(path), "one").ledger == Ledger()
     path.write_text("{")
     assert LedgerFile(str(path), "one").ledger == Ledger()
-    assert "a new ledger is begun" in caplog.text
+    assert "starting a new ledger" in caplog.text
     file.forget()
     assert not path.exists()
     LedgerFile(str(tmp_path / "no" / "folder"), "one").write(ledger)

@@ -231,7 +231,7 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(server, agents):
             done = each.finish()
             assert done.returncode == 0, done.err
             assert "Traceback" not in done.err
-        assert "it is passed over" in jobs[0].err
+        assert "ignoring it" in jobs[0].err
         assert round_records.decode(Header, client.get(PREFIX + "round").kv.value, "round").state is State.DONE
 
 

@@ -28,9 +28,9 @@ BROKEN = Header(3, State.BROKEN)
 JUDGED = Header(3, State.BROKEN, verdict="restart")
 FAILED = node(reported=3, report="it failed")
 FOLLOWS = dataclasses.replace(FAILED, follows=True)
-NO_CAUSE = "what failed so far followed from something else, and node b has not reported yet"
+NO_CAUSE = "all failures reported so far follow from another one; no report yet from node b"
 ONE_FAILED = "workers of node a failed"
-BOTH_FAILED = "workers of 2 nodes, a among them failed"
+BOTH_FAILED = "workers of 2 nodes (including a) failed"
 
 
 def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_round():
@@ -41,30 +41,38 @@ def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_roun
 @pytest.mark.parametrize(
     ("seen", "now", "action"),
     [
-        (view(Header(), {"a": node()}), 99, Wait("1 of at least 2 nodes are here")),
-        (view(Header(), {"a": node(), "b": node()}, last_arrival=1), 2, Wait("2 of at most 4 nodes are here, more may come", 6)),
-        (view(Header(), {"a": node(), "b": node()}, last_arrival=1), 6, Seal(("a", "b"), "2 nodes are here")),
-        (view(Header(), {id_: node() for id_ in "abcd"}), 0, Seal(tuple("abcd"), "4 nodes are here")),
-        (view(Header(), {id_: node() for id_ in "abcde"}), 0, Seal(tuple("abcd"), "5 nodes are here")),
+        (view(Header(), {"a": node()}), 99, Wait("1 of at least 2 nodes have joined")),
+        (
+            view(Header(), {"a": node(), "b": node()}, last_arrival=1),
+            2,
+            Wait("2 of at most 4 nodes have joined; more may come", 6),
+        ),
+        (view(Header(), {"a": node(), "b": node()}, last_arrival=1), 6, Seal(("a", "b"), "2 nodes joined")),
+        (view(Header(), {id_: node() for id_ in "abcd"}), 0, Seal(tuple("abcd"), "4 nodes joined")),
+        (view(Header(), {id_: node() for id_ in "abcde"}), 0, Seal(tuple("abcd"), "5 nodes joined")),
         (view(RUNNING, {"a": node(), "b": node()}, "ab"), 0, Wait("running")),
         (view(RUNNING, {"a": node()}, "ab"), 0, End(State.BROKEN, "lost node b")),
-        (view(RUNNING, {"a": node(3), "b": node()}, "ab"), 0, End(State.BROKEN, "node a started again")),
+        (
+            view(RUNNING, {"a": node(3), "b": node()}, "ab"),
+            0,
+            End(State.BROKEN, "node a left the round to wait for the next one"),
+        ),
         (view(RUNNING, {"a": node(done=3), "b": node(done=3)}, "ab"), 0, End(State.DONE, "all workers have finished")),
         (view(RUNNING, {"a": node(done=3), "b": node()}, "ab"), 0, Wait("running")),
-        (view(RUNNING, {"a": node(), "b": node(), "c": node(3)}, "ab"), 0, End(State.BROKEN, "growing: node c joins")),
+        (view(RUNNING, {"a": node(), "b": node(), "c": node(3)}, "ab"), 0, End(State.BROKEN, "growing by node c")),
         (
             view(RUNNING, {"a": node(), "b": node(), "c": node(3)}, "ab", may_grow=False),
             0,
-            Wait("node c joins at the next checkpoint", 5),
+            Wait("node c will join at the next checkpoint", 5),
         ),
         (view(RUNNING, {"a": node(done=3), "b": node(), "c": node(3)}, "ab"), 0, Wait("running")),
         (view(RUNNING, {id_: node() for id_ in "abcde"}, "abcd"), 0, Wait("running")),
         # No fixed last call: all that live are back and there are enough.
-        (view(BROKEN, {"b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b"), "2 nodes are here")),
-        (view(BROKEN, {"a": node(3), "b": node(2)}, "abc"), 0, Wait("node b is stopping its workers")),
-        (view(BROKEN, {"a": node(3)}, "abc"), 0, Wait("1 of at least 2 nodes are here")),
+        (view(BROKEN, {"b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b"), "2 nodes joined")),
+        (view(BROKEN, {"a": node(3), "b": node(2)}, "abc"), 0, Wait("waiting for node b to stop all workers")),
+        (view(BROKEN, {"a": node(3)}, "abc"), 0, Wait("1 of at least 2 nodes have joined")),
         # Old ranks first, whoever comes first now; then spares.
-        (view(BROKEN, {"d": node(), "b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b", "d"), "3 nodes are here")),
+        (view(BROKEN, {"d": node(), "b": node(3), "a": node(3)}, "abc"), 0, Seal(("a", "b", "d"), "3 nodes joined")),
         # Failures: one verdict on the round before the next one, once all have told, or some time after the first.
         (view(RUNNING, {"a": FAILED, "b": node()}, "ab"), 0, End(State.BROKEN, "workers of node a failed")),
         (view(BROKEN, {"a": FAILED, "b": node()}, "ab", reported_at=7), 7, Wait("node b may have failed too", 7.5)),
@@ -80,9 +88,9 @@ def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_roun
         (view(BROKEN, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),
         (view(BROKEN, {"a": FAILED, "b": FAILED}, "ab", reported_at=7), 7, Conclude(("a", "b"), BOTH_FAILED)),
         (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),  # b is lost
-        (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Wait("node a is stopping its workers")),
-        (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
-        (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes are here")),
+        (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, Wait("waiting for node a to stop all workers")),
+        (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
+        (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
         (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
     ],
 )
@@ -93,7 +101,7 @@ def test_next_action(seen, now, action):
 OF_TWO = Header(3, State.RUNNING, nodes=2)
 OUTAGE = {"returning_until": 10.0}
 BACK = "node b may come back after the outage"
-PARTS = "the parts of 1 nodes in round 3"
+ASSIGNMENTS = "the assignments of 1 node in round 3"
 
 
 @pytest.mark.parametrize(
@@ -104,18 +112,22 @@ PARTS = "the parts of 1 nodes in round 3"
         (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
         # What has ended the round need not wait; the next one does.
         (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),
-        (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, End(State.BROKEN, "node a started again")),
+        (view(OF_TWO, {"a": node(3)}, "ab", **OUTAGE), 9, End(State.BROKEN, "node a left the round to wait for the next one")),
         (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
-        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes are here")),
+        (view(BROKEN, {"a": node(3), "c": node()}, "ab", **OUTAGE), 10, Seal(("a", "c"), "2 nodes joined")),
         # A leader that does not know all parts must not take those that it knows for all: it would hold the job for done.
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(f"{PARTS} are being written again", 4.0)),
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 9.5, Wait(f"{PARTS} are being written again", 10.0)),
-        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a"), 0, End(State.BROKEN, "the parts of 1 nodes in it are lost")),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE), 3, Wait(f"{ASSIGNMENTS} are being written again", 4.0)),
+        (
+            view(OF_TWO, {"a": node(done=3), "b": node()}, "a", **OUTAGE),
+            9.5,
+            Wait(f"{ASSIGNMENTS} are being written again", 10.0),
+        ),
+        (view(OF_TWO, {"a": node(done=3), "b": node()}, "a"), 0, End(State.BROKEN, "the assignments of 1 node are lost")),
         # One that has never seen the header, but nodes that were in that round.
         (
             view(Header(), {"a": node(round=3), "b": node()}, **OUTAGE),
             9,
-            Wait("the header of round 3 is lost, its nodes write it again", 10.0),
+            Wait("the header of round 3 is lost; its nodes are writing it again", 10.0),
         ),
     ],
 )
@@ -158,7 +170,7 @@ JOB = Header(3, State.RUNNING, seal="s", job="j")
     ],
 )
 def test_which_header_comes_back(found, known, brought_back):
-    assert rounds.brings_back(found, known) is brought_back
+    assert rounds.needs_restoring(found, known) is brought_back
 
 
 def test_topology_orders_strangers():
@@ -316,7 +328,7 @@ class Job(RuleBasedStateMachine):
     def bring_back(self, id_):
         """Write what is missing, and take in what is newer."""
         found = self.header if self.header.round else None
-        if rounds.brings_back(found, self.known[id_]):
+        if rounds.needs_restoring(found, self.known[id_]):
             assert self.lost_at is not None
             self.header = self.known[id_]
             # Parts in another round are none in this one.

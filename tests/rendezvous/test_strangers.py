@@ -195,7 +195,7 @@ def test_what_a_stranger_plants_in_torchs_rendezvous_is_not_unpickled(tmp_path, 
     with Job([*AGENT, *where, "--nnodes=1:2", script], tmp_path) as job:
         job.wait_for("(?m)^up$")
         stranger.plant(port, **{"torch.rendezvous.job": base64.b64encode(stranger.pickled).decode()})
-        job.wait_for("not what torch writes there.*it names io.open")
+        job.wait_for("not written by torch.*unexpected class io.open")
         gate.open()
         done = job.finish()
     assert done.returncode == 0, done.err
@@ -218,7 +218,7 @@ def test_only_torchs_own_records_are_unpickled(tmp_path):
         b"cos\nsystem\n.",
         b"(" * 10**6,
     ):
-        with pytest.raises(RendezvousConnectionError, match="not what torch writes"):
+        with pytest.raises(RendezvousConnectionError, match="not written by torch"):
             check(bad)
     assert not (tmp_path / "owned").exists()
 

@@ -59,15 +59,17 @@ class AgentLedger:
             store_host: id of the node that hosts the job's store; "" if none does.
         """
         lost = (left,) if left is not None else ()
-        rules = judging.rules(self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost)
+        circumstances = judging.circumstances(
+            self._settings, self.max_restarts, nodes=nodes, min_nodes=self._min_nodes, lost=lost
+        )
         if self._settings.budget_window:
             begin = time.monotonic() - self._settings.budget_window
             self._charged_at = [at for at in self._charged_at if at > begin]
-            rules = replace(rules, charges=len(self._charged_at))
-        after, verdict = judgement.judge(reports, ledger, rules, round_)
+            circumstances = replace(circumstances, charges=len(self._charged_at))
+        after, verdict = judgement.judge(reports, ledger, circumstances, round_)
         if verdict.decision.response is kinds.Response.REPLACE_NODE and verdict.node == store_host:
             # The store would go with the node, and no node could start again.
-            after, verdict = judgement.judge(reports, ledger, replace(rules, min_nodes=nodes), round_)
+            after, verdict = judgement.judge(reports, ledger, replace(circumstances, min_nodes=nodes), round_)
         return after, verdict
 
     def adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:

@@ -84,8 +84,8 @@ def check(state: bytes) -> None:
         _Reader(io.BytesIO(state)).load()
     except Exception as error:  # a forged pickle can raise anything
         raise RendezvousConnectionError(
-            f"the state of the rendezvous is not what torch writes there ({type(error).__name__}: {error}); does somebody else "
-            "write to this store?"
+            f"the rendezvous state was not written by torch ({type(error).__name__}: {error}); check whether "
+            "anything else writes to this store"
         ) from error
 
 
@@ -94,5 +94,5 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STATE_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module[:100]}.{name[:100]}")
+            raise pickle.UnpicklingError(f"unexpected class {module[:100]}.{name[:100]}")
         return super().find_class(module, name)

@@ -15,12 +15,12 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING
-from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from elastic_ext.rendezvous.c10d.store_job import Membership, StoreJob
 from elastic_ext.rendezvous.handler import RoundEnd
 
 T = TypeVar("T")
 
-Ask = Callable[[Callable[[StoreJob], T]], "T | None"]
+CallJob = Callable[[Callable[[StoreJob], T]], "T | None"]
 
 
 class StoreExchange:
@@ -30,30 +30,30 @@ class StoreExchange:
     that key (see `StoreCalls.wait_all`), and readers ignore any later writer of it.
     """
 
-    def __init__(self, part: Part, ask: Ask[bool], over: Callable[[], RoundEnd | None]) -> None:
-        """ask: calls a function with the job's store; None: the store is lost. over: how the round has ended; None: it runs."""
-        self._part, self._ask, self._over = part, ask, over
+    def __init__(self, membership: Membership, call_job: CallJob[bool], over: Callable[[], RoundEnd | None]) -> None:
+        """call_job: calls a function with the store; None: the store is lost. over: how the round has ended; None: it runs."""
+        self._membership, self._call_job, self._over = membership, call_job, over
 
     def offer(self, text: str) -> None:
-        self._in_store(lambda job: job.calls.swap(self._offer_of(self._part.rank), "", text))
+        self._in_store(lambda job: job.calls.swap(self._offer_of(self._membership.rank), "", text))
 
     def offers(self, timeout_s: float) -> list[str] | None:
-        texts = self._read([self._offer_of(rank) for rank in range(self._part.nodes)], timeout_s)
+        texts = self._read([self._offer_of(rank) for rank in range(self._membership.nodes)], timeout_s)
         return None if NOTHING in texts else texts
 
     def publish(self, text: str) -> None:
         self._check_round()
-        if self._in_store(lambda job: job.calls.swap(job_keys.choice(self._part.round), "", text)) != text:
+        if self._in_store(lambda job: job.calls.swap(job_keys.choice(self._membership.round), "", text)) != text:
             raise RoundOver("another node has left this round")
 
     def choice(self, timeout_s: float) -> str:
-        (text,) = self._read([job_keys.choice(self._part.round)], timeout_s)
+        (text,) = self._read([job_keys.choice(self._membership.round)], timeout_s)
         if text == NOTHING:
-            raise RoundOver("another node has left this round, or rank 0 has not said in time what to resume from")
+            raise RoundOver("another node has left this round, or rank 0 did not choose a checkpoint in time")
         return text
 
     def _offer_of(self, rank: int) -> str:
-        return job_keys.offer(self._part.round, rank)
+        return job_keys.offer(self._membership.round, rank)
 
     def _read(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for the values of these keys; return NOTHING for each that does not arrive in time."""
@@ -72,8 +72,8 @@ class StoreExchange:
             answers.append(call(job))
             return True
 
-        if self._ask(keep) is None:
-            raise RendezvousConnectionError("the rendezvous store is lost: no node can start again")
+        if self._call_job(keep) is None:
+            raise RendezvousConnectionError("the rendezvous store is lost, so no node can start another round")
         return answers[-1]
 
     def _check_round(self) -> None:

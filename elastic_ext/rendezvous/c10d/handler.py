@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report
-from elastic_ext.rendezvous import plain, run_id
+from elastic_ext.rendezvous import foreign_agent, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
@@ -75,8 +75,8 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        plain.note(self)
-        with plain.closed_by_verdict(self):
+        foreign_agent.warn_once(self)
+        with foreign_agent.closed_by_verdict(self):
             return self._nodes.next_round()
 
     def num_nodes_waiting(self) -> int:

@@ -43,7 +43,7 @@ class OneMachine:
 
     def next_round(self) -> RendezvousInfo:
         if self._closed:
-            raise RendezvousClosedError(f"the job {self._run_id} is over: it was closed here")
+            raise RendezvousClosedError(f"the job {self._run_id} is over: this agent closed it")
         self.number += 1
         self.events = LocalEvents(self._on_event)
         self._server = serve(self._address)

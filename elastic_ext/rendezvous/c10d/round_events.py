@@ -63,15 +63,15 @@ class RoundEvent:
 
 
 SAVE = RoundEvent(EventKind.SAVE)
-STALLED = RoundEvent(EventKind.STALLED, "no worker of the job makes progress any more")
-MOVED_ON = RoundEvent(EventKind.MOVED_ON, "a node has gone on to the next round")
+STALLED = RoundEvent(EventKind.STALLED, "no worker of the job is making progress")
+MOVED_ON = RoundEvent(EventKind.MOVED_ON, "a node has moved on to the next round")
 ALL_DONE = RoundEvent(EventKind.ALL_DONE, "all workers have finished")
 
 
 class LocalEvents:
     """The events of a round in which no other node can be reached. See `RoundEvents`."""
 
-    lost = heard_failure = heard_no_failure = False
+    lost = ended_by_failure = ended_without_failure = False
     left_by: str | None = None
 
     def __init__(self, on_event: Callable[[], None]) -> None:
@@ -164,12 +164,12 @@ class RoundEvents:
         return self._finished.is_set() and self.ended_by is None and not self._closed
 
     @property
-    def heard_failure(self) -> bool:
+    def ended_by_failure(self) -> bool:
         """Whether the round is over because workers have failed."""
         return self._ended_by(EventKind.FAILED, EventKind.STALLED)
 
     @property
-    def heard_no_failure(self) -> bool:
+    def ended_without_failure(self) -> bool:
         """Whether nodes have moved on or left without a failure, so they will not report one."""
         return self._ended_by(EventKind.MOVED_ON, EventKind.LEFT)
 
@@ -191,7 +191,7 @@ class RoundEvents:
         self._start(self._count_done)
         self._finished.wait(timeout_s)
         if self.ended_by is None:
-            logger.info("the workers of this node have finished; whether those of the other nodes have is not known here")
+            logger.info("the workers of this node have finished; the state of those on the other nodes is unknown")
         return self.ended_by is None or self.ended_by.kind is EventKind.ALL_DONE
 
     def _count_done(self, store: Store) -> None:
@@ -218,7 +218,7 @@ class RoundEvents:
 
     def leaving(self, host: str) -> None:
         """Tell all agents that this host leaves; wait until they can know it, for at most LEAVE_TIMEOUT_S."""
-        self._tell(RoundEvent(EventKind.LEFT, f"left by {host}", host)).join(LEAVE_TIMEOUT_S)
+        self._tell(RoundEvent(EventKind.LEFT, f"{host} leaves", host)).join(LEAVE_TIMEOUT_S)
 
     def request_save(self) -> None:
         """Ask all agents of the round for a save on demand. Two simultaneous requests count as one."""
@@ -248,7 +248,7 @@ class RoundEvents:
         try:
             call(round_store.connect(*self._address))
         except (RuntimeError, ValueError) as error:
-            logger.warning("the other nodes could not be told of an event of this round: %s", error)
+            logger.warning("could not tell the other nodes about an event of this round: %s", error)
 
     def close(self) -> None:
         """Move on from the round. This ends the waits of all its agents, unless they have ended already."""

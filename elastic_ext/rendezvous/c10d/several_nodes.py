@@ -37,7 +37,7 @@ from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
 from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
 from elastic_ext.rendezvous.c10d.round_events import LocalEvents, RoundEvents
-from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Part, RetryingJob, StoreJob
+from elastic_ext.rendezvous.c10d.store_job import JUDGING_S, Membership, RetryingJob, StoreJob
 from elastic_ext.rendezvous.c10d.torch_rendezvous import TorchRendezvous
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 
@@ -54,13 +54,13 @@ class Round:
     """The state of one round.
 
     Attributes:
-        part: this node's place in the round.
+        membership: this node's place in the round.
         events: of all its nodes; local events before the first round, after this node has left, and if the store does not answer.
         server: of the round's store, if this agent hosts it.
         concluded: this node knows the verdict on the round.
     """
 
-    part: Part
+    membership: Membership
     events: RoundEvents | LocalEvents
     server: TCPStore | None = None
     concluded: bool = False
@@ -142,11 +142,11 @@ class SeveralNodes:
         self._waits = Waits.of(settings)
         self._refusals = Refusals(settings.refuse_node)
         self._stopped = False  # by a verdict, for all nodes
-        self._leaves_alone = False  # this node leaves and the job goes on
+        self._job_continues = False  # this node leaves and the job goes on
         self._torch = TorchRendezvous(params, address)
         self._job = RetryingJob(StoreJob(self._torch.store, params.run_id, self.node_id, self._torch.hosts_store, ledger.ledger))
-        self._round = Round(Part(0, 0, 1), LocalEvents(on_event), concluded=True)
-        if (known := self._job.ask(StoreJob.come_in)) is not None:
+        self._round = Round(Membership(0, 0, 1), LocalEvents(on_event), concluded=True)
+        if (known := self._job.call(StoreJob.enter_job)) is not None:
             ledger.begin(known)
 
     @property
@@ -155,7 +155,7 @@ class SeveralNodes:
 
     @property
     def number(self) -> int:
-        return self._round.part.round
+        return self._round.membership.round
 
     @property
     def events(self) -> RoundEvents | LocalEvents:
@@ -170,23 +170,23 @@ class SeveralNodes:
         else:
             self._leave_round()
         joined, published, server = self._join()
-        part = Part(published.round, joined.rank, joined.world_size)
-        self._round = Round(part, self._connect(published, part.nodes), server)
+        membership = Membership(published.round, joined.rank, joined.world_size)
+        self._round = Round(membership, self._connect(published, membership.nodes), server)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
 
     def _check_refused(self) -> None:
         """Raise NodeRefused if this host may not come back yet."""
-        if why := self._job.ask(lambda job_: job_.refused(self._host)):
-            self._leaves_alone = True
+        if why := self._job.call(lambda job_: job_.refused(self._host)):
+            self._job_continues = True
             raise NodeRefused(f"this host was told to leave the job and may not come back yet: {why}")
 
     def _leave_round(self) -> None:
         """If the round has failed on other nodes, get the verdict. Raises JobStopped."""
         ended = self._round
-        if ended.events.heard_failure and not ended.concluded:
-            heard = self._job.ask(lambda job_: job_.hear(ended.part, self._waits.others_s))
+        if ended.events.ended_by_failure and not ended.concluded:
+            heard = self._job.call(lambda job_: job_.await_verdict(ended.membership, self._waits.others_s))
             if heard is None:
-                logger.warning("no verdict on round %s came from the node that has failed: all start again", self.number)
+                logger.warning("the node that failed sent no verdict on round %s; all nodes start another round", self.number)
             else:
                 self._adopt(*heard)
                 if heard[1].ends_job:
@@ -199,8 +199,8 @@ class SeveralNodes:
         try:
             return self._torch.next_round()
         except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter if the job has enough nodes without this one
-            if (verdict := self._job.ask(StoreJob.stopped)) is not None:
-                self._adopt(self._job.ask(StoreJob.ledger) or self._ledger.ledger, verdict)
+            if (verdict := self._job.call(StoreJob.stopped)) is not None:
+                self._adopt(self._job.call(StoreJob.ledger) or self._ledger.ledger, verdict)
                 raise JobStopped(verdict) from None
             raise
 
@@ -208,18 +208,18 @@ class SeveralNodes:
         try:
             return RoundEvents(published.addr, published.port, nodes, self._on_event)
         except (RuntimeError, ValueError) as error:
-            logger.warning("no events from other nodes in this round, its store does not answer: %s", error)
+            logger.warning("this round's store does not answer, so this node receives no events from other nodes: %s", error)
             return LocalEvents(self._on_event)
 
     # While a round runs
 
     @property
     def exchange(self) -> Exchange:
-        if self._round.part.nodes == 1:
+        if self._round.membership.nodes == 1:
             return Alone()
-        return StoreExchange(self._round.part, self._job.ask, self._over_before_it_began)
+        return StoreExchange(self._round.membership, self._job.call, self._over_or_lost)
 
-    def _over_before_it_began(self) -> RoundEnd | None:
+    def _over_or_lost(self) -> RoundEnd | None:
         if self.events.lost:
             return RoundEnd(EndKind.BROKEN, "the agent of rank 0 is gone")
         return self.round_over()
@@ -228,11 +228,11 @@ class SeveralNodes:
         if self.events.ended_by is not None:
             return self.events.ended_by.end
         waiting = self.num_nodes_waiting()
-        return RoundEnd(EndKind.BROKEN, f"{waiting} nodes wait to join") if waiting else None
+        return RoundEnd(EndKind.BROKEN, f"nodes waiting to join: {waiting}") if waiting else None
 
     def num_nodes_waiting(self) -> int:
         for host, reason in self._refusals.ended():
-            self._job.ask(functools.partial(StoreJob.forgive, host=host, reason=reason))
+            self._job.call(functools.partial(StoreJob.end_refusal, host=host, reason=reason))
         return self._torch.num_nodes_waiting()
 
     # Verdicts
@@ -240,29 +240,29 @@ class SeveralNodes:
     def conclude(self, report: Report) -> JobVerdict:
         """Conclude through the store; if it is lost, this node judges for itself."""
         waits = self._waits
-        patience_s = waits.settle_s if self.events.heard_no_failure else waits.patience_s
-        part = self._round.part
-        concluded = self._job.ask(lambda job_: job_.conclude(part, report, self._judge, waits.settle_s, patience_s))
+        patience_s = waits.settle_s if self.events.ended_without_failure else waits.patience_s
+        membership = self._round.membership
+        concluded = self._job.call(lambda job_: job_.conclude(membership, report, self._judge, waits.settle_s, patience_s))
         if concluded is None:
             ledger, verdict = self._ledger.judge(
-                {self.node_id: report}, self._ledger.ledger, part.round, left=self.events.left_by
+                {self.node_id: report}, self._ledger.ledger, membership.round, left=self.events.left_by
             )
             if verdict.ends_job:
-                verdict = self._job.ask(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
+                verdict = self._job.call(functools.partial(StoreJob.stop, verdict=verdict)) or verdict
             concluded = ledger, verdict
         self._adopt(*concluded)
         return concluded[1]
 
     def _judge(self, reports: Mapping[str, Report], ledger: Ledger, store_host: str) -> tuple[Ledger, JobVerdict]:
-        part = self._round.part
-        return self._ledger.judge(reports, ledger, part.round, part.nodes, self.events.left_by, store_host)
+        membership = self._round.membership
+        return self._ledger.judge(reports, ledger, membership.round, membership.nodes, self.events.left_by, store_host)
 
     def _adopt(self, ledger: Ledger, verdict: JobVerdict) -> None:
         self._round.concluded = True
         self._stopped = verdict.ends_job
         self._ledger.adopt(ledger, verdict)
         if verdict.decision.response is kinds.Response.REPLACE_NODE:
-            self._leaves_alone = verdict.node == self.node_id
+            self._job_continues = verdict.node == self.node_id
             self._refusals.add(verdict.host, verdict.decision.reason)
 
     # The end
@@ -275,7 +275,7 @@ class SeveralNodes:
 
     def leave(self) -> None:
         self._end_events()
-        self._job.ask(self._step_out, again=False)  # there may be no time for a second try
+        self._job.call(self._step_out, again=False)  # there may be no time for a second try
         self._job.end(LEAVE_TIMEOUT_S)
 
     def _step_out(self, job_: StoreJob) -> None:
@@ -284,12 +284,12 @@ class SeveralNodes:
 
     def shutdown(self) -> bool:
         """Close the job. If the job goes on without this node, only leave."""
-        if self._leaves_alone:
+        if self._job_continues:
             self.leave()
             return True
         self._end_events()
         closed = self._torch.close()
-        self._job.ask(self._leave_closed, again=False)
+        self._job.call(self._leave_closed, again=False)
         self._job.end(LEAVE_TIMEOUT_S)
         self._round.server = None
         return closed

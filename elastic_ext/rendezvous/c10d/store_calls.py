@@ -30,7 +30,7 @@ CONNECT_S = 12.0  # covers name resolution; after a dropped packet a resolver re
 NOTHING = "-"  # a wait that ends without an answer leaves this in the unset keys
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 # Exceptions of torch and of a socket if a store does not answer.
-FAILS = (RuntimeError, ValueError, OSError, RendezvousConnectionError)
+STORE_ERRORS = (RuntimeError, ValueError, OSError, RendezvousConnectionError)
 
 T = TypeVar("T")
 
@@ -102,8 +102,8 @@ class StoreCalls:
             waiting.result(0.0)
         except NotInTime:
             self._end_wait(keys)
-        except FAILS as error:
-            raise self.lose(str(error)) from error
+        except STORE_ERRORS as error:
+            raise self.mark_lost(str(error)) from error
         except BaseException:  # a signal, or an exception from longer_s(); StoreLost must not replace it
             with suppress(StoreLost):
                 self._end_wait(keys)
@@ -132,9 +132,9 @@ class StoreCalls:
         try:
             return answer.result(timeout_s)
         except NotInTime:
-            raise self.lose(f"no answer in {timeout_s:g} s") from None
-        except FAILS as error:
-            raise self.lose(str(error)) from error
+            raise self.mark_lost(f"no answer in {timeout_s:g} s") from None
+        except STORE_ERRORS as error:
+            raise self.mark_lost(str(error)) from error
 
     def end(self, timeout_s: float) -> None:
         """Prepare for the end of the process; see `RoundEvents.shut_down`."""
@@ -142,7 +142,7 @@ class StoreCalls:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def lose(self, reason: str) -> StoreLost:
+    def mark_lost(self, reason: str) -> StoreLost:
         """Make no more calls. Return the exception to raise."""
         self._lost = reason.partition("\n")[0]
         return StoreLost(self._lost)

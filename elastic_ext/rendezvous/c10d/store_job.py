@@ -39,7 +39,7 @@ Judge = Callable[[Mapping[str, Report], Ledger, str], tuple[Ledger, JobVerdict]]
 
 
 @dataclass(frozen=True)
-class Part:
+class Membership:
     """One node's place in a round. nodes: number of nodes in the round."""
 
     round: int
@@ -61,9 +61,9 @@ class StoreJob:
         self._known = ledger
         self._reader = RecordReader()
         self._first = ""
-        self._number = 0  # of this agent; 0 until `come_in`
+        self._number = 0  # of this agent; 0 until `enter_job`
 
-    def come_in(self) -> Ledger:
+    def enter_job(self) -> Ledger:
         """Enter the job and return its ledger. Call this before anything else."""
         if not self.calls.connected:
             self.calls.connect()
@@ -83,34 +83,36 @@ class StoreJob:
         """
         self.calls.connect()
         if self._number == 0:
-            self.come_in()
+            self.enter_job()
         elif self.calls.read(job_keys.FIRST) != self._first:
-            raise self.calls.lose("another store has taken its place")
+            raise self.calls.mark_lost("another store has taken its place")
 
-    def conclude(self, part: Part, report: Report, judge: Judge, settle_s: float, patience_s: float) -> tuple[Ledger, JobVerdict]:
+    def conclude(
+        self, membership: Membership, report: Report, judge: Judge, settle_s: float, patience_s: float
+    ) -> tuple[Ledger, JobVerdict]:
         """Return the ledger after the job's one verdict, and the verdict. The workers of this node have failed.
 
         Args:
             settle_s: how long to wait for nodes that have not reported yet.
             patience_s: the same, if no report names a cause. A dead host holds up the job for this long.
         """
-        self._report(part, encode_report(report))
+        self._report(membership, encode_report(report))
         judging_node = ""
         while True:
-            before, judging_node = judging_node, self.calls.swap(job_keys.judge(part.round), judging_node, self._node_id)
+            before, judging_node = judging_node, self.calls.swap(job_keys.judge(membership.round), judging_node, self._node_id)
             if judging_node == self._node_id:
-                return self._judge(part, report, judge, settle_s, patience_s)
+                return self._judge(membership, report, judge, settle_s, patience_s)
             if before:
                 logger.warning(
-                    "the verdict on round %s did not come in time; now node %s judges", part.round, printable(judging_node)
+                    "no verdict on round %s in time; node %s judges instead", membership.round, printable(judging_node)
                 )
-            if (concluded := self._await(part, max(settle_s, patience_s) + JUDGING_S)) is not None:
+            if (concluded := self._await(membership, max(settle_s, patience_s) + JUDGING_S)) is not None:
                 return concluded
 
-    def hear(self, part: Part, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
+    def await_verdict(self, membership: Membership, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
         """Return what `conclude` returns on the nodes where workers failed; None if nothing comes in time. None failed here."""
-        self._report(part, "")
-        return self._await(part, timeout_s)
+        self._report(membership, "")
+        return self._await(membership, timeout_s)
 
     def ledger(self) -> Ledger:
         """Return the ledger of the job; a new one if it is missing or unreadable."""
@@ -133,7 +135,7 @@ class StoreJob:
         """Return why this host may not come back yet; "" if it may."""
         return printable(self.calls.read(job_keys.refused(host)))
 
-    def forgive(self, host: str, reason: str) -> None:
+    def end_refusal(self, host: str, reason: str) -> None:
         """End the refusal of this host, unless it has been refused for another reason since."""
         self.calls.swap(job_keys.refused(host), reason, "")
         logger.info("host %s may come back", host)
@@ -147,47 +149,49 @@ class StoreJob:
         agents = min(self.calls.add(job_keys.AGENTS, 0), MAX_AGENTS)
         self.calls.wait_all([job_keys.gone(agent) for agent in range(1, agents + 1) if agent != self._number], timeout_s)
 
-    def _report(self, part: Part, report: str) -> None:
+    def _report(self, membership: Membership, report: str) -> None:
         """Write a report; "" if nothing has failed. A report that comes after the judgement has no effect."""
         record = NodeReport(self._node_id, self.calls.add(job_keys.ORDERS, 1), report)
         text = json.dumps({"schema": job_keys.SCHEMA, **asdict(record)})
-        self.calls.swap(job_keys.report(part.round, part.rank), "", text)
+        self.calls.swap(job_keys.report(membership.round, membership.rank), "", text)
 
-    def _await(self, part: Part, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
-        mine = job_keys.verdict(part.round, part.rank)
+    def _await(self, membership: Membership, timeout_s: float) -> tuple[Ledger, JobVerdict] | None:
+        mine = job_keys.verdict(membership.round, membership.rank)
         self.calls.wait_all([mine], timeout_s)
         if (text := self.calls.read(mine)) == NOTHING:
             return None
         ledger, verdict = self.ledger(), self._reader.verdict(text, mine.encode())
         if verdict is None:  # another node has written it; the ledger is what holds
-            verdict = next((each for each in ledger.verdicts[-1:] if each.round == part.round), None)
+            verdict = next((each for each in ledger.verdicts[-1:] if each.round == membership.round), None)
         return (ledger, verdict) if verdict is not None else None
 
-    def _judge(self, part: Part, report: Report, judge: Judge, settle_s: float, patience_s: float) -> tuple[Ledger, JobVerdict]:
-        reports = {self._node_id: report, **self._await_reports(part, settle_s, patience_s)}
+    def _judge(
+        self, membership: Membership, report: Report, judge: Judge, settle_s: float, patience_s: float
+    ) -> tuple[Ledger, JobVerdict]:
+        reports = {self._node_id: report, **self._await_reports(membership, settle_s, patience_s)}
         host = self.calls.read(job_keys.HOST)
         while True:
             before = self.calls.read(job_keys.LEDGER)
             ledger = judging.ledger_of(before)
-            if ledger.verdicts and ledger.verdicts[-1].round == part.round:  # by a judge that was given up too early
+            if ledger.verdicts and ledger.verdicts[-1].round == membership.round:  # by a judge that was given up too early
                 verdict = ledger.verdicts[-1]
                 break
             ledger, verdict = judge(reports, self.ledger(), host)
             after = encode_ledger(ledger)
             if self.calls.swap(job_keys.LEDGER, before, after) == after:
                 break
-        self._publish(part, verdict)
+        self._publish(membership, verdict)
         return ledger, verdict
 
-    def _await_reports(self, part: Part, settle_s: float, patience_s: float) -> dict[str, Report]:
-        keys = [job_keys.report(part.round, rank) for rank in range(part.nodes)]
+    def _await_reports(self, membership: Membership, settle_s: float, patience_s: float) -> dict[str, Report]:
+        keys = [job_keys.report(membership.round, rank) for rank in range(membership.nodes)]
 
         def longer_s() -> float:
             reports = self._reports(keys)
             if patience_s <= settle_s or not all(report.waits_for_others for report in reports.values()):
                 return 0.0
             logger.warning(
-                "all failures so far follow from something else, and not all nodes have reported yet; waiting for them"
+                "all failures reported so far follow from another one; waiting for the nodes that have not reported yet"
             )
             return patience_s - settle_s
 
@@ -200,15 +204,15 @@ class StoreJob:
         records = [self._reader.read(NodeReport, text, key, job_keys.SCHEMA) for key, text in texts]
         return {each.node: judging.report_of(each.report, each.order) for each in records if each is not None and each.report}
 
-    def _publish(self, part: Part, verdict: JobVerdict) -> None:
+    def _publish(self, membership: Membership, verdict: JobVerdict) -> None:
         """Write the verdict last: a node that knows it may read the rest."""
         text = encode_verdict(verdict)
         if verdict.decision.response is kinds.Response.REPLACE_NODE:
             self.calls.put(job_keys.refused(verdict.host), verdict.decision.reason)
         if verdict.ends_job:
             self.calls.put(job_keys.STOPPED, text)
-        for rank in range(part.nodes):
-            self.calls.put(job_keys.verdict(part.round, rank), text)
+        for rank in range(membership.nodes):
+            self.calls.put(job_keys.verdict(membership.round, rank), text)
 
 
 class RetryingJob:
@@ -222,21 +226,21 @@ class RetryingJob:
         self._job = job_
         self._lost = False
 
-    def ask(self, call: Callable[[StoreJob], T], again: bool = True) -> T | None:
-        """Return what the call returns; None if the store is lost. again: whether to try a second time."""
+    def call(self, work: Callable[[StoreJob], T], again: bool = True) -> T | None:
+        """Return what `work` returns; None if the store is lost. again: whether to try a second time."""
         try:
             try:
-                answer = call(self._job)
+                answer = work(self._job)
             except StoreLost as error:
                 if not again:
                     raise
                 if not self._lost:
-                    logger.warning("the rendezvous store does not answer, it is asked again on new connections: %s", error)
+                    logger.warning("the rendezvous store does not answer; trying again on new connections: %s", error)
                 self._job.reconnect()
-                answer = call(self._job)
+                answer = work(self._job)
         except StoreLost as error:
             if not self._lost:
-                logger.warning("the rendezvous store is lost, from now on each node judges failures for itself: %s", error)
+                logger.warning("the rendezvous store is lost; from now on each node judges failures for itself: %s", error)
             self._lost = True
             return None
         self._lost = False

@@ -73,7 +73,10 @@ class TorchRendezvous:
                 self.launch = published.launch
                 return joined, published, None
             # Try again: another round has another key, and the other nodes come to it when this node waits.
-        raise RendezvousConnectionError(f"the address of the round could not be read {ROUND_TRIES} times")
+        raise RendezvousConnectionError(
+            f"the round's address was unreadable {ROUND_TRIES} times in a row; "
+            "check whether anything else writes to the rendezvous store"
+        )
 
     def _join(self) -> RendezvousInfo:
         with _no_shared_store():
@@ -100,7 +103,7 @@ class TorchRendezvous:
         except RendezvousConnectionError as error:
             # The store's host is gone. Nobody can join, but that is no reason to stop training.
             if not self._unreachable:
-                logger.warning("the rendezvous store cannot be reached, training goes on without it: %s", error)
+                logger.warning("the rendezvous store cannot be reached; training continues without it: %s", error)
             self._unreachable = True
             return 0
         self._unreachable = False
@@ -117,7 +120,7 @@ class TorchRendezvous:
         try:
             return cast(bool, self._handler.shutdown())
         except RendezvousConnectionError as error:
-            logger.warning("the rendezvous could not be closed, its store is gone: %s", error)
+            logger.warning("could not close the rendezvous because its store is gone: %s", error)
             return False
 
     def step_out(self, timeout_s: float) -> None:

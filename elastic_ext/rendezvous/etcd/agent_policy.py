@@ -40,7 +40,7 @@ class AgentPolicy:
     def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
         """Return one judgement for all nodes."""
         given = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
-        rules = replace(self._rules(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost)
+        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost)
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)
@@ -59,8 +59,8 @@ class AgentPolicy:
 
     def judge_alone(self, node_id: str, report: ledger.Report, round_: int) -> ledger.JobVerdict:
         """Return the verdict of a node that does not get the job's verdict."""
-        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), self._rules(1), round_)
+        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), self._circumstances(1), round_)
         return verdict
 
-    def _rules(self, nodes: int) -> judgement.Circumstances:
-        return judging.rules(self._settings, self.max_restarts, nodes=nodes)
+    def _circumstances(self, nodes: int) -> judgement.Circumstances:
+        return judging.circumstances(self._settings, self.max_restarts, nodes=nodes)

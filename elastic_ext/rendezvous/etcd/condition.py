@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-LOOK_S = 1.0  # how often a waiting main thread looks for a signal that was lost
+POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
 
 
 class InterruptibleCondition(threading.Condition):
-    """A condition whose waits end within LOOK_S, so that `on_wait` is called again and again; it may raise.
+    """A condition whose waits end within POLL_S, so that `on_wait` is called again and again; it may raise.
 
     A signal ends a wait by the exception that its handler raises, unless other code (such as logging) catches it. Then `on_wait`
     raises it.
@@ -20,6 +20,6 @@ class InterruptibleCondition(threading.Condition):
         self._on_wait = on_wait
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification, for at most the lesser of `timeout` and LOOK_S (seconds); the caller must check again."""
+        """Wait for a notification, for at most the lesser of `timeout` and POLL_S (seconds); the caller must check again."""
         self._on_wait()
-        return super().wait(LOOK_S if timeout is None else min(timeout, LOOK_S))
+        return super().wait(POLL_S if timeout is None else min(timeout, POLL_S))

@@ -30,7 +30,7 @@ from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.participant import Participant
-from elastic_ext.rendezvous.etcd.tasks import Refused
+from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import Limits
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
-WAITED_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
+WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
 
 class JobConnection:
@@ -67,7 +67,7 @@ class JobConnection:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
         """
         if params.run_id in ("", "none"):
-            raise UsageError("ext_etcd needs --rdzv-id: without one two jobs would share their state; give each job its own")
+            raise UsageError("ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own")
         self.run_id = run_id.checked(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
         self._will = functools.partial(_last_will, params.endpoint, settings)
@@ -94,7 +94,7 @@ class JobConnection:
     # Waits of the main thread.
 
     def await_round(self, after: int) -> tuple[Header, Assignment]:
-        """Return the next round after round `after`, and this node's part in it.
+        """Return the next round after round `after`, and this node's assignment to it.
 
         Raises:
             JobStopped: a verdict has ended the job.
@@ -114,7 +114,7 @@ class JobConnection:
                     raise RendezvousClosedError(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    why = f": {participant.full}" if participant.full is not None else ""
+                    why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
                     raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
                 self.changed.wait(left)
 
@@ -130,7 +130,7 @@ class JobConnection:
         """Return the job's verdict on this round; None if there is none and none will come in time."""
         participant = self.participant
         now = time.monotonic()
-        deadline, warn_at = now + self._join_timeout_s, now + WAITED_S
+        deadline, warn_at = now + self._join_timeout_s, now + WARN_AFTER_S
         with self.changed:
             while True:
                 header = participant.header
@@ -141,18 +141,18 @@ class JobConnection:
                 if over or participant.failure is not None or now >= deadline:
                     return None
                 if now >= warn_at:
-                    logger.warning("the workers of round %s have failed, and the job's verdict is not in etcd yet", round_)
+                    logger.warning("the workers of round %s have failed; still waiting for the job's verdict in etcd", round_)
                     warn_at = deadline
                 self.changed.wait(min(deadline, warn_at) - now)
 
     def raise_failure(self, started: bool = True) -> None:
-        """Raise the reason why this node can take no further part in the job, if any. started: it has been in a round."""
+        """Raise the reason why this node can no longer take part in the job, if any. started: it has been in a round."""
         failure = self.participant.failure
         if failure is None:
             return
         if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
             raise UsageError(str(failure))
-        if isinstance(failure, Refused):
+        if isinstance(failure, HostRefused):
             raise NodeRefused(str(failure))
         raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 

@@ -54,7 +54,7 @@ class Dispatcher:
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.debug("the rendezvous thread is left in a call")
+            logger.debug("abandoned the rendezvous thread, which is stuck in a call")
 
     def _run(self) -> None:
         while True:

@@ -30,23 +30,23 @@ class EtcdExchange:
         self,
         participant: Participant,
         header: Header,
-        part: Assignment,
+        assignment: Assignment,
         changed: InterruptibleCondition,
         over: Callable[[], RoundEnd | None],
     ) -> None:
         """changed: notified when the participant or `over` has changed. over: why the round is over; None: it runs."""
-        self._participant, self._header, self._part = participant, header, part
+        self._participant, self._header, self._assignment = participant, header, assignment
         self._changed, self._over = changed, over
 
     def offer(self, text: str) -> None:
         if self._header.local:
-            self._participant.offer(self._part.seal, self._part.rank, text)
+            self._participant.offer(self._assignment.seal, self._assignment.rank, text)
 
     def offers(self, timeout_s: float) -> list[str] | None:
         if not self._header.local:
             return None
         deadline = time.monotonic() + timeout_s
-        folder = self._participant.offers_of(self._part.seal)
+        folder = self._participant.offers_of(self._assignment.seal)
         keys = [f"{folder}{rank}".encode() for rank in range(self._header.nodes)]
         found: dict[bytes, str] = {}
         events = threading.Event()
@@ -78,11 +78,11 @@ class EtcdExchange:
         with self._changed:
             while True:
                 header = self._participant.header
-                if self._part.of(header) and header.state is State.RUNNING and there(header):
+                if self._assignment.of(header) and header.state is State.RUNNING and there(header):
                     return header
                 self._check_round()
                 if (left_s := deadline - time.monotonic()) <= 0:
-                    raise RoundOver("the node of rank 0 has not chosen a checkpoint in time")
+                    raise RoundOver("rank 0 did not choose a checkpoint in time")
                 self._changed.wait(left_s)
 
     def _wake(self, events: threading.Event) -> None:
@@ -99,8 +99,8 @@ class EtcdExchange:
 
     def _check_round(self) -> None:
         header = self._participant.header
-        if not self._part.of(header):
-            raise RoundOver(f"the job is in round {header.round}")
+        if not self._assignment.of(header):
+            raise RoundOver(f"the job has moved on to round {header.round}")
         if (why := self._over()) is not None:
             raise RoundOver(why.reason)
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 TROUBLE_SHARE = 0.62
 CLOSE_SHARE = 0.10
-LOOK_SHARE = 0.05  # how often a node in trouble looks again
+POLL_SHARE = 0.05  # how often a node in trouble looks again
 TRAIN_ON_S = 5.0  # gRPC takes that long to find a server again (min_reconnect_backoff_ms and a pause)
 TRAIN_ON_SHARE = 0.5  # of the lease time, if that is longer
 
@@ -57,7 +57,7 @@ def train_on_s(ttl_s: float) -> float:
     return max(TRAIN_ON_S, TRAIN_ON_SHARE * ttl_s)
 
 
-def excused(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
+def may_train_on(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Return whether no other node can go on without a node in trouble.
 
     others: their states; None: the store does not answer. all_down_at: see Fence.
@@ -133,7 +133,7 @@ class Fence:
             self._look(round_, share)
             with self._wake:
                 if not self._ended:
-                    self._wake.wait(LOOK_SHARE * self._ttl_s)
+                    self._wake.wait(POLL_SHARE * self._ttl_s)
 
     def _look(self, round_: RoundStore, share: float) -> None:
         """Write this node's state into the store, and decide."""
@@ -142,7 +142,7 @@ class Fence:
         others = self._swap_states(round_, state)
         if state == TROUBLE and others is not None and all(each == TROUBLE for each in others):
             self._all_down_at = began
-        closed = share <= CLOSE_SHARE and not excused(others, self._all_down_at, time.monotonic(), self._ttl_s)
+        closed = share <= CLOSE_SHARE and not may_train_on(others, self._all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_:
                 return  # the round of this look is over
@@ -150,7 +150,9 @@ class Fence:
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed
         if closed and changed:
-            logger.error("cut off from etcd, and others are not: this node's workers stop before the others go on without it")
+            logger.error(
+                "cut off from etcd, and other nodes are not; stopping this node's workers before the others continue without it"
+            )
             self._on_change()
 
     def _state(self, share: float) -> str:

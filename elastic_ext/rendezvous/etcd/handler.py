@@ -13,7 +13,7 @@ from elastic_ext.base.exchange import Alone, Exchange
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
-from elastic_ext.rendezvous import plain
+from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
@@ -71,9 +71,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self._current: tuple[Header, Assignment] | None = None  # the round's first header, and this node's part in it
+        self._current: tuple[Header, Assignment] | None = None  # the round's first header, and this node's assignment
         self._server: TCPStore | None = None  # the round's store, on the node of rank 0
-        self._stays_open = False  # this node leaves and the job goes on
+        self._job_continues = False  # this node leaves and the job goes on
 
     def get_backend(self) -> str:
         return BACKEND
@@ -102,8 +102,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; see `JobConnection.await_round` for the exceptions."""
-        plain.note(self)
-        with plain.closed_by_verdict(self):
+        foreign_agent.warn_once(self)
+        with foreign_agent.closed_by_verdict(self):
             while (info := self._next_round()) is None:
                 pass
             return info
@@ -115,19 +115,19 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         fence.watch(None)
         server = serve(self._connection.address)
         self._participant.ready(self._node(server.port, cut))
-        header, part = self._current = self._connection.await_round(self.round)
+        header, assignment = self._current = self._connection.await_round(self.round)
         self.round = header.round
-        if part.rank == 0 and header.port != server.port:
+        if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
-            self.break_round("the store of rank 0 is not fresh")
+            self.break_round("the store of rank 0 is from an earlier attempt")
             return None
-        self._server = server if part.rank == 0 else None
+        self._server = server if assignment.rank == 0 else None
         store = self._server or self._stores.connect(header, self.round_over)
         if store is None:
             return None
-        fence.watch(RoundStore(header.address, header.port, part.rank, header.nodes))
+        fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
         address = RendezvousStoreInfo(header.address, header.port)
-        return RendezvousInfo(PrefixStore("elastic_ext", store), part.rank, header.nodes, address)
+        return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
     def _node(self, port: int, cut: int) -> Node:
         return Node(
@@ -144,9 +144,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def workers(self) -> list[Worker]:
         """Return the ranks of this node's workers, from the assignment."""
         assert self._current is not None
-        header, part = self._current
+        header, assignment = self._current
         return [
-            Worker(local, part.base_rank + local, part.base_role_rank + local, header.world, part.role_world)
+            Worker(local, assignment.base_rank + local, assignment.base_role_rank + local, header.world, assignment.role_world)
             for local in range(self._workers)
         ]
 
@@ -154,20 +154,20 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def exchange(self) -> Exchange:
         """The exchange by which the nodes of the current round agree on what to resume from."""
         assert self._current is not None, "before the first round"
-        header, part = self._current
+        header, assignment = self._current
         if header.nodes == 1:
             return Alone()
-        return EtcdExchange(self._participant, header, part, self._connection.changed, self.round_over)
+        return EtcdExchange(self._participant, header, assignment, self._connection.changed, self.round_over)
 
     # While it runs.
 
     def round_over(self) -> RoundEnd | None:
         """Return why the workers of the current round must stop; None while it runs."""
         if self._connection.fence.closed:
-            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may go on without it")
+            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may continue without it")
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
-            return RoundEnd(EndKind.CUT_OFF, f"this node can take no further part in the job: {failure}")
+            return RoundEnd(EndKind.CUT_OFF, f"this node can no longer take part in the job: {failure}")
         return round_end(self._participant.header, self.round, self._current[0].seal if self._current is not None else None)
 
     def stop_by(self) -> float | None:
@@ -206,9 +206,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._participant.report(self.round, encode_report(report), report.waits_for_others)
         verdict = self._connection.await_verdict(self.round)
         if verdict is None:
-            logger.warning("no verdict of the job on round %s: this node judges for itself", self.round)
+            logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
             verdict = self._policy.judge_alone(self.node_id, report, self.round)
-        self._stays_open = not verdict.ends_job
+        self._job_continues = not verdict.ends_job
         return verdict
 
     def await_all_done(self) -> bool:
@@ -248,8 +248,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
-        if self._participant.header.state is not State.DONE and not self._stays_open:
-            self._participant.end_round(self.round, State.CLOSED, "a node has given up")
+        if self._participant.header.state is not State.DONE and not self._job_continues:
+            self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
         """Close the job like `set_closed`, then leave."""

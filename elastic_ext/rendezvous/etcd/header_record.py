@@ -47,7 +47,7 @@ def swap(
 
 def with_save(header: Header, reason: str) -> Header:
     """Return the header with one more save on demand."""
-    return dataclasses.replace(header, save=header.save + 1, reason=f"a save was asked for: {reason}")
+    return dataclasses.replace(header, save=header.save + 1, reason=f"save requested: {reason}")
 
 
 class Listener(Protocol):
@@ -100,7 +100,7 @@ class HeaderRecord:
         if assignment is not None:
             self._listener.on_own_assignment(assignment)
         self.observe(header, found.revision)
-        if rounds.brings_back(self.readable(header) if header is not None else None, self.value):
+        if rounds.needs_restoring(self.readable(header) if header is not None else None, self.value):
             self._listener.on_lost_record()
 
     def observe(self, header: KeyValue | None, revision: int) -> None:
@@ -112,7 +112,7 @@ class HeaderRecord:
             self._take(self.readable(header), header.mod_revision)
         elif revision > self._heard:
             self._heard, self.revision = revision, 0
-            if rounds.brings_back(None, self.value):
+            if rounds.needs_restoring(None, self.value):
                 self._outage.expect_members()
 
     def on_event(self, event: Event) -> None:
@@ -121,7 +121,7 @@ class HeaderRecord:
             self._saw(self.readable(event.kv), event.kv.mod_revision)
         elif event.kv.mod_revision > self._heard:
             self.observe(None, event.kv.mod_revision)
-            if rounds.brings_back(None, self.value):
+            if rounds.needs_restoring(None, self.value):
                 self._listener.on_lost_record()
 
     def readable(self, kv: KeyValue) -> Header:
@@ -173,10 +173,10 @@ class HeaderRecord:
         """
         written = self._swap(self.value)
         if not written.succeeded:
-            raise LostRace("the header was written by another node at the same time")
+            raise LostRace("another node wrote the header at the same time")
         self._heard = self.revision = written.revision
         self._outage.expect_members()
-        logger.warning("the job's records in etcd were lost: round %s is written again", self.value.round)
+        logger.warning("etcd had lost the job's records; wrote round %s again", self.value.round)
 
     def update(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Write the result of `change` while that round runs. in_any_round: while the job is not closed.
@@ -190,7 +190,7 @@ class HeaderRecord:
                 return
             self.read()
             if self.revision == before:
-                raise LostRace("the header was written by another node at the same time")
+                raise LostRace("another node wrote the header at the same time")
 
     def _runs(self, round_: int) -> bool:
         return self.value.state is State.RUNNING and self.value.round == round_

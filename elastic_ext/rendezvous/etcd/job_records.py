@@ -17,7 +17,7 @@ from elastic_ext.etcd import Compare, Delete, Get, LeaseLost, Put, absent, uncha
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous.etcd.context import NodeContext
-from elastic_ext.rendezvous.etcd.tasks import LostRace, Refused
+from elastic_ext.rendezvous.etcd.tasks import HostRefused, LostRace
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
 
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
@@ -76,16 +76,16 @@ class JobRecords:
         assert job is not None  # compared
         return JobSnapshot(job.lease_id), entered, first
 
-    def agree(self) -> JobSnapshot:
+    def read_or_create(self) -> JobSnapshot:
         """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
 
         Raises:
-            Refused: this host may not come back yet.
+            HostRefused: this host may not come back yet.
             UsageError: another job, with other settings or of another version, runs under this run id.
         """
         while True:
             found = self._read()
-            if found is not None and not (found.over and self._forget(found)):
+            if found is not None and not (found.over and self._delete_abandoned(found)):
                 return found
 
     def _read(self) -> JobSnapshot | None:
@@ -94,7 +94,7 @@ class JobRecords:
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
             why = printable(refused.value.decode(errors="replace"))
-            raise Refused(f"this host was told to leave the job and may not come back yet: {why}")
+            raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         if theirs is None or (theirs == self._mine and job is not None and not job.lease_id):
             # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
@@ -108,10 +108,10 @@ class JobRecords:
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
             found = JobSnapshot(lease_id, self._reader.header(header) or Header(), header.mod_revision)
         if theirs not in (None, self._mine):
-            if not self._forget(found):
+            if not self._delete_abandoned(found):
                 seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self._mine} here"
                 raise UsageError(
-                    f"another job runs under this --rdzv-id with other settings: {seen}; "
+                    f"another job with other settings is running under this --rdzv-id: {seen}; "
                     "use another --rdzv-id, or the same settings on all nodes"
                 )
             return None
@@ -158,13 +158,13 @@ class JobRecords:
         theirs = self._settings_in(job)
         if theirs not in (None, self._mine) and not self._is_of(header, name):
             raise UsageError(
-                "another job, with other settings, has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+                "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
         if job is None or theirs != self._mine or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:
-                raise LostRace("the job's record was written by another node at the same time")
+                raise LostRace("another node wrote the job's record at the same time")
             return written
         return job.lease_id
 
@@ -172,7 +172,7 @@ class JobRecords:
         found = self._reader.header(header) if header is not None else None
         return found is not None and found.job == name != ""
 
-    def _forget(self, found: JobSnapshot) -> bool:
+    def _delete_abandoned(self, found: JobSnapshot) -> bool:
         """Delete what a job left that has no nodes any more. Return False if it has one.
 
         The ledger stays if a scheduler is to start the job again: its budget still holds.

@@ -21,7 +21,7 @@ class JobStatus:
     """The state at one moment.
 
     Attributes:
-        nodes, parts: records and assignments, by node id.
+        nodes, assignments: records and assignments, by node id.
         refused: the reason, by host.
         faults: one line for each unreadable record.
     """
@@ -29,7 +29,7 @@ class JobStatus:
     run_id: str
     header: Header
     nodes: dict[str, Node]
-    parts: dict[str, Assignment]
+    assignments: dict[str, Assignment]
     ledger: Ledger
     refused: dict[str, str]
     faults: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
-        raise UsageError(f"no job with --rdzv-id={run_id} is known to etcd: it never ran there, or it ended well")
+        raise UsageError(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()
     nodes: dict[str, Node] = {}
-    parts: dict[str, Assignment] = {}
+    assignments: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
     for kv in kvs:
         if kv.key == keys.header.encode():
@@ -60,9 +60,9 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
         elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
             if (node := reader.node(kv)) is not None:
                 nodes[id_] = node
-        elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (part := reader.assignment(kv)) is not None:
-            parts[id_] = part
-    return JobStatus(run_id, header, nodes, parts, ledger, refused, tuple(faults))
+        elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
+            assignments[id_] = assignment
+    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults))
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
@@ -83,21 +83,25 @@ def _lines(job: JobStatus) -> Iterator[str]:
     if header.state is State.RUNNING:
         yield f"  {header.nodes} nodes, {header.world} workers"
     for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
-        part = job.parts.get(id_)
-        runs = header.state is State.RUNNING and part is not None and part.of(header) and node.after < header.round
-        place = f"node rank {part.rank}, worker ranks from {part.base_rank}" if runs and part is not None else "waits"
+        assignment = job.assignments.get(id_)
+        runs = header.state is State.RUNNING and assignment is not None and assignment.of(header) and node.after < header.round
+        place = (
+            f"node rank {assignment.rank}, worker ranks from {assignment.base_rank}"
+            if runs and assignment is not None
+            else "waits"
+        )
         yield f"  {id_}: {node.workers} workers at {node.address}, {place}"
     for host, why in sorted(job.refused.items()):
-        yield f"  {host} may not come back for now: {why}"
+        yield f"  {host} may not come back yet: {why}"
     if not job.ledger.verdicts:
-        yield "no failure is on record"
+        yield "no failures recorded"
     for verdict in job.ledger.verdicts:
         yield from _verdict_lines(verdict)
 
 
 def _rank(job: JobStatus, id_: str) -> int:
-    part = job.parts.get(id_)
-    return part.rank if part is not None and part.of(job.header) else len(job.parts)
+    assignment = job.assignments.get(id_)
+    return assignment.rank if assignment is not None and assignment.of(job.header) else len(job.assignments)
 
 
 def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
@@ -106,6 +110,6 @@ def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
     yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
-    limit = "no limit" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
-    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts}, {limit}"
+    limit = "(no limit)" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
+    yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts} {limit}"
     yield from (f"    {line}" for line in verdict.stacks.splitlines())

@@ -91,7 +91,7 @@ class Leader:
         if header.unreadable:
             self.write_header(header.value)
         while True:
-            if header.revision == 0 and rounds.brings_back(None, header.value):
+            if header.revision == 0 and rounds.needs_restoring(None, header.value):
                 self._restore()
             self._members.refresh(now)
             self._records.clear_overwritten(self._members.ranks)
@@ -138,22 +138,22 @@ class Leader:
         """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""
         written = self._header.write(header, [self._still_leading])
         if not written:
-            self._look_again()
+            self._reload()
         return written
 
     def _seal(self, view: View, action: Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
-        header, parts = rounds.seal(view, action, secrets.token_hex(4))
-        puts = [Put(keys.assignment(id_), encode(part), lease_id=lease_id) for id_, part in parts.items()]
+        header, assignments = rounds.seal(view, action, secrets.token_hex(4))
+        puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
         for at in range(0, len(puts), OPS_PER_TXN):
             if not client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN]).succeeded:
-                return self._look_again()
-        # Before the header: its arrival makes this very node take its part.
+                return self._reload()
+        # Before the header: its arrival makes this very node join.
         before = self._members.ranks
-        self._members.sealed(header, parts)
+        self._members.sealed(header, assignments)
         if not self.write_header(header):
             return None
-        left = [Delete(keys.assignment(id_)) for id_ in before if id_ not in parts and id_ not in self._records.nodes]
+        left = [Delete(keys.assignment(id_)) for id_ in before if id_ not in assignments and id_ not in self._records.nodes]
         for at in range(0, len(left), OPS_PER_TXN):
             client.txn([self._header.unchanged, self._still_leading], left[at : at + OPS_PER_TXN])
         return None
@@ -167,9 +167,9 @@ class Leader:
             len(view.nodes),
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
-            self._look_again()
+            self._reload()
 
-    def _look_again(self) -> None:
+    def _reload(self) -> None:
         """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""
         self._header.read()
         self._members.load()

@@ -32,21 +32,21 @@ class Members:
         missing = len(self.ranks) < header.nodes
         if self._round != (header.round, header.seal) or (missing and now >= self._load_at):
             self.load()
-            self._load_at = now + rounds.PARTS_LOOK_S
+            self._load_at = now + rounds.ASSIGNMENTS_POLL_S
 
     def load(self) -> None:
         """Read the assignments."""
         folder, header, reader = self._context.keys.assignments, self._header.value, self._context.reader
         before, self.ranks = self._round, {}
         for kv in self._context.client.get_prefix(folder).kvs:
-            id_, part = reader.id_of(folder, kv.key), reader.assignment(kv)
-            if id_ is not None and part is not None and part.of(header):
-                self.ranks[id_] = part.rank
+            id_, assignment = reader.id_of(folder, kv.key), reader.assignment(kv)
+            if id_ is not None and assignment is not None and assignment.of(header):
+                self.ranks[id_] = assignment.rank
         self._round = (header.round, header.seal)
         if before != self._round and len(self.ranks) < header.nodes:
             self._outage.expect_members()  # some assignments are lost; each node writes its own again
 
-    def sealed(self, header: Header, parts: Mapping[str, Assignment]) -> None:
+    def sealed(self, header: Header, assignments: Mapping[str, Assignment]) -> None:
         """Take the ranks from the assignments that this leader has written."""
-        self.ranks = {id_: part.rank for id_, part in parts.items()}
+        self.ranks = {id_: assignment.rank for id_, assignment in assignments.items()}
         self._round = (header.round, header.seal)

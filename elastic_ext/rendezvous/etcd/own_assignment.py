@@ -1,4 +1,4 @@
-"""A node's part in the current round: the assignment that the leader wrote for it, and whether the node has taken it."""
+"""A node's assignment to the current round, which the leader wrote, and whether the node has joined that round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OwnAssignment:
 
     Attributes:
         value: the last readable assignment of this node.
-        joined: the round in which this node has taken its part since it was last ready, and that part; None while it waits.
+        joined: the round that this node has joined since it was last ready, and its assignment; None while it waits.
             Replaced, never changed in place; readable from any thread.
     """
 
@@ -32,7 +32,7 @@ class OwnAssignment:
     ) -> None:
         """
         Args:
-            on_joined: called when this node has taken its part in a running round.
+            on_joined: called when this node has joined a running round.
             on_lost: called when the assignment for the current round is missing from etcd, or unreadable there.
         """
         self.value: Assignment | None = None
@@ -51,10 +51,10 @@ class OwnAssignment:
 
     def take(self, kv: KeyValue) -> None:
         """Take in a reading of the assignment."""
-        part = self._context.reader.assignment(kv)
-        self._unreadable = part is None
-        self.value = part if part is not None else self.value
-        if part is None:
+        assignment = self._context.reader.assignment(kv)
+        self._unreadable = assignment is None
+        self.value = assignment if assignment is not None else self.value
+        if assignment is None:
             self._lost()
 
     def on_batch(self, batch: Batch) -> None:
@@ -62,7 +62,7 @@ class OwnAssignment:
         event = batch.events[-1]
         if event.kind == "put":
             self.take(event.kv)
-            self.consider()
+            self.join_if_assigned()
         else:
             self._lost()
 
@@ -70,23 +70,23 @@ class OwnAssignment:
         if self.current is not None and self._registration.node is not None:
             self._on_lost()
 
-    def consider(self) -> None:
-        """If this node waits and has a part in the running round, take it. If that round is already over, say so.
+    def join_if_assigned(self) -> None:
+        """If this node waits and has an assignment to the running round, join it. If that round is already over, say so.
 
-        Both happen on this thread: a node that has taken its part never claims to wait.
+        Both happen on this thread: a node that has joined never claims to wait.
         """
         node, header = self._registration.node, self._header.value
         if node is None or self.joined is not None or node.after >= header.round:
             return
-        part = self.current
-        if part is None:
-            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn its part
-                self._wait_for_the_next(header)
+        assignment = self.current
+        if assignment is None:
+            if self._unreadable and header.state is State.RUNNING:  # it may be in this round, and can never learn its rank
+                self._wait_for_next_round(header)
         elif header.state is State.RUNNING:
-            self.joined = (header, part)
+            self.joined = (header, assignment)
             self._on_joined()
         elif header.state is State.BROKEN:
-            self._wait_for_the_next(header)
+            self._wait_for_next_round(header)
 
-    def _wait_for_the_next(self, header: Header) -> None:
+    def _wait_for_next_round(self, header: Header) -> None:
         self._registration.update(lambda node: dataclasses.replace(node, after=header.round))

@@ -5,7 +5,7 @@ A participant consists of parts, each for one subject:
     tasks.TaskRunner            runs all work on the rendezvous thread, and tries again what etcd cannot do now
     registration.Registration   the node's own record and lease
     header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
-    own_assignment.OwnAssignment  the node's part in the round
+    own_assignment.OwnAssignment  the node's assignment to the round
     election.Election           whether the node leads; if so it has a leader.Leader
     recovery.Recovery           writes again what etcd has lost
 
@@ -91,7 +91,7 @@ class Participant:
             outage,
             leads=lambda: self.election.leader is not None,
         )
-        self._watches = OwnWatches(context, self._go_on, header.read)
+        self._watches = OwnWatches(context, self._enter_or_write, header.read)
         self._offered = ""  # key of this node's last offer
 
     # Read by the agent, from any thread.
@@ -103,18 +103,18 @@ class Participant:
 
     @property
     def joined(self) -> tuple[Header, Assignment] | None:
-        """The round in which this node has taken its part since it was last ready, and that part; None while it waits."""
+        """The round that this node has joined since it was last ready, and its assignment; None while it waits."""
         return self._assignment.joined
 
     @property
     def failure(self) -> Exception | None:
-        """Why this node can take no further part in the job; None while it can."""
+        """Why this node can no longer take part in the job; None while it can."""
         return self.tasks.failure
 
     @property
-    def full(self) -> QuotaExceeded | None:
+    def etcd_full(self) -> QuotaExceeded | None:
         """The error of an etcd that accepts no writes now and so holds up this node; None while it accepts them."""
-        return self.tasks.full
+        return self.tasks.etcd_full
 
     @property
     def lease(self) -> tuple[int | None, float]:
@@ -198,9 +198,9 @@ class Participant:
     def _ready(self, node: Node) -> None:
         self.registration.node = node
         self._assignment.joined = None
-        self.tasks.run(self._go_on)  # retried on its own; a retry keeps what the node has since changed in its record
+        self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 
-    def _go_on(self) -> None:
+    def _enter_or_write(self) -> None:
         if self.registration.node is None:
             return  # it has left meanwhile
         if self.registration.created == 0:
@@ -208,7 +208,7 @@ class Participant:
             return
         self.registration.renew_if_due()
         self.registration.write()
-        self._assignment.consider()
+        self._assignment.join_if_assigned()
 
     def _enter(self) -> None:
         """Get a lease, watch, and only then read and write: what is written after a watch began is delivered."""
@@ -222,16 +222,16 @@ class Participant:
                 context.own_key, self.recovery.on_own_key_deleted, deletes_only=True, on_gap=self.recovery.restore_soon
             )
         if not self._watches.all_began:
-            return  # each of them comes back to `_go_on`
-        entered = self._job_records.enter_new(context.own_key, registration.operations())
+            return  # each of them comes back to `_enter_or_write`
+        entered = self._job_records.enter_new(context.own_key, registration.create_ops())
         if entered is not None:
             found, written, last = entered
             self.header_record.enter(found)
             registration.registered(written.revision, last)
         else:
-            self.header_record.enter(self._job_records.agree())
+            self.header_record.enter(self._job_records.read_or_create())
             registration.write()
-        self._assignment.consider()
+        self._assignment.join_if_assigned()
 
     def _on_header_events(self, batch: Batch) -> None:
         self.header_record.on_event(batch.events[-1])
@@ -245,7 +245,7 @@ class Participant:
     # The header record's Listener.
 
     def on_header(self) -> None:
-        self._assignment.consider()
+        self._assignment.join_if_assigned()
         self._on_change()
 
     def on_own_assignment(self, kv: KeyValue) -> None:

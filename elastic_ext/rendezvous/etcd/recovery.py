@@ -77,7 +77,7 @@ class Recovery:
         found, assignment, own = (reading.kv for reading in read.readings)
         header.observe(found, read.revision)
         header.job = header.value.job  # the job has the same settings
-        if rounds.brings_back(header.readable(found) if found is not None else None, header.value):
+        if rounds.needs_restoring(header.readable(found) if found is not None else None, header.value):
             header.write_again()
         self._restore_assignment(assignment)
         if own is None:
@@ -85,14 +85,14 @@ class Recovery:
 
     def _restore_assignment(self, found: KeyValue | None) -> None:
         context, header = self._context, self._header
-        part = self._assignment.current
-        if part is None or (found is not None and context.reader.assignment(found) is not None):
+        assignment = self._assignment.current
+        if assignment is None or (found is not None and context.reader.assignment(found) is not None):
             return
         key = context.own_assignment_key
         same = unchanged(key, found.mod_revision if found is not None else 0)
-        put = Put(key, encode(part), lease_id=header.lease_id)
+        put = Put(key, encode(assignment), lease_id=header.lease_id)
         if not context.client.txn([same, header.unchanged], [put]).succeeded:
-            raise LostRace("the header changed while this node's part was written again")
+            raise LostRace("the header changed while this node's assignment was being written again")
 
     def write_own_key(self) -> None:
         """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may
@@ -122,7 +122,7 @@ class Recovery:
         registration, tasks = self._registration, self._context.tasks
         if registration.session is not lost or registration.node is None:
             return
-        lost.orphan()
+        lost.stop_renewing()
         registration.grant()
         if registration.created == 0:  # it was about to enter; that is retried
             return

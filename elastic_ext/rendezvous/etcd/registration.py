@@ -72,7 +72,7 @@ class Registration:
             raise LeaseLost(f"lease {session.lease_id:x} is gone")
         session.renewed(kept.sent_at, ttl_s)
 
-    def operations(self) -> list[Op]:
+    def create_ops(self) -> list[Op]:
         """Return the operations that create this node's key: read the last node's name, write the key, become the last node."""
         put, last = self._put(), self._context.keys.last_node
         return [Get(last), put, Put(last, self._context.config.node_id, lease_id=put.lease_id)]
@@ -89,7 +89,7 @@ class Registration:
         if self.node is None or self.session is None:
             return  # it has left meanwhile
         key = self._context.own_key
-        written = self._context.client.txn([absent(key)], self.operations(), [Get(key), self._put()])
+        written = self._context.client.txn([absent(key)], self.create_ops(), [Get(key), self._put()])
         found = written.readings[0].kv
         if written.succeeded:
             self.registered(written.revision, found)

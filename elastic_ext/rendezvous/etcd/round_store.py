@@ -57,7 +57,7 @@ class StoreConnector:
         if self._unreachable == TRIES:  # the other nodes are better off without this one
             raise RendezvousConnectionError(
                 f"the stores of {TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}"
-                f": {error}; expected that this host reaches all others of the job"
+                f": {error}; expected all hosts of the job to reach each other: check the network"
             ) from error
         logger.warning("the store of round %s does not answer: %s", header.round, error)
         self._break_round("the store of rank 0 does not answer")

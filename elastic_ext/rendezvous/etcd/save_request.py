@@ -43,11 +43,11 @@ def outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> 
     for node in nodes:
         # A node's record is about its current round; a node that waits for a later round has left this one.
         if node.after < requested.round and node.saved >= requested.save:
-            return Outcome(node.saved_step, f"step {node.saved_step} is saved")
+            return Outcome(node.saved_step, f"saved step {node.saved_step}")
     if header is None:
         return Outcome(None, "the job is gone")
     if header.round != requested.round:
-        return Outcome(None, f"round {requested.round} ended before the save, the job is in round {header.round}")
+        return Outcome(None, f"round {requested.round} ended before the save; the job is now in round {header.round}")
     if header.state is not State.RUNNING:
         return Outcome(None, f"round {requested.round} ended before the save: {header.reason}")
     return None
@@ -75,14 +75,14 @@ def _ask(client: EtcdClient, keys: JobKeys, reason: str, deadline: float) -> Hea
         found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
         header = decode(Header, found.value, keys.header) if found is not None else None
         if found is None or header is None:
-            return Outcome(None, "the job does not run: there is no round of it")
+            return Outcome(None, "the job is not running: it has no round yet")
         if header.state is not State.RUNNING:
-            return Outcome(None, f"the job does not run, it is {header.state.value}: {header.reason}")
+            return Outcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
         requested = with_save(header, reason)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
         if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return requested
-    return Outcome(None, "the job's header kept changing, so no save was asked for")
+    return Outcome(None, "the job's header kept changing, so no save was requested; try again")
 
 
 def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float) -> Outcome:
@@ -105,7 +105,7 @@ def _await(client: EtcdClient, keys: JobKeys, requested: Header, deadline: float
                     return over
             if (over := outcome(requested, header, [])) is not None:
                 return over
-    return Outcome(None, "the save is not complete in time; the job may still make it")
+    return Outcome(None, "the save did not complete in time; the job may still complete it")
 
 
 def _changes(item: Snapshot | Batch | None) -> Iterator[tuple[str, KeyValue]]:

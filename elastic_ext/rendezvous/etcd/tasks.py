@@ -22,7 +22,7 @@ class LostRace(ElasticExtError):
     """Another node wrote first: the task is retried on what etcd then holds."""
 
 
-class Refused(ElasticExtError):
+class HostRefused(ElasticExtError):
     """This host was told to leave the job and may not come back yet: the node's part ends."""
 
 
@@ -30,8 +30,8 @@ class TaskRunner:
     """One node's `dispatcher.Runner`.
 
     Attributes (readable from any thread):
-        failure: why this node can take no further part in the job; None while it can.
-        full: the error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
+        failure: why this node can no longer take part in the job; None while it can.
+        etcd_full: the error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TaskRunner:
             on_failure: called when `failure` is set.
         """
         self.failure: Exception | None = None
-        self.full: QuotaExceeded | None = None
+        self.etcd_full: QuotaExceeded | None = None
         self._dispatcher = dispatcher
         self._node_id = node_id
         self._in_job = in_job
@@ -92,7 +92,7 @@ class TaskRunner:
         except LostRace as error:
             logger.debug("rendezvous: %s", error)
             self.retry(task)
-        except (EtcdError, RecordError, Refused, UsageError) as error:
+        except (EtcdError, RecordError, HostRefused, UsageError) as error:
             if isinstance(error, Unavailable):
                 logger.debug("rendezvous: %s", error)
                 self.retry(task)
@@ -120,16 +120,16 @@ class TaskRunner:
 
     def _note_full(self, error: QuotaExceeded, task: Task) -> None:
         """Log one line when the trouble begins; `_note_done` logs one when it ends."""
-        if self.full is None:
-            logger.warning("%s; what runs goes on, but no new round can be formed until then", error)
-        self.full = error
+        if self.etcd_full is None:
+            logger.warning("%s; the running round continues, but no new round can form until etcd accepts writes again", error)
+        self.etcd_full = error
         self._held_up.add(task)
 
     def _note_done(self, task: Task) -> None:
         self._held_up.discard(task)
-        if self.full is not None and not self._held_up:
-            logger.info("etcd takes writes again")
-            self.full = None
+        if self.etcd_full is not None and not self._held_up:
+            logger.info("etcd accepts writes again")
+            self.etcd_full = None
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

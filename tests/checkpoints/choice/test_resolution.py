@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.formats.manifest import directory_name
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.c10d.exchange import StoreExchange
-from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from elastic_ext.rendezvous.c10d.store_job import Membership, StoreJob
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, Job, run
@@ -154,8 +154,8 @@ def exchanges():
 
 def exchange_of(server: TCPStore, rank: int, nodes: int, over=lambda: None) -> StoreExchange:
     shared = StoreJob(TCPStore("127.0.0.1", server.port, is_master=False), "run", f"node-{rank}", False, Ledger())
-    shared.come_in()
-    return StoreExchange(Part(1, rank, nodes), lambda question: question(shared), over)
+    shared.enter_job()
+    return StoreExchange(Membership(1, rank, nodes), lambda question: question(shared), over)
 
 
 def test_all_nodes_get_the_same_answer(tmp_path, exchanges):

@@ -105,7 +105,7 @@ def test_training_goes_on_when_the_host_of_the_store_is_gone(tmp_path):
             other.wait_for(r"(?m)^up \d$")
             host.process.kill()
             host.finish()
-            other.wait_for("training goes on without it")
+            other.wait_for("training continues without it")
             with open(tmp_path / "fifo", "w"):
                 pass
             other.wait_for("done")

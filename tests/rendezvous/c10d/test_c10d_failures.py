@@ -117,7 +117,7 @@ def test_lost_connections_do_not_outvote_a_bug_whose_node_is_slow_to_tell(nodes)
     os.waitid(os.P_PID, jobs[1].process.pid, os.WSTOPPED)
     nodes.gate.open()
     with ThreadPoolExecutor(2) as pool:  # one of the two judges
-        waits = [pool.submit(job.wait_for, "not all nodes have reported yet", timeout_s=30) for job in (jobs[0], jobs[2])]
+        waits = [pool.submit(job.wait_for, "nodes that have not reported yet", timeout_s=30) for job in (jobs[0], jobs[2])]
         wait(waits, return_when=FIRST_COMPLETED)
         jobs[1].process.send_signal(signal.SIGCONT)
     assert any(each.exception() is None for each in waits)
@@ -240,7 +240,7 @@ def without_the_store(nodes, script):
         job.wait_for(seen(2, 0))
     jobs[0].process.kill()
     jobs[0].process.wait()
-    jobs[1].wait_for("training goes on without it")
+    jobs[1].wait_for("training continues without it")
     return jobs[1]
 
 
@@ -259,7 +259,7 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
 @pytest.mark.parametrize(
     ("new", "said", "judges"),
     [
-        (False, "it is asked again on new connections", "all together"),
+        (False, "trying again on new connections", "all together"),
         (True, "each node judges failures for itself", "b alone"),
     ],
 )

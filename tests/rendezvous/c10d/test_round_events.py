@@ -47,8 +47,8 @@ def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
     assert heard.wait(20)
     assert mine.ended_by is None  # no event for the one that moved on
     assert other.ended_by == MOVED_ON
-    assert other.heard_no_failure
-    assert not other.heard_failure
+    assert other.ended_without_failure
+    assert not other.ended_by_failure
     assert threading.active_count() <= before + 1  # the thread that wrote the event may still be ending
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_has_finished_hears_of_a_failure_first(server):
         assert waits.result(60) is False
     other.close()  # the first event stays
     assert json.loads(server.get(key(1))) == {"schema": 1, "kind": "failed", "reason": "workers failed on b", "node": "b"}
-    assert one.heard_failure
+    assert one.ended_by_failure
 
 
 def test_a_node_that_leaves_is_named(server):
@@ -99,8 +99,8 @@ def test_a_node_that_leaves_is_named(server):
     one, other = RoundEvents("localhost", server.port, 2, heard.set), RoundEvents("localhost", server.port, 2, nothing)
     other.leaving("b")
     assert heard.wait(20)
-    assert (one.left_by, reasons(one)) == ("b", ["left by b"])
-    assert one.heard_no_failure
+    assert (one.left_by, reasons(one)) == ("b", ["b leaves"])
+    assert one.ended_without_failure
 
 
 def test_the_last_node_to_claim_a_stall_ends_the_round(server):
@@ -111,8 +111,8 @@ def test_the_last_node_to_claim_a_stall_ends_the_round(server):
     other.stalled(True)
     one.stalled(True)
     assert heard.wait(20)
-    assert one.ended_by.end == RoundEnd(EndKind.STALLED, "no worker of the job makes progress any more")
-    assert one.heard_failure
+    assert one.ended_by.end == RoundEnd(EndKind.STALLED, "no worker of the job is making progress")
+    assert one.ended_by_failure
 
 
 def test_saves_are_asked_for_and_then_the_round_ends(server):
@@ -155,7 +155,7 @@ def test_what_a_stranger_puts_there_is_passed_over(server, text, caplog):
     assert ended.wait(20)
     assert agents[0].saves == 1
     assert RoundEvent(EventKind.FAILED, "workers failed on b", "b") == agents[0].ended_by
-    assert "it is passed over" in caplog.text
+    assert "ignoring it" in caplog.text
 
 
 def test_an_empty_value_hides_no_later_event(server):

@@ -13,7 +13,7 @@ from elastic_ext.failures import judgement
 from elastic_ext.failures import ledger as job
 from elastic_ext.rendezvous.c10d import store_calls, store_job
 from elastic_ext.rendezvous.c10d.store_calls import NOTHING, StoreCalls, StoreLost
-from elastic_ext.rendezvous.c10d.store_job import Part, StoreJob
+from elastic_ext.rendezvous.c10d.store_job import Membership, StoreJob
 from tests.etcd.proxy import Proxy
 from tests.failures.test_ledger import PEER, RULES, report
 from tests.ports import free_port
@@ -25,19 +25,19 @@ LONG_S = 60.0
 class Node:
     def __init__(self, store: TCPStore, rank: int, nodes: int, name: str, ledger: job.Ledger | None = None) -> None:
         self.job = StoreJob(store, "job", f"{name}-id", hosts=rank == 0, ledger=ledger or job.Ledger())
-        self.job.come_in()
-        self.part = Part(1, rank, nodes)
+        self.job.enter_job()
+        self.membership = Membership(1, rank, nodes)
         self.judged: list[set[str]] = []
 
     def conclude(
         self, told: job.Report, settle_s: float = LONG_S, patience_s: float = LONG_S
     ) -> tuple[job.Ledger, job.JobVerdict]:
-        return self.job.conclude(self.part, told, self.judge, settle_s, patience_s)
+        return self.job.conclude(self.membership, told, self.judge, settle_s, patience_s)
 
     def judge(self, reports, ledger, store_host):
         self.judged.append(set(reports))
         assert store_host == "a-id"
-        return judgement.judge(reports, ledger, RULES, self.part.round)
+        return judgement.judge(reports, ledger, RULES, self.membership.round)
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def test_all_get_one_verdict_and_it_is_charged_once(store):
     with ThreadPoolExecutor(3) as pool:
         for number, told in ((1, report("b", signal="SIGKILL")), (2, report("b", "NameError", "x"))):
             for node in nodes:
-                node.part = Part(number, node.part.rank, 3)
+                node.membership = Membership(number, node.membership.rank, 3)
             answers = [
                 pool.submit(a.conclude, report("a", **PEER)),
                 pool.submit(b.conclude, told),
-                pool.submit(c.job.hear, c.part, LONG_S),
+                pool.submit(c.job.await_verdict, c.membership, LONG_S),
             ]
             found = [answer.result(LONG_S) for answer in answers]
             assert found[0] == found[1] == found[2]
@@ -82,7 +82,7 @@ def test_what_only_follows_is_not_judged_before_the_silent_have_told(store, capl
     a, b, c = make(store, "abc")
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(node.conclude, report(name, **PEER), settle_s=0.1) for name, node in (("a", a), ("c", c))]
-        while "not all nodes have reported yet" not in caplog.text:
+        while "waiting for the nodes that have not reported yet" not in caplog.text:
             assert not any(answer.done() for answer in answers)
             time.sleep(0.01)
         answers.append(pool.submit(b.conclude, report("b", "NameError", "x"), settle_s=0.1))
@@ -115,7 +115,7 @@ def test_a_judge_that_dies_is_replaced(store, monkeypatch):
 def test_of_two_judges_one_is_heard(store):
     a, b = make(store, "ab")
     told = a.conclude(report("a", signal="SIGKILL"), settle_s=0.1)
-    again = b.job._judge(b.part, report("b", "NameError", "x"), b.judge, 0.1, LONG_S)
+    again = b.job._judge(b.membership, report("b", "NameError", "x"), b.judge, 0.1, LONG_S)
     assert again == told
     assert b.judged == []
 
@@ -132,14 +132,14 @@ def test_a_node_that_was_told_to_leave_is_refused_until_it_is_forgiven(store):
     nodes = [a, b, Node(store, 2, 3, "c")]
     for number in (1, 2):
         for node in nodes:
-            node.part = Part(number, node.part.rank, 3)
+            node.membership = Membership(number, node.membership.rank, 3)
         _, verdict = b.conclude(report("b", signal="SIGSEGV", step=None), settle_s=0.1)
     assert (verdict.decision.exit_code, verdict.host) == (69, "b")
     why = a.job.refused("b")
     assert why == verdict.decision.reason
-    a.job.forgive("b", "another one")
+    a.job.end_refusal("b", "another one")
     assert a.job.refused("b") == why
-    a.job.forgive("b", why)
+    a.job.end_refusal("b", why)
     assert a.job.refused("b") == ""
 
 
@@ -255,4 +255,4 @@ def test_a_store_that_cannot_be_reached_at_the_start_is_lost():
     server.kill()
     shared = StoreJob(client, "job", "a-id", hosts=False, ledger=job.Ledger())
     with pytest.raises(StoreLost):
-        shared.come_in()
+        shared.enter_job()

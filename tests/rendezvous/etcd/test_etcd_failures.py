@@ -191,7 +191,7 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
         with EtcdClient(server.endpoint) as client:
             others = Put(KEYS.job, '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
             client.txn([], [Delete(KEYS.header), others])
-        job.wait_for("another job, with other settings")
+        job.wait_for("another job with other settings")
         nodes.open_gate()
         assert job.finish(60).returncode == 78
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.etcd.fence import LOOK_SHARE, TRAIN_ON_S, Fence, RoundStore, excused, train_on_s
+from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, RoundStore, may_train_on, train_on_s
 from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
@@ -99,13 +99,13 @@ def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, 
     ],
 )
 def test_who_trains_on_with_a_lease_that_is_over(others, all_down_at, now, excuses):
-    assert excused(others, all_down_at, now, TTL_S) is excuses
+    assert may_train_on(others, all_down_at, now, TTL_S) is excuses
 
 
 @pytest.mark.parametrize("ttl_s", [2, 5, 10, 16, 60, 600])
 def test_whoever_leads_waits_longer_than_a_node_trains_on(ttl_s):
     """With a look to say that it is back, one to see it, and what a look may take when the store is slow."""
-    assert returning_s(ttl_s) >= train_on_s(ttl_s) + 2 * LOOK_SHARE * ttl_s + 2
+    assert returning_s(ttl_s) >= train_on_s(ttl_s) + 2 * POLL_SHARE * ttl_s + 2
 
 
 def test_what_could_not_be_said_is_said_later(nodes, store):

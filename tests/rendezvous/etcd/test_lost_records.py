@@ -306,7 +306,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     for line in reports(trio.jobs["b"], trio.jobs["c"]):
         os.kill(line["pid"], signal.SIGKILL)
     for name in "bc":
-        trio.jobs[name].wait_for("the job's verdict is not in etcd yet")
+        trio.jobs[name].wait_for("still waiting for the job's verdict in etcd")
     for job in trio.jobs.values():
         job.process.send_signal(signal.SIGTERM)
     assert wait_gone(trio.agents, timeout_s=GRACE_S) == []
@@ -315,7 +315,9 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
-        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(told="is not in etcd yet")
+        DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(
+            told="still waiting for the job's verdict in etcd"
+        )
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     gate = Gate(tmp_path / "gate")
@@ -539,7 +541,7 @@ def test_another_job_has_taken_the_run_id_meanwhile(server, stack):
     others = Put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
     alone.client.txn([], [Delete(PREFIX + "round"), others])
     alone.until(lambda: alone.node.failure is not None)
-    assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
+    assert "another job with other settings has taken this --rdzv-id" in str(alone.node.failure)
 
 
 def test_another_job_has_taken_the_run_id_and_its_round_is_news_before_its_settings(server, stack):
@@ -548,7 +550,7 @@ def test_another_job_has_taken_the_run_id_and_its_round_is_news_before_its_setti
     alone.until(lambda: alone.node.header.job == "another")
     alone.client.put(PREFIX + "job", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}')
     alone.until(lambda: alone.node.failure is not None)
-    assert "another job, with other settings, has taken this --rdzv-id" in str(alone.node.failure)
+    assert "another job with other settings has taken this --rdzv-id" in str(alone.node.failure)
 
 
 def test_a_dispatcher_is_closed_while_its_thread_sits_in_a_call():

@@ -28,7 +28,7 @@ from tests.ports import free_port
 PLAIN = [sys.executable, str(SCRIPTS / "plain_agent.py")]
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-WARNING = "another agent than elastic_ext's uses this rendezvous"
+WARNING = "used by an agent other than elastic_ext's"
 CONF = {
     "ext_etcd": "lease_ttl=2,last_call=0.5",
     # With few attempts a busy machine makes torch drop a node that lives.

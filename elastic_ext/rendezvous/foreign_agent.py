@@ -26,13 +26,14 @@ class Handler(Protocol):
     round: int
 
 
-def note(handler: Handler) -> None:
+def warn_once(handler: Handler) -> None:
     """Warn before the first round. The handler calls it before each round."""
     if not handler.attached and handler.round == 0:
         logger.warning(
-            "elastic_ext: another agent than elastic_ext's uses this rendezvous: it forms rounds, but there are no verdicts, no "
-            "job-wide budget, no choice of a checkpoint, no warm standbys, no hang detection, no metrics; if you use torchrun, "
-            "its launcher is patched or newer than elastic_ext knows: `python -m elastic_ext.agent` takes the same options"
+            "elastic_ext: this rendezvous is used by an agent other than elastic_ext's: it forms rounds, but there are no "
+            "verdicts, no job-wide budget, no choice of a checkpoint, no warm standbys, no hang detection and no metrics; if you "
+            "use torchrun, its launcher is patched or newer than elastic_ext supports: run `python -m elastic_ext.agent`, which "
+            "takes the same options"
         )
 
 

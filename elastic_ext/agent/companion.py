@@ -46,7 +46,7 @@ class Companion:
     def workers_started(self, workers: LocalWorkers) -> None:
         """Called when all workers of a new round run."""
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         """Called after an event, or when a look is due, while the workers keep running."""
 
     def workers_ended(self, workers: LocalWorkers) -> None:

@@ -41,11 +41,11 @@ class HangHandling(Companion):
         """Recent seconds per step, by local rank; empty if unknown. Any thread may read it."""
         return self._watch.step_s
 
-    def next_look_s(self) -> float:
+    def next_check_s(self) -> float:
         """Return the seconds until the next look is due."""
         return self._watch.next_look_s()
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
         assessment = self._watch.look(workers.running_pids())
         if assessment is None:
@@ -56,7 +56,7 @@ class HangHandling(Companion):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
                 self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if assessment.stalled or stalled_before:
-            self._handler.stalled(assessment.stalled)
+            self._handler.report_stall(assessment.stalled)
         if assessment.stalled != stalled_before:
             logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers go on: ", assessment.reason)
 

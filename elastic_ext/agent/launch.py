@@ -98,7 +98,7 @@ def has_bootstrap(spec: WorkerSpec) -> bool:
     return program is not None and program.program == BOOTSTRAP
 
 
-def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
+def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
     """Return the spec of the warm standbys, or the reason why there are none. spec: from `prepare`. token: the agent's."""
     if not settings.standby or not settings.bootstrap:
         return "off"

@@ -57,7 +57,7 @@ class ResumePoint(Companion):
         else:
             logger.info("the job starts from the beginning: %s", checkpoint.reason)
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.
         if self._pin is not None and any(progress.steps or progress.saves for progress in workers.read_progress()):
             self.release()

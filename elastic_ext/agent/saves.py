@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_TO_AGREE = 3  # workers see a request within one step and agree on the next; one more is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
-END_S = 1.0  # time for the thread that acknowledges requests to end
+JOIN_S = 1.0  # time for the thread that acknowledges requests to end
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class SaveOnDemand(Companion):
         self._acks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         self.update(workers)
 
     def update(self, workers: LocalWorkers) -> SaveResult | None:
@@ -125,7 +125,7 @@ class SaveOnDemand(Companion):
         result = self._result(wanted)
         if result is SaveResult.SAVED and self._reported != wanted:
             self._reported = wanted
-            self._job.saved(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
+            self._job.save_completed(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
         return result
 
     def save_before_leaving(
@@ -204,4 +204,4 @@ class SaveOnDemand(Companion):
         # A thread that returned from torch's C++ code while the process ends would abort the process.
         self._acks.put(None)
         if self._thread is not None:
-            self._thread.join(END_S)
+            self._thread.join(JOIN_S)

@@ -13,7 +13,7 @@ _PARTS = re.compile(r"(\*+|\?|\{step\}|\{epoch\})")
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return a `checkpoint_pattern` as a regular expression. Raises UsageError if it is invalid."""
     if not pattern or "/" in pattern or any(pattern.count(field) > 1 for field in (STEP, EPOCH)) or pattern.count("*") > 4:
         raise UsageError(

@@ -73,7 +73,7 @@ def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
 
 def _pattern(text: str) -> str:
     try:
-        name_pattern.compiled(text)
+        name_pattern.compile_pattern(text)
     except UsageError as error:
         raise ValueError(text) from error
     return text

@@ -36,8 +36,8 @@ SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent on
 RENAMED: dict[str, str] = {}
 
 
-def _setting(default: Any, type_: SettingType, what: str) -> Any:
-    return field(default=default, metadata={"type": type_, "what": what})
+def _setting(default: Any, type_: SettingType, help_: str) -> Any:
+    return field(default=default, metadata={"type": type_, "help": help_})
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises:
         UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
     """
-    return Settings(**setting_sources.values(_TYPES, RENAMED, rdzv_conf, environ))
+    return Settings(**setting_sources.read_values(_TYPES, RENAMED, rdzv_conf, environ))
 
 
 # (a time, the time that it must not exceed, why)

@@ -12,7 +12,7 @@ LONGEST_S = 60.0
 WAIT_S = 5.0  # time for the writer of a pipe, as in `explain <(program)`
 
 
-def text(path: str, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: str, max_bytes: int = MAX_BYTES) -> str:
     """Return the content of a file, or of a pipe or device up to its end.
 
     Raises:

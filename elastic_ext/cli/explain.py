@@ -10,14 +10,14 @@ from typing import Any
 
 from elastic_ext.base import settings, user_files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli.terminal import complain
+from elastic_ext.cli.terminal import print_error
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
 from elastic_ext.failures.user_rules import UserRule
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
     explain = commands.add_parser("explain", help="explain a failure and what would be done about it")
     explain.description = (
@@ -50,7 +50,7 @@ def _explain_job(endpoint: str, run_id: str) -> int:
         found = job_status.read(client, run_id)
     print("\n".join(job_status.lines(found)), flush=True)
     for fault in found.faults:
-        complain(fault)
+        print_error(fault)
     return EX_CONFIG if found.faults else 0
 
 
@@ -63,7 +63,7 @@ def _explain_files(args: argparse.Namespace) -> int:
                 print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
             except UsageError as error:
                 faults += 1
-                complain(f"{where}: {error}")
+                print_error(f"{where}: {error}")
     return EX_CONFIG if faults else 0
 
 
@@ -85,7 +85,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """Yield the JSON texts of a file, each with its position for error messages."""
     try:
-        content = user_files.text(path)
+        content = user_files.read_text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return

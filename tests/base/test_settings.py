@@ -189,4 +189,4 @@ def test_stop_grace_follows_a_short_shutdown_timeout():
 
 
 def test_every_setting_says_what_it_is():
-    assert all(field.metadata["what"] for field in dataclasses.fields(settings.Settings))
+    assert all(field.metadata["help"] for field in dataclasses.fields(settings.Settings))

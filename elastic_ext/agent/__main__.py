@@ -35,7 +35,7 @@ def parser() -> ArgumentParser:
     options: ArgumentParser = torchrun.get_args_parser()
     options.prog = "python -m elastic_ext.agent"
     options.description = (
-        "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine alone."
+        "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine only."
     )
     for name, default in (("rdzv_backend", BACKEND), ("rdzv_endpoint", LOCAL_ENDPOINT)):
         if f"PET_{name.upper()}" not in os.environ:

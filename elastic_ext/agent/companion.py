@@ -47,7 +47,7 @@ class Companion:
         """Called when all workers of a new round run."""
 
     def check(self, workers: LocalWorkers) -> None:
-        """Called after an event, or when a look is due, while the workers keep running."""
+        """Called after an event, or when a check is due, while the workers keep running."""
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""

@@ -113,7 +113,9 @@ class JobCompanions:
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:
-            logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
+            logger.warning(
+                "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
+            )
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
         self.flight_recorder: FlightRecorder | None = None
         if settings.hang and torch.distributed.is_nccl_available():

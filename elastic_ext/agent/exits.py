@@ -31,11 +31,8 @@ logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
 MAX_BYTES = 4096  # Kubernetes keeps no more than this
-STREAM_DIRS = (
-    Path("/dev"),
-    Path("/dev/fd"),
-    Path("/proc/self/fd"),
-)  # /dev/stderr is never replaced, though it may lead to a file
+# /dev/stderr is never replaced, though it may lead to a file.
+STREAM_DIRS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 class FailuresWithCode(dict[int, ProcessFailure]):
@@ -51,9 +48,7 @@ USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other
 _ERROR_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
 _preset = "design"
-_verdict_code: int | None = (
-    None  # of a verdict that ends the job; a signal that arrives while the agent leaves does not change it
-)
+_verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
 
 
 def install_excepthook(preset: str) -> None:

@@ -33,7 +33,7 @@ class HangHandling(Companion):
 
     @property
     def stalled(self) -> bool:
-        """Whether all workers of this node stall, as of the last look."""
+        """Whether all workers of this node stall, as of the last check."""
         return self._watch.stalled
 
     @property
@@ -42,7 +42,7 @@ class HangHandling(Companion):
         return self._watch.step_s
 
     def next_check_s(self) -> float:
-        """Return the seconds until the next look is due."""
+        """Return the seconds until the next check is due."""
         return self._watch.next_look_s()
 
     def check(self, workers: LocalWorkers) -> None:
@@ -58,7 +58,7 @@ class HangHandling(Companion):
         if assessment.stalled or stalled_before:
             self._handler.report_stall(assessment.stalled)
         if assessment.stalled != stalled_before:
-            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers go on: ", assessment.reason)
+            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
 
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""

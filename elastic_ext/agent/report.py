@@ -51,7 +51,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
     if evidence.step is not None:
         lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
     if verdict.node not in ("", node):
-        lines.append(f"  the cause was on {verdict.host}; here {cause.diagnosis.reason}")
+        lines.append(f"  the cause was on {verdict.host}; on this node: {cause.diagnosis.reason}")
     if others:
         lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
     lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]

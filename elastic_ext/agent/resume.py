@@ -55,7 +55,7 @@ class ResumePoint(Companion):
         if checkpoint.path:
             logger.info("resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
         else:
-            logger.info("the job starts from the beginning: %s", checkpoint.reason)
+            logger.info("starting from nothing: %s", checkpoint.reason)
 
     def check(self, workers: LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.
@@ -80,7 +80,7 @@ class ResumePoint(Companion):
         try:
             blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
-            logger.warning("the checkpoint that the failure is blamed on could not be quarantined: %s", error)
+            logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> ResumePoint:

@@ -74,7 +74,7 @@ class RunningRound:
         return self.hangs is not None and self.hangs.stalled
 
     def check(self) -> None:
-        """Let each companion look at the workers, which keep running."""
+        """Let each companion check the workers, which keep running."""
         for companion in self._companions:
             companion.check(self.workers)
 

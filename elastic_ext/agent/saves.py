@@ -48,7 +48,7 @@ def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
         workers: the progress of each worker of this node.
     """
     if not workers or not all(worker.asks_for_saves for worker in workers):
-        return Plan(0.0, "the training script does not ask for saves on demand")
+        return Plan(0.0, "the training script has not called save_requested()")
     left_s = grace_s - stop_s
     save_s = max((worker.save_s for worker in workers if worker.save_s is not None), default=None)
     needs_s = STEPS_TO_AGREE * max(map(_step_s, workers)) + (save_s or 0.0) * MARGIN
@@ -148,9 +148,9 @@ class SaveOnDemand(Companion):
             return None
         asked = plan(grace_s, stop_s, workers.read_progress())
         if asked.wait_s <= 0:
-            logger.info("%s: the job is not asked for a checkpoint: %s", signal_name, asked.reason)
+            logger.info("%s: not asking the job for a checkpoint: %s", signal_name, asked.reason)
             return None
-        logger.warning("%s: the job is asked for a checkpoint: %s", signal_name, asked.reason)
+        logger.warning("%s: asking the job for a checkpoint: %s", signal_name, asked.reason)
         begin = time.monotonic()
         before = self._job.save_wanted
         self._job.request_save(f"{signal_name} on {self._job.host}")

@@ -124,11 +124,11 @@ class Supervisor(TorchAgent):
         except OSError as error:
             if error.errno not in RESOURCE_ERRNOS:
                 raise
-            self._handler.leave()  # the others go on without this node
+            self._handler.leave()  # the others continue without this node
             return self._stop_for(self._verdicts.host_exhausted(error))
         except SignalException as error:
             self._save_before_leaving(error)
-            self._handler.announce_leaving(f"{error.sigval.name}, sent to its agent")
+            self._handler.announce_leaving(f"its agent received {error.sigval.name}")
             raise
 
     def _run_rounds(self) -> RunResult:
@@ -223,7 +223,7 @@ class Supervisor(TorchAgent):
                 self._resume = resume.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
                 break
             except RoundOver as over:
-                logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
+                logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
         self._resume.log()
         if first:  # logged as a warning, because torchrun shows nothing below that level

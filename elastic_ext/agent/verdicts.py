@@ -50,7 +50,7 @@ class Verdicts:
 
     def kernel_sleep(self) -> JobVerdict:
         """Return a stop because a worker has slept in the kernel for too long."""
-        reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
+        reason = "a worker slept in the kernel for longer than the limit; this host may need a reboot"
         return self._node_stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
     def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:

@@ -56,7 +56,7 @@ class RoundWatch:
                 return self._end(over)
 
     def _await_event(self) -> None:
-        """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a look is due."""
+        """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a check is due."""
         checks_s = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
         if self._agent.watches_kernel_sleep:
             checks_s.append(KERNEL_SLEEP_CHECK_S)
@@ -66,7 +66,7 @@ class RoundWatch:
         reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
         processes = self._running.workers.processes
         processes.wait(min(checks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
-        reraise_signals(wakeup.clear())  # after the wait, before the look: an event during the look must end the next wait
+        reraise_signals(wakeup.clear())  # after the wait, before the check: an event during the check must end the next wait
         wake_pipe.clear()
         reaper.revive()
 
@@ -90,7 +90,7 @@ class RoundWatch:
 
     def _end(self, over: RoundEnd) -> RunResult | None:
         """Stop the workers of a round that is over; return their failure, or None if none failed by itself."""
-        logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
+        logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.round, over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
         if hung:
             self._running.examine_hung()

@@ -123,7 +123,9 @@ def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
         raise RecordError(text) from error
     if type(given) is not int or given != schema:
         seen = given if type(given) is int and abs(given) <= _MOST else f"of type {type(given).__name__}"
-        text = f"{what} was written with schema {seen}, expected {schema}: all nodes of a job need the same elastic_ext"
+        text = (
+            f"{what} was written with schema {seen}, expected {schema}: all nodes of a job need the same version of elastic_ext"
+        )
         raise OtherSchema(text)
     return dict(found)
 
@@ -257,7 +259,7 @@ def _checked(make: Make, good: Callable[[Any], bool]) -> Make:
     def checked(value: Any) -> Any:
         made = make(value)
         if not good(made):
-            raise ValueError("out of range" if isinstance(made, (int, float)) else "no such text is allowed here")
+            raise ValueError("out of range" if isinstance(made, (int, float)) else "a text that is not allowed here")
         return made
 
     return checked

@@ -123,7 +123,7 @@ def reraise_signals(signals: Iterable[int]) -> None:
     """Raise SignalException again for signals whose exception has been swallowed.
 
     Torch raises it from a signal handler, wherever the main thread happens to be: for instance in logging, which catches all that
-    its handlers raise. Without this, the agent would go on as if there had been no signal.
+    its handlers raise. Without this, the agent would continue as if there had been no signal.
     """
     for number in signals:
         handler = signal.getsignal(number)

@@ -36,7 +36,7 @@ def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
         left_s = min(WAIT_S, end - time.monotonic())
         # poll() returns nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise OSError(errno.ETIMEDOUT, f"a pipe or device from which nothing came for {WAIT_S:g} s", path)
+            raise OSError(errno.ETIMEDOUT, f"a pipe or device that sent nothing for {WAIT_S:g} s", path)
         try:
             piece = os.read(descriptor, 1 << 20)
         except BlockingIOError:

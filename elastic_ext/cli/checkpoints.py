@@ -32,27 +32,35 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
     ls = _action(actions, "ls", _ls, "list all checkpoints, and mark the one that a job would resume from")
-    check = _action(actions, "verify", _verify, "compare checkpoints with their checksums; exit code 1 for damage", "*")
-    check.add_argument("--all", action="store_true", help="verify all complete ones; default: the one to resume from")
+    check = _action(
+        actions, "verify", _verify, "compare checkpoints with their checksums; the exit code is 1 if one is damaged", "*"
+    )
+    check.add_argument(
+        "--all", action="store_true", help="verify all complete checkpoints; default: the one that a job would resume from"
+    )
     check.add_argument("--sampled", action="store_true", help="check the sizes of all files and the content of some")
-    check.add_argument("--threads", type=_count, help="number of files read at once; default: one for each core")
+    check.add_argument("--threads", type=_count, help="number of files to read at once; default: one per core")
     pin = _action(actions, "pin", _pin, "protect checkpoints from pruning", "+")
     unpin = _action(actions, "unpin", _unpin, "allow pruning again", "+")
     prune = _action(actions, "prune", _prune, "show which checkpoints would be removed; with --yes, remove them")
-    prune.add_argument("--keep-last", type=_count, default=3, metavar="N", help="complete ones to keep; default 3, at least 1")
-    prune.add_argument("--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one for every STEPS steps")
+    prune.add_argument(
+        "--keep-last", type=_count, default=3, metavar="N", help="number of complete checkpoints to keep; default 3, at least 1"
+    )
+    prune.add_argument(
+        "--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one checkpoint for every STEPS steps"
+    )
     prune.add_argument("--yes", action="store_true", help="remove them")
     bad = _action(actions, "quarantine", _quarantine, "never resume from these checkpoints; nothing is removed", "+")
     bad.add_argument("--lift", action="store_true", help="trust them again")
     for parser in (pin, bad):
-        parser.add_argument("--reason", default="", help="note for whoever looks at it later")
-    copying = "copy checkpoints to another directory and compare checksums; an interrupted copy continues"
+        parser.add_argument("--reason", default="", help="a note for other users")
+    copying = "copy checkpoints to another directory and compare checksums; repeat the command to resume an interrupted copy"
     cp = _action(actions, "cp", _cp, copying, "+")
     cp.add_argument("--to", required=True, metavar="DIR", help="the other directory")
     for parser in (ls, check):
         parser.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     for parser in (ls, check, pin, unpin, prune, bad, cp):
-        parser.add_argument("--pattern", default="", help="names of the checkpoints, like the setting checkpoint_pattern")
+        parser.add_argument("--pattern", default="", help="pattern of the checkpoint names, like the setting checkpoint_pattern")
     _add_save(actions)
 
 
@@ -72,7 +80,7 @@ def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
         "Ask a job with the rendezvous ext_etcd for a checkpoint, wait until it is complete, and print its step. The exit code "
-        "is 75 if the job does not run, its round ends first, or the checkpoint is not complete in time."
+        "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
     save.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
     save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
@@ -119,9 +127,9 @@ def _ls(args: argparse.Namespace) -> int:
     for line in _columns(rows, chosen):
         print(line)
     if choice.resume is not None:
-        print(f"\n* would be resumed from: {shown(choice.resume.reason)}")
+        print(f"\n* a job would resume from this one: {shown(choice.resume.reason)}")
     else:
-        print("\nnothing to resume from" + (": none of the complete checkpoints can be used" if choice.all_bad else ""))
+        print("\nnothing to resume from" + (": none of the complete checkpoints is usable" if choice.all_bad else ""))
     return 0
 
 
@@ -270,5 +278,5 @@ def _selected(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: S
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:
         shown = ", ".join(list(found)[:10]) or "none"
-        raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; there are: {shown}")
+        raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; found: {shown}")
     return [found[name.rstrip("/")] for name in names]

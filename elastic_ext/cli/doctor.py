@@ -61,7 +61,7 @@ def rendered(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':4}  {'':{width}}  -> {printable(finding.advice)}")
     counts = {state: sum(finding.state == state for finding in findings) for state in (FAIL, WARN)}
-    lines.append(f"\n{counts[FAIL]} failed, {counts[WARN]} with a warning, of {len(findings)}")
+    lines.append(f"\n{len(findings)} checks: {counts[FAIL]} failed, {counts[WARN]} with a warning")
     return "\n".join(lines)
 
 

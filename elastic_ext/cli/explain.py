@@ -19,11 +19,11 @@ from elastic_ext.failures.user_rules import UserRule
 
 def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
-    explain = commands.add_parser("explain", help="explain a failure and what would be done about it")
+    explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (
-        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null where the agent "
-        "goes on), reason, rule. A bad case gets one line on stderr, and the others are still printed; the exit code is then 78, "
-        "as it is if a record of a job cannot be read."
+        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "
+        "continues), reason, rule. A bad case gets one line on stderr, and the others are still printed. The exit code is 78 "
+        "after a bad case, or if a record of a job cannot be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or one on each line of a .jsonl file")
     explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")

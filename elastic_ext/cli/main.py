@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` to the function that runs it."""
-    options = _Parser(prog="elastic-ext", description="Tools of elastic_ext.")
+    options = _Parser(prog="elastic-ext", description="Tools for jobs that run under elastic_ext.")
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     explain.add_command(commands)
     checkpoints.add_command(commands)

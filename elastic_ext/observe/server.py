@@ -66,7 +66,7 @@ class MetricsServer:
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads, e.g. a limit of the container
-            logger.warning("metrics: nothing is served: %s", error)
+            logger.warning("metrics: cannot start the server: %s", error)
             self._server.close()
             self._server = None
             return
@@ -171,7 +171,7 @@ class _Server:
             while not self._stopping:
                 self._serve_events()
         except Exception:  # the top of a thread
-            logger.exception("metrics: nothing is served any more")
+            logger.exception("metrics: the server has failed, and metrics are no longer served")
 
     def stop(self) -> None:
         """Make `serve` return. Any thread may call this."""
@@ -214,7 +214,7 @@ class _Server:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
-                logger.debug("metrics: no connection is accepted for %g s: %s", RETRY_ACCEPT_S, error)
+                logger.debug("metrics: accepting no connections for %g s: %s", RETRY_ACCEPT_S, error)
                 self._selector.unregister(self._listener)
                 self._accept_at = now + RETRY_ACCEPT_S
             return  # with any other error the client is gone
@@ -291,7 +291,7 @@ class _Server:
             level = logging.DEBUG if self._failure_shown else logging.WARNING
             logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
             self._failure_shown = True
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed, the agent's log says why")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed: see the agent's log")
 
     def _page(self, path: str, accept: str) -> _Page:
         if path == "/":

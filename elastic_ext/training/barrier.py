@@ -61,7 +61,7 @@ def _wait_for_all(where: tuple[str, int], prefix: str, rank: int, world: int, ti
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         shown = ", ".join(map(str, missing[:MAX_SHOWN])) + more
-        raise RanksMissing(f"health barrier: rank {shown} of {world} did not come within {timeout_s:g} s", missing)
+        raise RanksMissing(f"health barrier: rank {shown} of {world} did not arrive within {timeout_s:g} s", missing)
 
 
 def _connected(where: tuple[str, int]) -> TCPStore:

@@ -94,14 +94,19 @@ class _StepBoundaries:
             if store.check([at]):
                 agreed, answered = map(int, store.get(at).split())
                 if agreed < self._number:  # the script does not call save_requested() at every step on all ranks
-                    logger.error("the save on demand was agreed for boundary %s, and this is %s: not saved", agreed, self._number)
+                    logger.error(
+                        "no save on demand: it was agreed for step boundary %s, and this is boundary %s; "
+                        "call save_requested() on every rank after each optimizer step",
+                        agreed,
+                        self._number,
+                    )
                     self._answered = answered
                     self.failed()
                 return answered if agreed == self._number else 0
             if self._worker.rank == 0 and store.check([go]):
                 store.set(at, f"{self._number + 1} {requested}")
         except (RuntimeError, ValueError) as error:
-            logger.warning("no save on demand, the store of the round does not answer: %s", error)
+            logger.warning("no save on demand: the store of the round does not answer: %s", error)
             self._answered = requested
         return 0
 

@@ -107,7 +107,7 @@ class Supervisor(TorchAgent):
                 self._close_round()
                 copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
                 left = self._companions.finish(clean, copy_s)
-            return self._verdicts.stop_undelivered(left) if clean and left else result
+            return self._verdicts.stop_not_copied(left) if clean and left else result
 
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
 

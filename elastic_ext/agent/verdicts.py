@@ -72,7 +72,7 @@ class Verdicts:
         """
         return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, self._publish(verdict, decision)))
 
-    def stop_undelivered(self, left: tuple[str, ...]) -> RunResult:
+    def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
         verdict = self._node_stop(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")

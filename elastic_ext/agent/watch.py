@@ -1,4 +1,4 @@
-"""The watch over a running round: it waits for events, looks at the workers, and says how the round ended for this node."""
+"""The watch over a running round: it waits for events, checks the workers, and says how the round ended for this node."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class RoundStart:
             try:
                 return ProgressTable(path, self._group.spec.local_world_size)
             except OSError as error:
-                logger.warning("cannot keep the progress table in %s: %s", directory, error)
+                logger.warning("no room for the progress table in %s: %s", directory, error)
         return None
 
     def _set_worker_environment(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:

@@ -36,7 +36,7 @@ def settings() -> str:
     def default(value: object) -> str:
         return {"True": "on", "False": "off", "None": ""}.get(str(value), str(value))
 
-    rows = [(f"`{each.name}`", default(each.default), each.metadata["what"]) for each in dataclasses.fields(Settings)]
+    rows = [(f"`{each.name}`", default(each.default), each.metadata["help"]) for each in dataclasses.fields(Settings)]
     return table(("key", "default", "what"), rows)
 
 

@@ -18,4 +18,4 @@ def test_every_exit_code_has_a_meaning():
 
 
 def test_the_default_that_is_worked_out_is_the_one_that_is_told():
-    assert f"default {DEFAULT_STOP_GRACE:g}" in Settings.__dataclass_fields__["stop_grace"].metadata["what"]
+    assert f"default {DEFAULT_STOP_GRACE:g}" in Settings.__dataclass_fields__["stop_grace"].metadata["help"]

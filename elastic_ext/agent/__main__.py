@@ -8,7 +8,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
     _here = sys.path.pop(0)
     from elastic_ext.base import isolated
 
-    isolated.look_last([_here])
+    isolated.search_last([_here])
 
 import logging
 import os
@@ -27,7 +27,7 @@ from elastic_ext.base.errors import UsageError, usage_errors_exit
 from elastic_ext.failures.policy import EX_USER, NO_LIMIT
 
 BACKEND = "ext_c10d"
-ALONE = "localhost:0"
+LOCAL_ENDPOINT = "localhost:0"
 
 
 def parser() -> ArgumentParser:
@@ -35,9 +35,9 @@ def parser() -> ArgumentParser:
     options: ArgumentParser = torchrun.get_args_parser()
     options.prog = "python -m elastic_ext.agent"
     options.description = (
-        "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine alone."
+        "torchrun with elastic_ext's agent; every torchrun option works. Without --rdzv-* it runs on this machine only."
     )
-    for name, default in (("rdzv_backend", BACKEND), ("rdzv_endpoint", ALONE)):
+    for name, default in (("rdzv_backend", BACKEND), ("rdzv_endpoint", LOCAL_ENDPOINT)):
         if f"PET_{name.upper()}" not in os.environ:
             options.set_defaults(**{name: default})
     return options
@@ -51,8 +51,8 @@ def settle(args: Namespace) -> Namespace:
     """
     if args.standalone:
         args.standalone = False
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = BACKEND, ALONE, str(uuid.uuid4())
-    if args.rdzv_backend == BACKEND and args.rdzv_endpoint == ALONE and args.rdzv_id == "none":
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = BACKEND, LOCAL_ENDPOINT, str(uuid.uuid4())
+    if args.rdzv_backend == BACKEND and args.rdzv_endpoint == LOCAL_ENDPOINT and args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
     if args.max_restarts < NO_LIMIT:
         raise UsageError(f"--max-restarts={args.max_restarts}: expected 0 or more, or -1 for no limit")
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(args)
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
-        return exits.of(error) or 1
+        return exits.exit_code_of(error) or 1
     except SignalException as error:
         print(f"elastic_ext: stopped by {error.sigval.name}", file=sys.stderr)
-        return exits.of(error) or 1
+        return exits.exit_code_of(error) or 1
     except KeyboardInterrupt:  # before torch has installed its handlers
         print("elastic_ext: stopped by SIGINT", file=sys.stderr)
         return EX_USER

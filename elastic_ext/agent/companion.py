@@ -46,8 +46,8 @@ class Companion:
     def workers_started(self, workers: LocalWorkers) -> None:
         """Called when all workers of a new round run."""
 
-    def look(self, workers: LocalWorkers) -> None:
-        """Called after an event, or when a look is due, while the workers keep running."""
+    def check(self, workers: LocalWorkers) -> None:
+        """Called after an event, or when a check is due, while the workers keep running."""
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""

@@ -39,7 +39,7 @@ class Copying(Companion):
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -76,7 +76,7 @@ class JobCompanions:
         wake_pipe: readable when a worker has news.
         flight_recorder: None without NCCL, or if hang detection is off.
         copier: None without a local tier.
-        each: those that the loop calls as a `Companion`, in this order. A new companion is one more line here.
+        round_companions: those that the loop calls as a `Companion`, in this order. A new companion is one more line here.
     """
 
     def __init__(
@@ -113,16 +113,18 @@ class JobCompanions:
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:
-            logger.warning("few files may be opened here: no warm standbys, and nothing of the workers' stderr is kept")
+            logger.warning(
+                "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
+            )
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
         self.flight_recorder: FlightRecorder | None = None
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)
-        self.each: list[Companion] = [Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts]
+        self.round_companions: list[Companion] = [Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts]
         if self.copier is not None:
-            self.each.append(Copying(self.copier))
+            self.round_companions.append(Copying(self.copier))
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.

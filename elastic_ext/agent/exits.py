@@ -31,10 +31,11 @@ logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = "/dev/termination-log"  # Kubernetes mounts it into every container (terminationMessagePath)
 MAX_BYTES = 4096  # Kubernetes keeps no more than this
-STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # /dev/stderr is never replaced, though it may lead to a file
+# /dev/stderr is never replaced, though it may lead to a file.
+STREAM_DIRS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
-class Failures(dict[int, ProcessFailure]):
+class FailuresWithCode(dict[int, ProcessFailure]):
     """Torch's failures with the exit code of the process. Torch passes this object on unchanged in its ChildFailedError."""
 
     def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
@@ -42,44 +43,44 @@ class Failures(dict[int, ProcessFailure]):
         self.exit_code = exit_code
 
 
-BY_HAND = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
+USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
 # Exceptions that end a job without a verdict.
-_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
+_ERROR_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
 _preset = "design"
-_code: int | None = None  # of a verdict that ends the job; a signal that arrives while the agent leaves does not change it
+_verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
 
 
-def use(preset: str) -> None:
+def install_excepthook(preset: str) -> None:
     """Make an unhandled exception of a job end this process with the code of its cause. preset: a key of policy.EXIT_CODES."""
-    global _preset, _code
-    _preset, _code = preset, None
+    global _preset, _verdict_code
+    _preset, _verdict_code = preset, None
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
 
 
-def decided(code: int | None) -> None:
-    """Note that a verdict has ended the job with this code."""
-    global _code
-    _code = code
+def set_verdict_code(code: int | None) -> None:
+    """Record the exit code of the verdict that ended the job."""
+    global _verdict_code
+    _verdict_code = code
 
 
-def of_verdict() -> int | None:
+def verdict_code() -> int | None:
     """Return the code of the verdict that has ended the job; None before any verdict has."""
-    return _code
+    return _verdict_code
 
 
-def of(error: BaseException) -> int | None:
+def exit_code_of(error: BaseException) -> int | None:
     """Return the exit code of a process that this exception ends; None if it has nothing to do with a job."""
     if isinstance(error, ChildFailedError):
-        return error.failures.exit_code if isinstance(error.failures, Failures) else None
+        return error.failures.exit_code if isinstance(error.failures, FailuresWithCode) else None
     if isinstance(error, SignalException):
-        if _code is not None:
-            return _code
-        code = EX_USER if error.sigval in BY_HAND else EX_TRY_AGAIN
+        if _verdict_code is not None:
+            return _verdict_code
+        code = EX_USER if error.sigval in USER_SIGNALS else EX_TRY_AGAIN
     else:
-        found = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+        found = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), None)
         if found is None:
             return None
         code = found
@@ -88,7 +89,7 @@ def of(error: BaseException) -> int | None:
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
-    code = of(error)
+    code = exit_code_of(error)
     if code is not None:
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
 
@@ -114,7 +115,7 @@ def _redacted(value: object) -> object:
 def _write(path: Path, text: str, replace: bool) -> None:
     """Write a text. replace: put a new file in place of the old one, unless that is a pipe or a device."""
     try:
-        stream = path.parent in STREAMS
+        stream = path.parent in STREAM_DIRS
         if replace and not stream and (path.is_file() or not path.exists()):
             write_whole(path, text)
             return

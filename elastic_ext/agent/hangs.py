@@ -33,7 +33,7 @@ class HangHandling(Companion):
 
     @property
     def stalled(self) -> bool:
-        """Whether all workers of this node stall, as of the last look."""
+        """Whether all workers of this node stall, as of the last check."""
         return self._watch.stalled
 
     @property
@@ -41,11 +41,11 @@ class HangHandling(Companion):
         """Recent seconds per step, by local rank; empty if unknown. Any thread may read it."""
         return self._watch.step_s
 
-    def next_look_s(self) -> float:
-        """Return the seconds until the next look is due."""
+    def next_check_s(self) -> float:
+        """Return the seconds until the next check is due."""
         return self._watch.next_look_s()
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
         assessment = self._watch.look(workers.running_pids())
         if assessment is None:
@@ -56,9 +56,9 @@ class HangHandling(Companion):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
                 self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if assessment.stalled or stalled_before:
-            self._handler.stalled(assessment.stalled)
+            self._handler.report_stall(assessment.stalled)
         if assessment.stalled != stalled_before:
-            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers go on: ", assessment.reason)
+            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
 
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""

@@ -98,7 +98,7 @@ def has_bootstrap(spec: WorkerSpec) -> bool:
     return program is not None and program.program == BOOTSTRAP
 
 
-def standbys(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
+def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
     """Return the spec of the warm standbys, or the reason why there are none. spec: from `prepare`. token: the agent's."""
     if not settings.standby or not settings.bootstrap:
         return "off"
@@ -131,10 +131,10 @@ def make_run_dir(workers: int) -> str:
             return tempfile.mkdtemp(prefix="elastic_ext_", dir=parent)
         except OSError as error:
             troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
-        logger.info("the agent's files are not in %s", troubles[-1])
+        logger.info("cannot keep the agent's files in %s", troubles[-1])
     raise UsageError(
-        f"no directory for the agent's own small files can be made ({'; '.join(troubles)}); expected one with "
-        f"{_files(workers)} free inodes; make room there, or set TMPDIR; nothing was started"
+        f"cannot create a directory for the agent's own small files ({'; '.join(troubles)}); expected a file system with "
+        f"{_files(workers)} free inodes; free some, or set TMPDIR; nothing was started"
     )
 
 
@@ -162,7 +162,7 @@ def extras_fit(workers: int, left: int) -> bool:
     needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
     if left < needed:
         raise UsageError(
-            f"this agent may open {left} more files, and {workers} workers take {needed}: raise the hard limit of open files "
+            f"this agent may open {left} more files, but {workers} workers need {needed}: raise the hard limit on open files "
             "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=) or start fewer workers here; nothing was started"
         )
     return left >= needed + EXTRAS + workers * EXTRAS_PER_WORKER
@@ -176,11 +176,11 @@ def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
     """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
-        begins = "resumes from nothing: no checkpoint_dir is set"
+        begins = "starts from nothing: no checkpoint_dir is set"
     elif resumed.path:
         begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
     else:
-        begins = f"begins from nothing: {redacted(resumed.reason)}"
+        begins = f"starts from nothing: {redacted(resumed.reason)}"
     served = metrics or ("not served" if settings.metrics else "off")
     return printable(
         f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"

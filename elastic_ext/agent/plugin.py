@@ -62,5 +62,5 @@ def _create(params: RendezvousParameters, handler_class: Callable[[], Handler]) 
         from elastic_ext.base import settings, torch_private
 
         handler = handler_class()(params, settings.read(params.config, os.environ))
-        torch_private.arm(Supervisor, handler)
+        torch_private.install_agent(Supervisor, handler)
         return handler

@@ -31,7 +31,7 @@ class FailedWorker:
         return self.diagnosis.evidence.rank
 
 
-def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
+def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision, node: str) -> str:
     """Return the text for the log. The decision and the cause come first.
 
     On a stop, torch prints the traceback in its own text, which comes last.
@@ -51,7 +51,7 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdi
     if evidence.step is not None:
         lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
     if verdict.node not in ("", node):
-        lines.append(f"  the cause was on {verdict.host}; here {cause.diagnosis.reason}")
+        lines.append(f"  the cause was on {verdict.host}; on this node: {cause.diagnosis.reason}")
     if others:
         lines.append(f"  also ended: {', '.join(f'rank {other.rank} ({_short(other)})' for other in others)}")
     lines += [f"  {worker.error_file.problem}" for worker in (cause, *others) if worker.error_file.problem]
@@ -60,7 +60,7 @@ def block(cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdi
     return Block("\n".join(map(shown, lines)))
 
 
-def from_elsewhere(verdict: JobVerdict) -> str:
+def remote_failure_text(verdict: JobVerdict) -> str:
     """Return the text for the log of a node on which nothing failed."""
     decision = verdict.decision
     return shown(
@@ -69,7 +69,7 @@ def from_elsewhere(verdict: JobVerdict) -> str:
     )
 
 
-def failure_elsewhere(verdict: JobVerdict) -> dict[int, ProcessFailure]:
+def remote_failure(verdict: JobVerdict) -> dict[int, ProcessFailure]:
     """Return torch's record of a failure on another node: torch needs one to say that the job has failed."""
     failure = ProcessFailure(local_rank=-1, pid=-1, exitcode=1, error_file="")
     failure.error_file_data = dict(failure.error_file_data)

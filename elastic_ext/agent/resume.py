@@ -55,9 +55,9 @@ class ResumePoint(Companion):
         if checkpoint.path:
             logger.info("resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
         else:
-            logger.info("the job starts from the beginning: %s", checkpoint.reason)
+            logger.info("starting from nothing: %s", checkpoint.reason)
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.
         if self._pin is not None and any(progress.steps or progress.saves for progress in workers.read_progress()):
             self.release()
@@ -80,7 +80,7 @@ class ResumePoint(Companion):
         try:
             blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
         except (UsageError, OSError) as error:
-            logger.warning("the checkpoint that the failure is blamed on could not be quarantined: %s", error)
+            logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> ResumePoint:

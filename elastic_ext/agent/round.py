@@ -73,10 +73,10 @@ class RunningRound:
         """Whether all workers of this node stall."""
         return self.hangs is not None and self.hangs.stalled
 
-    def look(self) -> None:
-        """Let each companion look at the workers, which keep running."""
+    def check(self) -> None:
+        """Let each companion check the workers, which keep running."""
         for companion in self._companions:
-            companion.look(self.workers)
+            companion.check(self.workers)
 
     def stop(self, grace_s: float, show_stacks: bool = True) -> None:
         """Stop the workers that still run; kill those that outlive grace_s seconds.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_TO_AGREE = 3  # workers see a request within one step and agree on the next; one more is under way
 MARGIN = 1.5  # a save that took 10 s may take 15 s
-END_S = 1.0  # time for the thread that acknowledges requests to end
+JOIN_S = 1.0  # time for the thread that acknowledges requests to end
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def plan(grace_s: float, stop_s: float, workers: Sequence[Progress]) -> Plan:
         workers: the progress of each worker of this node.
     """
     if not workers or not all(worker.asks_for_saves for worker in workers):
-        return Plan(0.0, "the training script does not ask for saves on demand")
+        return Plan(0.0, "the training script has not called save_requested()")
     left_s = grace_s - stop_s
     save_s = max((worker.save_s for worker in workers if worker.save_s is not None), default=None)
     needs_s = STEPS_TO_AGREE * max(map(_step_s, workers)) + (save_s or 0.0) * MARGIN
@@ -113,7 +113,7 @@ class SaveOnDemand(Companion):
         self._acks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         self.update(workers)
 
     def update(self, workers: LocalWorkers) -> SaveResult | None:
@@ -125,7 +125,7 @@ class SaveOnDemand(Companion):
         result = self._result(wanted)
         if result is SaveResult.SAVED and self._reported != wanted:
             self._reported = wanted
-            self._job.saved(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
+            self._job.save_completed(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
         return result
 
     def save_before_leaving(
@@ -148,9 +148,9 @@ class SaveOnDemand(Companion):
             return None
         asked = plan(grace_s, stop_s, workers.read_progress())
         if asked.wait_s <= 0:
-            logger.info("%s: the job is not asked for a checkpoint: %s", signal_name, asked.reason)
+            logger.info("%s: not asking the job for a checkpoint: %s", signal_name, asked.reason)
             return None
-        logger.warning("%s: the job is asked for a checkpoint: %s", signal_name, asked.reason)
+        logger.warning("%s: asking the job for a checkpoint: %s", signal_name, asked.reason)
         begin = time.monotonic()
         before = self._job.save_wanted
         self._job.request_save(f"{signal_name} on {self._job.host}")
@@ -204,4 +204,4 @@ class SaveOnDemand(Companion):
         # A thread that returned from torch's C++ code while the process ends would abort the process.
         self._acks.put(None)
         if self._thread is not None:
-            self._thread.join(END_S)
+            self._thread.join(JOIN_S)

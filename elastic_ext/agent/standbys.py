@@ -47,7 +47,7 @@ class WarmStarts(Companion):
         released = self._pool.round_started()
         return frozenset(local_rank for local_rank, pid in pids.items() if pid in released)
 
-    def look(self, workers: LocalWorkers) -> None:
+    def check(self, workers: LocalWorkers) -> None:
         if self._pool is not None:
             self._pool.learn(self._logs.modules_file)
 
@@ -67,7 +67,7 @@ def warm_starts(spec: WorkerSpec, settings: Settings, token: str, logs: WorkerLo
 
     Call this before the first rendezvous, so that the standbys import what workers need during it.
     """
-    wanted = launch.standbys(spec, settings, token)
+    wanted = launch.standby_spec(spec, settings, token)
     if isinstance(wanted, str):
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)

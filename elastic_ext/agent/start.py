@@ -63,14 +63,14 @@ class RoundStart:
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)
-            self._tell_workers(resumed, progress)
+            self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, descriptors.as_users):
                 pids = start_processes()
             for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
                 descriptors.as_users(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
-            running = self._begin(processes, progress, resumed, own_groups())
+            running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()
         return running
 
@@ -84,7 +84,7 @@ class RoundStart:
                 logger.warning("no room for the progress table in %s: %s", directory, error)
         return None
 
-    def _tell_workers(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
+    def _set_worker_environment(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
         """Set the variables and messages that workers find in their environment."""
         spec, companions = self._group.spec, self._companions
         self._logs.variables = {
@@ -103,7 +103,7 @@ class RoundStart:
                 message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
         companions.warm_starts.before_start()
 
-    def _begin(
+    def _make_round(
         self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: ResumePoint, own_groups: bool
     ) -> RunningRound:
         settings, companions = self._settings, self._companions
@@ -118,7 +118,7 @@ class RoundStart:
             hangs = HangHandling(watch, self._handler, companions.flight_recorder)
         leaving = Leaving(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
-        return RunningRound(workers, leaving, warm, resumed, hangs, saves, companions.each)
+        return RunningRound(workers, leaving, warm, resumed, hangs, saves, companions.round_companions)
 
     @property
     def _store_at(self) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, usage_errors_exit
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import TorchAgent, raise_again
+from elastic_ext.base.torch_private import TorchAgent, reraise_signals
 from elastic_ext.base.wakeup import readable
 from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.checkpoints.copying import copier
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MEMBERSHIP = "membership"  # kind of a restart without a failure
 # Errors of a host that lacks descriptors, processes, memory or room for files; another host may have them.
-SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
+RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 
 
 class Supervisor(TorchAgent):
@@ -84,7 +84,7 @@ class Supervisor(TorchAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
-        exits.use(self._settings.exit_codes)
+        exits.install_excepthook(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
             self._companions = JobCompanions(
@@ -92,7 +92,7 @@ class Supervisor(TorchAgent):
             )
             wakeup = self._companions.wakeup
             self._handler.on_event = wakeup.set
-            self._handler.on_wait = lambda: raise_again(wakeup.signals())
+            self._handler.on_wait = lambda: reraise_signals(wakeup.signals())
             clean = False
             try:
                 result = super().run(role)
@@ -107,7 +107,7 @@ class Supervisor(TorchAgent):
                 self._close_round()
                 copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
                 left = self._companions.finish(clean, copy_s)
-            return self._verdicts.stop_undelivered(left) if clean and left else result
+            return self._verdicts.stop_not_copied(left) if clean and left else result
 
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
 
@@ -122,13 +122,13 @@ class Supervisor(TorchAgent):
         except BadCheckpoints as error:
             return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))
         except OSError as error:
-            if error.errno not in SCARCE:
+            if error.errno not in RESOURCE_ERRNOS:
                 raise
-            self._handler.leave()  # the others go on without this node
+            self._handler.leave()  # the others continue without this node
             return self._stop_for(self._verdicts.host_exhausted(error))
         except SignalException as error:
             self._save_before_leaving(error)
-            self._handler.leaving(f"{error.sigval.name}, sent to its agent")
+            self._handler.announce_leaving(f"its agent received {error.sigval.name}")
             raise
 
     def _run_rounds(self) -> RunResult:
@@ -147,7 +147,7 @@ class Supervisor(TorchAgent):
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
-            logger.error("%s", report.block(cause, others, verdict, decision, self._handler.node_id))
+            logger.error("%s", report.failure_text(cause, others, verdict, decision, self._handler.node_id))
             self._metrics.failed(decision.kind)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
@@ -181,7 +181,7 @@ class Supervisor(TorchAgent):
         deadline = time.monotonic() + decision.delay_s
         while (left_s := deadline - time.monotonic()) > 0:
             readable(self._companions.wakeup, left_s)
-            raise_again(self._companions.wakeup.clear())
+            reraise_signals(self._companions.wakeup.clear())
 
     def _restart(self, kind: str) -> None:
         self._metrics.restarted(kind)
@@ -195,16 +195,16 @@ class Supervisor(TorchAgent):
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
-        logger.error("%s", report.from_elsewhere(verdict))
+        logger.error("%s", report.remote_failure_text(verdict))
         self._metrics.failed(verdict.decision.kind)
-        return self._stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
+        return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
         self._leave_by = time.monotonic() + grace_s
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
-        if error.sigval in exits.BY_HAND or round_ is None or round_.saves is None:
+        if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
         took_s = round_.saves.save_before_leaving(error.sigval.name, grace_s, self._grace_s, round_.workers, wakeup, wake_pipe)
         if took_s is not None:
@@ -223,7 +223,7 @@ class Supervisor(TorchAgent):
                 self._resume = resume.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
                 break
             except RoundOver as over:
-                logger.warning("round %s is over before its workers were started: %s", self._handler.round, over)
+                logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
         self._resume.log()
         if first:  # logged as a warning, because torchrun shows nothing below that level

@@ -41,23 +41,23 @@ class Verdicts:
 
     def no_checkpoint_left(self, reason: str) -> JobVerdict:
         """Return a stop because all checkpoints are bad, and starting from nothing would lose the work."""
-        return self._own(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
+        return self._node_stop(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
 
     def host_exhausted(self, error: OSError) -> JobVerdict:
         """Return a stop because this host lacks descriptors, processes, memory or room for files. Another host may have them."""
         reason = f"this host lacks what the next round needs: {error}"
-        return self._own(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
+        return self._node_stop(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
 
     def kernel_sleep(self) -> JobVerdict:
         """Return a stop because a worker has slept in the kernel for too long."""
-        reason = "a worker slept in the kernel for longer than the limit; this host may need a restart"
-        return self._own(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
+        reason = "a worker slept in the kernel for longer than the limit; this host may need a reboot"
+        return self._node_stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
-    def _own(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
+    def _node_stop(self, kind: Kind, reason: str, code: int, rule: str) -> JobVerdict:
         """Return a stop of this node alone. code: the exit code of the preset "design"."""
-        return self._about(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
+        return self._job_verdict(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
-    def _about(self, decision: Decision) -> JobVerdict:
+    def _job_verdict(self, decision: Decision) -> JobVerdict:
         return JobVerdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
 
     # The end of this agent.
@@ -70,29 +70,29 @@ class Verdicts:
             decision: the decision for this node.
             failures: torch's record of the failures, by global rank.
         """
-        return RunResult(WorkerState.FAILED, failures=exits.Failures(failures, self._publish(verdict, decision)))
+        return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, self._publish(verdict, decision)))
 
-    def stop_undelivered(self, left: tuple[str, ...]) -> RunResult:
+    def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
-        verdict = self._own(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
+        verdict = self._node_stop(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
-        return self.stop(verdict, verdict.decision, report.failure_elsewhere(verdict))
+        return self.stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def publish_signal(self, error: SignalException, host: Host) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
-        if exits.of_verdict() is not None:
+        if exits.verdict_code() is not None:
             return  # the job has already ended
         host.ask()
         platform = host.says(PLATFORM_S).platform
         diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))
         if diagnosis.tier == ASKED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
-            self._publish(self._about(decision), decision)
+            self._publish(self._job_verdict(decision), decision)
 
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
-        exits.decided(code)
+        exits.set_verdict_code(code)
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
         return code

@@ -1,4 +1,4 @@
-"""The watch over a running round: it waits for events, looks at the workers, and says how the round ended for this node."""
+"""The watch over a running round: it waits for events, checks the workers, and says how the round ended for this node."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.elastic.metrics import put_metric
 from elastic_ext.agent import postmortem
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.round import RunningRound
-from elastic_ext.base.torch_private import TorchAgent, raise_again
+from elastic_ext.base.torch_private import TorchAgent, reraise_signals
 from elastic_ext.rendezvous.handler import EndKind, Rendezvous, RoundEnd
 
 logger = logging.getLogger(__name__)
 
-KERNEL_SLEEP_LOOK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
+KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
 
 
 class RoundWatch:
@@ -42,7 +42,7 @@ class RoundWatch:
         agent = self._agent
         while True:
             self._await_event()
-            result = self._look()
+            result = self._check_workers()
             agent.group.state = result.state
             put_metric(f"workers.{agent.spec.role}.remaining_restarts", agent.remaining_restarts)
             put_metric(f"workers.{agent.spec.role}.{result.state.name.lower()}", 1)
@@ -50,27 +50,27 @@ class RoundWatch:
                 self._stop(None)
             if result.state is not WorkerState.HEALTHY:
                 return result
-            self._running.look()
+            self._running.check()
             over = self._handler.round_over()
             if over is not None:
                 return self._end(over)
 
     def _await_event(self) -> None:
-        """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a look is due."""
-        looks_s = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
+        """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a check is due."""
+        checks_s = [self._handler.poll_interval_s] if self._handler.poll_interval_s else []
         if self._agent.watches_kernel_sleep:
-            looks_s.append(KERNEL_SLEEP_LOOK_S)
+            checks_s.append(KERNEL_SLEEP_CHECK_S)
         if self._running.hangs is not None:
-            looks_s.append(self._running.hangs.next_look_s())
+            checks_s.append(self._running.hangs.next_check_s())
         wakeup, wake_pipe, reaper = self._companions.wakeup, self._companions.wake_pipe, self._companions.reaper
         reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
         processes = self._running.workers.processes
-        processes.wait(min(looks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
-        raise_again(wakeup.clear())  # after the wait, before the look: an event during the look must end the next wait
+        processes.wait(min(checks_s, default=None), wakeup, wake_pipe, *reaper_fd, *self._agent.result_readers)
+        reraise_signals(wakeup.clear())  # after the wait, before the check: an event during the check must end the next wait
         wake_pipe.clear()
         reaper.revive()
 
-    def _look(self) -> RunResult:
+    def _check_workers(self) -> RunResult:
         """Return the state of the worker group. If one worker failed, all are stopped when this returns."""
         processes = self._running.workers.processes
         if self._running.failed:
@@ -90,7 +90,7 @@ class RoundWatch:
 
     def _end(self, over: RoundEnd) -> RunResult | None:
         """Stop the workers of a round that is over; return their failure, or None if none failed by itself."""
-        logger.warning("elastic_ext: round %s is over: %s; all workers are stopped", self._handler.round, over)
+        logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.round, over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
         if hung:
             self._running.examine_hung()

@@ -31,7 +31,7 @@ class BadCheckpoints(ElasticExtError):
     """Checkpoints exist, but none is usable. Starting from nothing would lose the work, so the job stops with 65."""
 
 
-class SeamError(ElasticExtError):
+class UnsupportedTorch(ElasticExtError):
     """This torch lacks a private name that the plug-in needs. The command exits with 78 before anything starts."""
 
 
@@ -58,6 +58,6 @@ def usage_errors_exit() -> Iterator[None]:
     """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use this only where nothing has been started yet."""
     try:
         yield
-    except (UsageError, SeamError) as error:
+    except (UsageError, UnsupportedTorch) as error:
         print(shown(f"elastic_ext: {error}"), file=sys.stderr)  # print() works even if stderr is closed
         raise SystemExit(EX_CONFIG) from error

@@ -25,7 +25,7 @@ class Exchange(Protocol):
         """Return the choice that node 0 has published. For the other nodes."""
 
 
-class Alone:
+class SingleNode:
     """The exchange of a round with one node: nothing leaves this process."""
 
     def __init__(self) -> None:

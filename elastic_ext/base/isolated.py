@@ -39,7 +39,7 @@ class _StandardLibrary:
         return found
 
 
-def look_last(entries: "Iterable[str]") -> None:
+def search_last(entries: "Iterable[str]") -> None:
     """Append to sys.path. The new entries shadow no module that is found without them, and none of the standard library."""
     at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(at, _StandardLibrary(sys.path))
@@ -69,7 +69,7 @@ def _entries() -> list[str]:
 
 
 def _main(program: str, count: str, *rest: str) -> None:
-    look_last(rest[: int(count)])
+    search_last(rest[: int(count)])
     sys.argv[:] = [program, *rest[int(count) :]]
     import runpy
 

@@ -13,12 +13,12 @@ _PARTS = re.compile(r"(\*+|\?|\{step\}|\{epoch\})")
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return a `checkpoint_pattern` as a regular expression. Raises UsageError if it is invalid."""
     if not pattern or "/" in pattern or any(pattern.count(field) > 1 for field in (STEP, EPOCH)) or pattern.count("*") > 4:
         raise UsageError(
             f"checkpoint_pattern {pattern!r}: expected a name, with * (4 at most) and ? as wildcards, and {STEP} and {EPOCH} for "
-            "numbers, as in model_{step}.pt"
+            "numbers, e.g. model_{step}.pt"
         )
     parts = (part[0] if part.startswith("*") else part for part in _PARTS.split(pattern) if part)
     return re.compile("".join(_WILD.get(part, re.escape(part)) for part in parts), re.DOTALL)

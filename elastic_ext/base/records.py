@@ -119,11 +119,13 @@ def parse(data: bytes | str, what: str, schema: int) -> dict[str, Any]:
             found = _encodable(found)
         given = found.pop("schema")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        text = f"{what} holds no record of elastic_ext ({_short(error)}): is the run id used by something else?"
+        text = f"{what} holds no record of elastic_ext ({_one_line(error)}): is the run id used by something else?"
         raise RecordError(text) from error
     if type(given) is not int or given != schema:
         seen = given if type(given) is int and abs(given) <= _MOST else f"of type {type(given).__name__}"
-        text = f"{what} was written with schema {seen}, expected {schema}: all nodes of a job need the same elastic_ext"
+        text = (
+            f"{what} was written with schema {seen}, expected {schema}: all nodes of a job need the same version of elastic_ext"
+        )
         raise OtherSchema(text)
     return dict(found)
 
@@ -134,11 +136,11 @@ def build(kind: type[T], data: Any, what: str) -> T:
     try:
         made: T = _dataclass(of)(data)
     except (ValueError, TypeError) as error:
-        raise RecordError(f"{what} holds no {kind.__name__.lower()} of elastic_ext: {_short(error)}") from error
+        raise RecordError(f"{what} holds no {kind.__name__.lower()} of elastic_ext: {_one_line(error)}") from error
     return made
 
 
-def _short(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return one line that does not repeat the record's content."""
     if isinstance(error, UnicodeError):
         return "not UTF-8"
@@ -178,7 +180,7 @@ def _dataclass(kind: Any) -> Make:
 
     def make(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise _misfit(value, kind.__name__)
+            raise _wrong_type(value, kind.__name__)
         given = {}
         for key, (name, of) in makers.items():
             if key in value:
@@ -213,13 +215,13 @@ def _maker(hint: Any) -> Make:
     raise TypeError(f"no record holds a {hint!r}")
 
 
-def _misfit(value: Any, wanted: str) -> TypeError:
+def _wrong_type(value: Any, wanted: str) -> TypeError:
     return TypeError(f"of type {type(value).__name__}, expected {wanted}")
 
 
 def _whole(value: Any) -> Any:
     if type(value) is not int:
-        raise _misfit(value, "a whole number")
+        raise _wrong_type(value, "a whole number")
     if not _LEAST <= value <= _MOST:
         raise ValueError("a number beyond 64 bits")
     return value
@@ -229,7 +231,7 @@ def _number(value: Any) -> Any:
     if type(value) is int:
         return _whole(value)
     if type(value) is not float:
-        raise _misfit(value, "a number")
+        raise _wrong_type(value, "a number")
     if not math.isfinite(value):
         raise ValueError("a number that is not finite")
     return value
@@ -238,7 +240,7 @@ def _number(value: Any) -> Any:
 def _exactly(kind: type) -> Make:
     def make(value: Any) -> Any:
         if type(value) is not kind:
-            raise _misfit(value, kind.__name__)
+            raise _wrong_type(value, kind.__name__)
         return value
 
     return make
@@ -257,7 +259,7 @@ def _checked(make: Make, good: Callable[[Any], bool]) -> Make:
     def checked(value: Any) -> Any:
         made = make(value)
         if not good(made):
-            raise ValueError("out of range" if isinstance(made, (int, float)) else "no such text is allowed here")
+            raise ValueError("out of range" if isinstance(made, (int, float)) else "a text that is not allowed here")
         return made
 
     return checked
@@ -278,7 +280,7 @@ def _any_of(makers: list[Make]) -> Make:
 def _tuple_of(make: Make) -> Make:
     def made(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            raise _misfit(value, "a list")
+            raise _wrong_type(value, "a list")
         return tuple(map(make, value))
 
     return made

@@ -59,7 +59,7 @@ MAX_CHARACTERS = 200  # of an invalid value in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
 
-def values(
+def read_values(
     known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of the settings that some source gives.
@@ -89,7 +89,7 @@ def _from_file(path: str | None) -> tuple[str, Mapping[str, Any]]:
     if not path:
         return "", {}
     try:
-        return path, tomllib.loads(user_files.text(path, MAX_BYTES))
+        return path, tomllib.loads(user_files.read_text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the settings file {path} (ELASTIC_EXT_CONFIG) cannot be read as TOML: {error}") from error
 

@@ -73,7 +73,7 @@ def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
 
 def _pattern(text: str) -> str:
     try:
-        name_pattern.compiled(text)
+        name_pattern.compile_pattern(text)
     except UsageError as error:
         raise ValueError(text) from error
     return text
@@ -103,14 +103,16 @@ BOOLEAN = SettingType(lambda text: _BOOLEANS[text.lower()], "on or off")
 SECONDS = SettingType(_float_from(0), "a number of seconds, 0 or more")
 SECONDS_FROM_1 = SettingType(_float_from(1), "a number of seconds, 1 or more")
 WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or more")  # etcd's leases cannot be shorter
-MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes a second, 0 or more")
+MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes per second, 0 or more")
 PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
 # The items of lists are separated by spaces, since --rdzv-conf cannot hold commas.
-KIND_LIMITS = SettingType(_kind_limits, f"kinds with a number each, as in 'hang:3 network:20'; the kinds are {', '.join(KINDS)}")
-MODULES = SettingType(_modules, "names of modules with blanks between them")
+KIND_LIMITS = SettingType(
+    _kind_limits, f"kinds with a limit for each, e.g. 'hang:3 network:20'; the kinds are {', '.join(KINDS)}"
+)
+MODULES = SettingType(_modules, "names of modules, separated by spaces")
 PATTERN = SettingType(
-    _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, as in model_{step}.pt"
+    _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, e.g. model_{step}.pt"
 )
 TEXT = SettingType(_text, "a non-empty text")
 SECRET = SettingType(_text, "a non-empty text", secret=True)

@@ -36,8 +36,8 @@ SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent on
 RENAMED: dict[str, str] = {}
 
 
-def _setting(default: Any, type_: SettingType, what: str) -> Any:
-    return field(default=default, metadata={"type": type_, "what": what})
+def _setting(default: Any, type_: SettingType, help_: str) -> Any:
+    return field(default=default, metadata={"type": type_, "help": help_})
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Settings:
     backoff: float = _setting(
         1.0,
         SECONDS,
-        "wait before the second restart in a row without progress; doubles with each further one, with jitter; 0: never wait",
+        "delay before the second restart in a row without progress; doubles with each further one, with jitter; 0: no delay",
     )
-    backoff_max: float = _setting(60.0, SECONDS, "the longest such wait")
+    backoff_max: float = _setting(60.0, SECONDS, "the longest such delay")
     bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(
         None,
@@ -60,17 +60,17 @@ class Settings:
     checkpoint_pattern: str = _setting(
         "",
         PATTERN,
-        "names of the job's checkpoints, `model_{step}.pt` or with * and ?; default: directories, .pt, .pth, .bin and .ckpt",
+        "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; default: directories, .pt, .pth, .bin and .ckpt",
     )
     copy_mb_s: float = _setting(
         0.0,
         MB_PER_SECOND,
-        "the most megabytes a second that a node copies from local_dir to checkpoint_dir; 0: no limit",
+        "the most megabytes per second that a node copies from local_dir to checkpoint_dir; 0: no limit",
     )
     copy_stall: float = _setting(
         60.0,
         SECONDS_FROM_1,
-        "how long copying to checkpoint_dir may make no progress at the end of a job; after twice that time it is given up",
+        "how long copying to checkpoint_dir may make no progress at the end of a job; after twice this time the agent gives up",
     )
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
@@ -94,13 +94,13 @@ class Settings:
     hang_timeout: float | None = _setting(
         None,
         SECONDS_FROM_1,
-        "seconds without progress that count as a hang; before the first step ten times as many, and only if no worker is busy; "
+        "seconds without progress that count as a hang; before the first step, ten times this, and only if no worker is busy; "
         "default: learned from the job",
     )
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(
         None,
         KIND_LIMITS,
-        "the most restarts for failures of a kind, within the budget: `hang:3 network:20`",
+        "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`",
     )
     last_call: float = _setting(
         2.0, SECONDS, "ext_etcd: how long the first round waits for more nodes after the minimum is reached"
@@ -108,7 +108,7 @@ class Settings:
     ledger_file: str | None = _setting(
         None,
         TEXT,
-        "ext_c10d: file that keeps the job's failures and its budget for when all agents are killed and started again",
+        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again",
     )
     lease_ttl: int = _setting(10, WHOLE_SECONDS, "ext_etcd: a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(
@@ -120,32 +120,32 @@ class Settings:
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
-    metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free one")
+    metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(
         None,
         SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "
-        "`pod_api` or Slurm can shorten it, and give it where this is not set",
+        "`pod_api` or Slurm can shorten it, and supply it if this is not set",
     )
     pod_api: bool = _setting(False, BOOLEAN, "Kubernetes: ask the API server about this pod after a failure")
     pod_file: str | None = _setting(
-        None, TEXT, "Kubernetes: file with this pod, or its status, as JSON; something else keeps it up to date"
+        None, TEXT, "Kubernetes: file with this pod, or its status, as JSON; something outside the agent must keep it up to date"
     )
     preload: tuple[str, ...] | None = _setting(
         None,
         MODULES,
-        "modules that warm standbys import besides torch and what they learned from the job; also modules beside the script",
+        "modules that warm standbys import, besides torch and those learned from the job; may be modules next to the script",
     )
     preload_exclude: tuple[str, ...] | None = _setting(
         None, MODULES, "modules that warm standbys do not import, with their submodules"
     )
-    refuse_node: int = _setting(3600, WHOLE_SECONDS, "how long a host that had to leave may not come back")
+    refuse_node: int = _setting(3600, WHOLE_SECONDS, "how long a host that had to leave the job may not come back")
     resume_from: str = _setting(
         "",
         TEXT,
-        "the checkpoint that the job begins with: a step, a name, a path or a URL, or `none` to start from nothing; later rounds "
-        "resume from what this run has saved since",
+        "the checkpoint that the job starts from: a step, a name, a path or a URL, or `none` to start from nothing; later rounds "
+        "resume from what this run has saved",
     )
     rules: str | None = _setting(None, TEXT, "TOML file with your own failure rules, which come before the built-in ones")
     settle: float = _setting(
@@ -164,7 +164,9 @@ class Settings:
         SECONDS,
         "time between SIGTERM and SIGKILL for the survivors of a failure; default 5, or --shutdown-timeout if that is less",
     )
-    topology: str | None = _setting(None, TEXT, "ext_etcd: place of this node, e.g. its rack; new nodes get ranks in this order")
+    topology: str | None = _setting(
+        None, TEXT, "ext_etcd: location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
+    )
     verify: str = _setting(
         "sampled",
         one_of("off", "sampled", "full"),
@@ -188,7 +190,7 @@ def read(rdzv_conf: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     Raises:
         UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
     """
-    return Settings(**setting_sources.values(_TYPES, RENAMED, rdzv_conf, environ))
+    return Settings(**setting_sources.read_values(_TYPES, RENAMED, rdzv_conf, environ))
 
 
 # (a time, the time that it must not exceed, why)
@@ -214,7 +216,7 @@ def check_times(settings: Settings, rdzv_conf: Mapping[str, Any], shutdown_timeo
     """
     if settings.hang_timeout is not None and not (settings.hang and settings.bootstrap):
         switch = "bootstrap" if settings.hang else "hang"
-        raise UsageError(f"hang_timeout={settings.hang_timeout:g} has no effect with {switch}=off; leave one of them out")
+        raise UsageError(f"hang_timeout={settings.hang_timeout:g} has no effect with {switch}=off; remove one of them")
     times = {
         "stop_grace": settings.stop_grace,
         "platform_grace": settings.platform_grace,

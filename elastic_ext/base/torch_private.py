@@ -46,7 +46,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
-from elastic_ext.base.errors import SeamError
+from elastic_ext.base.errors import UnsupportedTorch
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +78,15 @@ class OneShot(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-def arm(agent: OneShot, handler: Any) -> None:
+def install_agent(agent: OneShot, handler: Any) -> None:
     """Make torch's launcher construct `agent` for this rendezvous handler, once. Safe if several threads start jobs.
 
     Raises:
-        SeamError: this torch has no LocalElasticAgent in its launcher.
+        UnsupportedTorch: this torch has no LocalElasticAgent in its launcher.
     """
     current = getattr(launcher, "LocalElasticAgent", None)
     if current is None:
-        raise SeamError(
+        raise UnsupportedTorch(
             f"torch {torch.__version__} has no torch.distributed.launcher.api.LocalElasticAgent, which elastic_ext needs; "
             "expected torch 2.8 or newer; use --rdzv-backend=c10d, or a newer elastic_ext"
         )
@@ -100,7 +100,7 @@ def arm(agent: OneShot, handler: Any) -> None:
         logger.warning("torch's agent has been replaced by %r, which runs instead of elastic_ext's agent", current)
 
 
-def step_out(handler: RendezvousHandler, timeout_s: float) -> None:
+def leave_rendezvous(handler: RendezvousHandler, timeout_s: float) -> None:
     """Take this node out of torch's c10d rendezvous without closing it, so that the others do not wait until it seems dead.
 
     Raises what torch raises if the store does not answer within `timeout_s` seconds.
@@ -119,11 +119,11 @@ _starting = threading.Lock()
 _starts = 0  # number of agents of this process that are starting workers
 
 
-def raise_again(signals: Iterable[int]) -> None:
+def reraise_signals(signals: Iterable[int]) -> None:
     """Raise SignalException again for signals whose exception has been swallowed.
 
     Torch raises it from a signal handler, wherever the main thread happens to be: for instance in logging, which catches all that
-    its handlers raise. Without this, the agent would go on as if there had been no signal.
+    its handlers raise. Without this, the agent would continue as if there had been no signal.
     """
     for number in signals:
         handler = signal.getsignal(number)

@@ -12,7 +12,7 @@ LONGEST_S = 60.0
 WAIT_S = 5.0  # time for the writer of a pipe, as in `explain <(program)`
 
 
-def text(path: str, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: str, max_bytes: int = MAX_BYTES) -> str:
     """Return the content of a file, or of a pipe or device up to its end.
 
     Raises:
@@ -36,7 +36,7 @@ def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
         left_s = min(WAIT_S, end - time.monotonic())
         # poll() returns nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
         if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise OSError(errno.ETIMEDOUT, f"a pipe or device from which nothing came for {WAIT_S:g} s", path)
+            raise OSError(errno.ETIMEDOUT, f"a pipe or device that sent nothing for {WAIT_S:g} s", path)
         try:
             piece = os.read(descriptor, 1 << 20)
         except BlockingIOError:

@@ -19,40 +19,48 @@ from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli.terminal import ProgressBar, complain, say, size_of
+from elastic_ext.cli.terminal import ProgressBar, format_size, print_error, print_line
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
 EX_NO_SAVE = 75  # EX_TEMPFAIL of sysexits.h: another try may help
 SAVE_TIMEOUT_S = 600.0
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
     options = commands.add_parser("checkpoints", help="list, verify, mark, prune and copy checkpoints")
     options.description = "DIR is a path or a URL (s3://, gs://, ...). The exit code for wrong usage or input is 78."
     actions = options.add_subparsers(title="actions", required=True, metavar="ACTION", parser_class=type(options))
     ls = _action(actions, "ls", _ls, "list all checkpoints, and mark the one that a job would resume from")
-    check = _action(actions, "verify", _verify, "compare checkpoints with their checksums; exit code 1 for damage", "*")
-    check.add_argument("--all", action="store_true", help="verify all complete ones; default: the one to resume from")
+    check = _action(
+        actions, "verify", _verify, "compare checkpoints with their checksums; the exit code is 1 if one is damaged", "*"
+    )
+    check.add_argument(
+        "--all", action="store_true", help="verify all complete checkpoints; default: the one that a job would resume from"
+    )
     check.add_argument("--sampled", action="store_true", help="check the sizes of all files and the content of some")
-    check.add_argument("--threads", type=_count, help="number of files read at once; default: one for each core")
+    check.add_argument("--threads", type=_count, help="number of files to read at once; default: one per core")
     pin = _action(actions, "pin", _pin, "protect checkpoints from pruning", "+")
     unpin = _action(actions, "unpin", _unpin, "allow pruning again", "+")
     prune = _action(actions, "prune", _prune, "show which checkpoints would be removed; with --yes, remove them")
-    prune.add_argument("--keep-last", type=_count, default=3, metavar="N", help="complete ones to keep; default 3, at least 1")
-    prune.add_argument("--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one for every STEPS steps")
+    prune.add_argument(
+        "--keep-last", type=_count, default=3, metavar="N", help="number of complete checkpoints to keep; default 3, at least 1"
+    )
+    prune.add_argument(
+        "--keep-every", type=_count, default=0, metavar="STEPS", help="also keep one checkpoint for every STEPS steps"
+    )
     prune.add_argument("--yes", action="store_true", help="remove them")
     bad = _action(actions, "quarantine", _quarantine, "never resume from these checkpoints; nothing is removed", "+")
     bad.add_argument("--lift", action="store_true", help="trust them again")
     for parser in (pin, bad):
-        parser.add_argument("--reason", default="", help="note for whoever looks at it later")
-    copying = "copy checkpoints to another directory and compare checksums; an interrupted copy continues"
+        parser.add_argument("--reason", default="", help="a note for other users")
+    copying = "copy checkpoints to another directory and compare checksums; repeat the command to resume an interrupted copy"
     cp = _action(actions, "cp", _cp, copying, "+")
     cp.add_argument("--to", required=True, metavar="DIR", help="the other directory")
     for parser in (ls, check):
         parser.add_argument("--json", action="store_true", help="print one JSON object for each checkpoint")
     for parser in (ls, check, pin, unpin, prune, bad, cp):
-        parser.add_argument("--pattern", default="", help="names of the checkpoints, like the setting checkpoint_pattern")
+        parser.add_argument("--pattern", default="", help="pattern of the checkpoint names, like the setting checkpoint_pattern")
     _add_save(actions)
 
 
@@ -72,7 +80,7 @@ def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
         "Ask a job with the rendezvous ext_etcd for a checkpoint, wait until it is complete, and print its step. The exit code "
-        "is 75 if the job does not run, its round ends first, or the checkpoint is not complete in time."
+        "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
     save.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
     save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
@@ -119,9 +127,9 @@ def _ls(args: argparse.Namespace) -> int:
     for line in _columns(rows, chosen):
         print(line)
     if choice.resume is not None:
-        print(f"\n* would be resumed from: {shown(choice.resume.reason)}")
+        print(f"\n* a job would resume from this one: {shown(choice.resume.reason)}")
     else:
-        print("\nnothing to resume from" + (": none of the complete checkpoints can be used" if choice.all_bad else ""))
+        print("\nnothing to resume from" + (": none of the complete checkpoints is usable" if choice.all_bad else ""))
     return 0
 
 
@@ -138,7 +146,7 @@ def _columns(rows: Sequence[ListedCheckpoint], chosen: str | None) -> list[str]:
     for row in rows:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
         numbers = ["-" if value is None else str(value) for value in (row.step, row.epoch, row.generation)]
-        size = "-" if row.size is None else size_of(row.size)
+        size = "-" if row.size is None else format_size(row.size)
         star, name, state = "*" if row.entry.path == chosen else "", shown(row.name), shown(row.state)
         lines.append((star, name, *numbers, size, row.format, marks or "-", state))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER) - 1)]
@@ -154,7 +162,7 @@ def _verify(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     rows = listing.list_checkpoints(storage, args.pattern)
     if args.names:
-        chosen = _named(rows, args.names, storage)
+        chosen = _selected(rows, args.names, storage)
     elif args.all:
         chosen = [row for row in rows if row.complete]
     else:
@@ -177,36 +185,36 @@ def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
         print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **asdict(found)}), flush=True)
         return
     if not row.complete:
-        say(f"{row.name}: not complete: {row.state}")
+        print_line(f"{row.name}: not complete: {row.state}")
     for fault in found.faults:
-        say(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
+        print_line(f"{row.name}: DAMAGED {fault.file}: {fault.reason}")
     for note in found.notes:
-        say(f"{row.name}: {note.file}: {note.reason}")
+        print_line(f"{row.name}: {note.file}: {note.reason}")
     if found.sound and row.complete:
-        say(f"{row.name}: sound, {found.files} files, {size_of(found.size)} read")
+        print_line(f"{row.name}: sound, {found.files} files, {format_size(found.size)} read")
 
 
 def _pin(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    for row in _named(listing.list_checkpoints(storage, args.pattern), args.names, storage):
+    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
         marks.pin(storage, row.name, args.reason, getpass.getuser())
     return 0
 
 
 def _unpin(args: argparse.Namespace) -> int:
-    return _lift(args, marks.unpin, "pinned")
+    return _remove_marks(args, marks.unpin, "pinned")
 
 
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
-        return _lift(args, marks.lift_quarantine, "quarantined")
+        return _remove_marks(args, marks.lift_quarantine, "quarantined")
     storage = open_storage(args.directory)
-    for row in _named(listing.list_checkpoints(storage, args.pattern), args.names, storage):
+    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
         marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
     return 0
 
 
-def _lift(args: argparse.Namespace, lift: Callable[[Storage, str], None], state: str) -> int:
+def _remove_marks(args: argparse.Namespace, lift: Callable[[Storage, str], None], state: str) -> int:
     """Remove marks, even from checkpoints that are gone."""
     storage = open_storage(args.directory)
     for name in args.names:
@@ -223,7 +231,7 @@ def _prune(args: argparse.Namespace) -> int:
         (row.prune_candidate for row in listing.list_checkpoints(storage, args.pattern)), args.keep_last, args.keep_every
     )
     for each in plan:
-        say(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
+        print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]
     if not args.yes:
         print(f"\nnothing was removed; --yes removes {len(doomed)} of {len(plan)}")
@@ -238,16 +246,16 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _cp(args: argparse.Namespace) -> int:
     source, target = open_storage(args.directory), open_storage(args.to)
-    for row in _named(listing.list_checkpoints(source, args.pattern), args.names, source):
+    for row in _selected(listing.list_checkpoints(source, args.pattern), args.names, source):
         if not row.complete:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
             with ProgressBar(row.name) as bar:
                 sent = transfer.copy(source, target, row.entry, bar.bytes)
         except (transfer.CopyError, ManifestError) as error:
-            say(f"{row.name}: DAMAGED {error}")
+            print_line(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
-        say(f"{target.path(row.name)}: {size_of(sent)} sent")
+        print_line(f"{target.path(row.name)}: {format_size(sent)} sent")
     return 0
 
 
@@ -259,16 +267,16 @@ def _save(args: argparse.Namespace) -> int:
     with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
         done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
     if done.step is None:
-        complain(f"no save: {done.reason}")
+        print_error(f"no save: {done.reason}")
         return EX_NO_SAVE
     print(done.step)
     return 0
 
 
-def _named(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
+def _selected(rows: Iterable[ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[ListedCheckpoint]:
     found = {row.name: row for row in rows}
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:
         shown = ", ".join(list(found)[:10]) or "none"
-        raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; there are: {shown}")
+        raise UsageError(f"no checkpoint {missing[0]} in {storage.address}; found: {shown}")
     return [found[name.rstrip("/")] for name in names]

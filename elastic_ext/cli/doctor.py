@@ -41,9 +41,9 @@ def examine(rdzv_conf: str, endpoint: str, environ: Mapping[str, str]) -> list[F
         endpoint: etcd's endpoint; "" to not check etcd.
     """
     read: list[Settings] = []
-    first = _Running("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()
+    first = _RunningCheck("settings", lambda: [check_settings(rdzv_conf, environ, read)], SETTINGS_S).result()
     inputs = Inputs(read[0] if read else Settings(), endpoint, environ)
-    running = [_Running(name, functools.partial(check, inputs), deadline_s) for name, check, deadline_s in CHECKS]
+    running = [_RunningCheck(name, functools.partial(check, inputs), deadline_s) for name, check, deadline_s in CHECKS]
     return [*first, *(finding for each in running for finding in each.result())]
 
 
@@ -61,7 +61,7 @@ def rendered(findings: Sequence[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':4}  {'':{width}}  -> {printable(finding.advice)}")
     counts = {state: sum(finding.state == state for finding in findings) for state in (FAIL, WARN)}
-    lines.append(f"\n{counts[FAIL]} failed, {counts[WARN]} with a warning, of {len(findings)}")
+    lines.append(f"\n{len(findings)} checks: {counts[FAIL]} failed, {counts[WARN]} with a warning")
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps({"ok": exit_code(findings) == 0, "checks": [asdict(finding) for finding in findings]}, indent=2)
 
 
-class _Running:
+class _RunningCheck:
     """A check in its own thread, which is abandoned if it does not end in time."""
 
     def __init__(self, name: str, check: Callable[[], list[Finding]], deadline_s: float) -> None:

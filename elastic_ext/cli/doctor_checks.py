@@ -89,7 +89,7 @@ def check_settings(rdzv_conf: str, environ: Mapping[str, str], read: list[Settin
         return Finding("settings", FAIL, one_line(error), "the checks below use the defaults")
     read.append(settings)
     given = [name for name, value in vars(settings).items() if value != getattr(Settings(), name)]
-    return Finding("settings", OK, f"given: {', '.join(given)}" if given else "all are the defaults")
+    return Finding("settings", OK, f"set: {', '.join(given)}" if given else "all have their defaults")
 
 
 def check_torch(inputs: Inputs) -> list[Finding]:
@@ -100,7 +100,7 @@ def check_torch(inputs: Inputs) -> list[Finding]:
     try:
         answer = json.loads(text or "")
     except ValueError:
-        why = f"a process that imports torch has crashed, or took more than {PROBE_S - 5:.0f} s"
+        why = f"a process that imports torch crashed, or took more than {PROBE_S - 5:.0f} s"
         return [Finding("torch", FAIL, why, f"run {sys.executable} {PROBE}")]
     if (error := answer["torch"].get("error")) is not None:
         return [Finding("torch", FAIL, f"cannot be imported: {one_line(error)}", f"install torch for {sys.executable}")]
@@ -162,7 +162,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
     if version < (3, 4):
         return [Finding("etcd", FAIL, detail, "elastic_ext needs etcd 3.4 or newer")]
     if alarms:
-        advice = "after a failure the job waits until etcd takes writes again"
+        advice = "after a failure the job waits until etcd accepts writes again"
         return [Finding("etcd", WARN, f"{detail}; alarms: {', '.join(alarms)}", advice)]
     return [Finding("etcd", OK, detail)]
 
@@ -180,7 +180,9 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
         newest = f"no complete checkpoint, {len(choice.passed_over)} passed over"
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:
-        checks.append(Finding("newest checkpoint", FAIL, "there are checkpoints, but none can be used", "see: checkpoints ls"))
+        checks.append(
+            Finding("newest checkpoint", FAIL, "checkpoints exist, but none is usable", "run elastic-ext checkpoints ls")
+        )
     if inputs.settings.local_dir is not None:
         checks.append(_writable("local_dir", inputs.settings.local_dir, "saves go there first"))
     return checks
@@ -223,7 +225,7 @@ def check_metrics(inputs: Inputs) -> list[Finding]:
             listener.bind(address)
             listener.listen()
     except OSError as error:
-        advice = "the agent takes a free port; set metrics_port or metrics_host"
+        advice = "the agent would take any free port; set metrics_port or metrics_host"
         return [Finding("metrics", WARN, f"{where}: {one_line(error)}", advice)]
     return [Finding("metrics", OK, f"{where} is free")]
 
@@ -244,7 +246,7 @@ def _kernel_log() -> Finding:
         os.close(os.open(DEVICE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         advice = "only GPU hosts need it: run as root, or set kernel.dmesg_restrict=0"
-        return Finding("kernel log", WARN, f"{DEVICE}: {error.strerror}: Xids are not seen", advice)
+        return Finding("kernel log", WARN, f"{DEVICE}: {error.strerror}: the agent cannot see Xids", advice)
     return Finding("kernel log", OK, f"{DEVICE} is readable")
 
 
@@ -261,14 +263,16 @@ def _platform(inputs: Inputs) -> Finding:
     environ, settings = inputs.environ, inputs.settings
     if slurm.job_id(environ):
         found = shutil.which("scontrol", path=environ.get("PATH"))
-        state, what = (OK, "scontrol is installed") if found else (WARN, "no scontrol: why Slurm ends the job will be unknown")
+        state, what = (
+            (OK, "scontrol is installed") if found else (WARN, "no scontrol: the agent cannot find out why Slurm ends the job")
+        )
         return Finding("platform", state, f"Slurm job {slurm.job_id(environ)}; {what}")
     if kubernetes.HOST in environ or settings.pod_file:
         if settings.pod_file and kubernetes.read_pod(settings.pod_file) is not None:
             return Finding("platform", OK, f"Kubernetes; the pod is read from {settings.pod_file}")
         if settings.pod_api and kubernetes.get_pod(environ) is not None:
             return Finding("platform", OK, "Kubernetes; the pod is read from the API server")
-        advice = "set pod_file; or set pod_api and grant the right to get pods"
+        advice = "set pod_file, or set pod_api and grant the permission to get pods"
         return Finding("platform", WARN, "Kubernetes; this pod cannot be read", advice)
     return Finding("platform", OK, "neither Slurm nor Kubernetes")
 

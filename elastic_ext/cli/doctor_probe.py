@@ -36,10 +36,10 @@ def main() -> None:
     os._exit(0)  # skip the threads and exit handlers of plug-ins
 
 
-def _guarded(look: "Callable[[], str]") -> "dict[str, str]":
+def _guarded(probe: "Callable[[], str]") -> "dict[str, str]":
     """Return {"found": ...} or {"error": ...}, because anything here may be broken."""
     try:
-        return {"found": look()}
+        return {"found": probe()}
     except BaseException as error:  # noqa: BLE001 - other people's code; the doctor reports it
         return {"error": f"{type(error).__name__}: {error}"}
 

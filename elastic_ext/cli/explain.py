@@ -10,20 +10,20 @@ from typing import Any
 
 from elastic_ext.base import settings, user_files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli.terminal import complain
+from elastic_ext.cli.terminal import print_error
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
 from elastic_ext.failures.user_rules import UserRule
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     """Add this command to `elastic-ext`."""
-    explain = commands.add_parser("explain", help="explain a failure and what would be done about it")
+    explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
     explain.description = (
-        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null where the agent "
-        "goes on), reason, rule. A bad case gets one line on stderr, and the others are still printed; the exit code is then 78, "
-        "as it is if a record of a job cannot be read."
+        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "
+        "continues), reason, rule. A bad case gets one line on stderr, and the others are still printed. The exit code is 78 "
+        "after a bad case, or if a record of a job cannot be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or one on each line of a .jsonl file")
     explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
@@ -50,7 +50,7 @@ def _explain_job(endpoint: str, run_id: str) -> int:
         found = job_status.read(client, run_id)
     print("\n".join(job_status.lines(found)), flush=True)
     for fault in found.faults:
-        complain(fault)
+        print_error(fault)
     return EX_CONFIG if found.faults else 0
 
 
@@ -63,7 +63,7 @@ def _explain_files(args: argparse.Namespace) -> int:
                 print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
             except UsageError as error:
                 faults += 1
-                complain(f"{where}: {error}")
+                print_error(f"{where}: {error}")
     return EX_CONFIG if faults else 0
 
 
@@ -85,7 +85,7 @@ def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "des
 def _texts(path: str) -> Iterator[tuple[str, str | UsageError]]:
     """Yield the JSON texts of a file, each with its position for error messages."""
     try:
-        content = user_files.text(path)
+        content = user_files.read_text(path)
     except (OSError, ValueError) as error:
         yield path, UsageError(f"cannot be read: {error}")
         return

@@ -12,7 +12,7 @@ from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.cli import checkpoints, explain
-from elastic_ext.cli.terminal import complain
+from elastic_ext.cli.terminal import print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except UsageError as error:
-        complain(str(error))
+        print_error(str(error))
         return EX_CONFIG
     except BrokenPipeError:  # the reader of our output closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` to the function that runs it."""
-    options = _Parser(prog="elastic-ext", description="Tools of elastic_ext.")
+    options = _Parser(prog="elastic-ext", description="Tools for jobs that run under elastic_ext.")
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
-    explain.add(commands)
-    checkpoints.add(commands)
+    explain.add_command(commands)
+    checkpoints.add_command(commands)
     examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would know about its failures")
     examine.description = (
         "Check torch, the entry point, the agent, warm standbys, etcd, checkpoint_dir, the metrics port, sources of evidence and "

@@ -13,17 +13,17 @@ WIDTH = 30  # characters of the bar
 SHOW_EVERY_S = 0.1  # seconds between two updates of the bar
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line. It may hold names and content of files that anyone may have written."""
     print(shown(line), flush=True)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error as one line on stderr."""
     print(f"elastic-ext: {shown(' '.join(text.split()))[:MAX_CHARACTERS]}", file=sys.stderr)
 
 
-def size_of(count: float) -> str:
+def format_size(count: float) -> str:
     """Return a number of bytes for people to read: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -53,7 +53,7 @@ class ProgressBar:
     def bytes(self, done: int, total: int) -> None:
         """Show how many of `total` bytes are done, and the rate."""
         seconds = max(time.monotonic() - self._began, 1e-3)
-        self._draw(done, total, f"{size_of(done)}/{size_of(total)} {size_of(done / seconds)}/s")
+        self._draw(done, total, f"{format_size(done)}/{format_size(total)} {format_size(done / seconds)}/s")
 
     def _draw(self, done: int, total: int, figures: str) -> None:
         now = time.monotonic()

@@ -108,7 +108,7 @@ def load(path: str | None) -> tuple[UserRule, ...]:
 def from_file(path: str) -> tuple[UserRule, ...]:
     """Return the rules of a TOML file. Raises UsageError."""
     try:
-        content = tomllib.loads(user_files.text(path, MAX_BYTES))
+        content = tomllib.loads(user_files.read_text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the rules file {path} cannot be read as TOML: {_one_line(error)}") from error
     unknown = sorted(content.keys() - {"rule"})

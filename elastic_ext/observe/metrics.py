@@ -74,13 +74,15 @@ class _Family:
 
 # The name of a counter is shown with the suffix _total.
 _FAMILIES = {
-    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers by kind of cause.", ("kind",)),
-    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures by kind.", ("kind",)),
+    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers, by kind of cause.", ("kind",)),
+    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures, by kind.", ("kind",)),
     "elastic_ext_round": _Family(GaugeMetricFamily, "The rendezvous round."),
     "elastic_ext_world_size": _Family(GaugeMetricFamily, "Workers in this round, over all nodes."),
-    "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent by state.", ("state",)),
+    "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent, by state.", ("state",)),
     "elastic_ext_worker_starts": _Family(
-        CounterMetricFamily, "Workers started, warm (by a standby) or cold, with the reason of a cold start.", ("how", "reason")
+        CounterMetricFamily,
+        "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
+        ("how", "reason"),
     ),
     "elastic_ext_standbys": _Family(GaugeMetricFamily, "Warm standbys that are ready."),
     "elastic_ext_standby_memory_bytes": _Family(
@@ -93,10 +95,10 @@ _FAMILIES = {
     ),
     "elastic_ext_checkpoint_copy_lag_seconds": _Family(GaugeMetricFamily, "Time that the oldest uncopied checkpoint has waited."),
     "elastic_ext_torchelastic_last_value": _Family(
-        GaugeMetricFamily, "Last value of put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+        GaugeMetricFamily, "Last value passed to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
     ),
     "elastic_ext_torchelastic_values": _Family(
-        CounterMetricFamily, "Calls of put_metric of torch.distributed.elastic.metrics.", ("group", "name")
+        CounterMetricFamily, "Calls to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
     ),
 }
 _WORKER_FAMILIES = {

@@ -31,7 +31,7 @@ INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a
 
 # With these errors only the port is the problem: try another port of the host. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
-_NO_ROOM = (
+_OUT_OF_RESOURCES = (
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOBUFS,
@@ -66,7 +66,7 @@ class MetricsServer:
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads, e.g. a limit of the container
-            logger.warning("metrics: nothing is served: %s", error)
+            logger.warning("metrics: cannot start the server: %s", error)
             self._server.close()
             self._server = None
             return
@@ -169,9 +169,9 @@ class _Server:
         """Serve until `stop`."""
         try:
             while not self._stopping:
-                self._turn()
+                self._serve_events()
         except Exception:  # the top of a thread
-            logger.exception("metrics: nothing is served any more")
+            logger.exception("metrics: the server has failed, and metrics are no longer served")
 
     def stop(self) -> None:
         """Make `serve` return. Any thread may call this."""
@@ -184,37 +184,37 @@ class _Server:
     def close(self) -> None:
         """Close all sockets, after `serve` has returned or if it was never called."""
         for client in list(self._clients):
-            self._cut(client)
+            self._drop(client)
         self._selector.close()
         self._listener.close()
 
-    def _turn(self) -> None:
+    def _serve_events(self) -> None:
         """Wait for events and handle them. Answer whole requests before any client loses its slot."""
-        ready = [key.data for key, _ in self._selector.select(self._next_look_s())]
+        ready = [key.data for key, _ in self._selector.select(self._next_deadline_s())]
         for client in filter(None, ready):
-            self._go_on(client)
+            self._advance(client)
         now = time.monotonic()
         for client in [client for client in self._clients if client.deadline <= now]:
-            self._cut(client)
+            self._drop(client)
         if self._accept_at is not None and self._accept_at <= now:
             self._accept_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
         if None in ready and not self._stopping:
             self._accept(now)
 
-    def _next_look_s(self) -> float | None:
+    def _next_deadline_s(self) -> float | None:
         due = [client.deadline for client in self._clients]
         due += [self._accept_at] if self._accept_at is not None else []
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _accept(self, now: float) -> None:
         if len(self._clients) >= MAX_CLIENTS:  # before accept(), which must not take another descriptor
-            self._cut(min(self._clients, key=lambda client: (client.unsent is not None, client.deadline)))
+            self._drop(min(self._clients, key=lambda client: (client.unsent is not None, client.deadline)))
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                logger.debug("metrics: no connection is accepted for %g s: %s", RETRY_ACCEPT_S, error)
+            if error.errno in _OUT_OF_RESOURCES:
+                logger.debug("metrics: accepting no connections for %g s: %s", RETRY_ACCEPT_S, error)
                 self._selector.unregister(self._listener)
                 self._accept_at = now + RETRY_ACCEPT_S
             return  # with any other error the client is gone
@@ -222,9 +222,9 @@ class _Server:
         client = _Client(connection, now + CLIENT_TIMEOUT_S)
         self._clients.append(client)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._go_on(client)  # often its request has already arrived
+        self._advance(client)  # often its request has already arrived
 
-    def _go_on(self, client: _Client) -> None:
+    def _advance(self, client: _Client) -> None:
         """Read or write as much as possible without blocking."""
         try:
             if client.unsent is None:
@@ -235,7 +235,7 @@ class _Server:
             pass
         except OSError as error:  # the client went away
             logger.debug("metrics: a connection ended: %s", error)
-            self._cut(client)
+            self._drop(client)
 
     def _read(self, client: _Client) -> None:
         data = client.connection.recv(MAX_REQUEST)
@@ -255,7 +255,7 @@ class _Server:
         self._forget(client)
         client.connection.close()
 
-    def _cut(self, client: _Client) -> None:
+    def _drop(self, client: _Client) -> None:
         """Close a connection; the kernel drops unsent data."""
         self._forget(client)
         client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
@@ -291,7 +291,7 @@ class _Server:
             level = logging.DEBUG if self._failure_shown else logging.WARNING
             logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
             self._failure_shown = True
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed, the agent's log says why")
+            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed: see the agent's log")
 
     def _page(self, path: str, accept: str) -> _Page:
         if path == "/":

@@ -82,7 +82,7 @@ class Rendezvous(Protocol):
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; return at once."""
 
-    def stalled(self, stalled: bool) -> None:
+    def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""
 
     def conclude(self, report: Report) -> JobVerdict:
@@ -101,13 +101,13 @@ class Rendezvous(Protocol):
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; return at once."""
 
-    def saved(self, number: int, step: int) -> None:
+    def save_completed(self, number: int, step: int) -> None:
         """Note that the save on demand with this number is complete."""
 
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
 
-    def leaving(self, reason: str) -> None:
+    def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
     def last_will(self) -> LastWill | None:

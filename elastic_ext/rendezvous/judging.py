@@ -90,7 +90,7 @@ class LedgerFile:
             logger.warning("ledger_file %s cannot be used: it is not a regular file", self._path)
             return Ledger()
         try:
-            record = json.loads(user_files.text(str(self._path), LEDGER_BYTES))
+            record = json.loads(user_files.read_text(str(self._path), LEDGER_BYTES))
             ledger = decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
             logger.warning("ledger_file %s cannot be used; starting a new ledger: %s", self._path, printable(str(error)))

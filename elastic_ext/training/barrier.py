@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STORE_S = timedelta(seconds=30)  # time for the store to answer
 MAX_SHOWN = 16  # ranks named in a message
 _stores: dict[int, TCPStore] = {}  # by pid, as below
-_passed: dict[int, int] = {}  # barriers that this process has reached, by pid: a child forked by the script is not a rank
+_reached: dict[int, int] = {}  # barriers that this process has reached, by pid: a child forked by the script is not a rank
 
 
 def health_barrier(timeout_s: float) -> None:
@@ -42,12 +42,12 @@ def health_barrier(timeout_s: float) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    number = _passed[os.getpid()] = _passed.get(os.getpid(), 0) + 1
+    number = _reached[os.getpid()] = _reached.get(os.getpid(), 0) + 1
     prefix = f"{round_store.PREFIX}/{round_store.health(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'), number)}"
-    _meet(where, prefix, rank, world, timeout_s)
+    _wait_for_all(where, prefix, rank, world, timeout_s)
 
 
-def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s: float) -> None:
+def _wait_for_all(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s: float) -> None:
     try:
         store = _connected(where)
         store.set(f"{prefix}/{rank}", "")
@@ -61,7 +61,7 @@ def _meet(where: tuple[str, int], prefix: str, rank: int, world: int, timeout_s:
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         shown = ", ".join(map(str, missing[:MAX_SHOWN])) + more
-        raise RanksMissing(f"health barrier: rank {shown} of {world} did not come within {timeout_s:g} s", missing)
+        raise RanksMissing(f"health barrier: rank {shown} of {world} did not arrive within {timeout_s:g} s", missing)
 
 
 def _connected(where: tuple[str, int]) -> TCPStore:

@@ -21,7 +21,7 @@ else:
     try:
         from transformers import TrainerCallback
     except ImportError as error:
-        raise ImportError(f"elastic_ext.training.huggingface needs the package transformers, and: {error}") from error
+        raise ImportError(f"elastic_ext.training.huggingface needs the package transformers: {error}") from error
 
 
 class _State(Protocol):

@@ -110,5 +110,5 @@ def _callbacks() -> list[type]:
         except ModuleNotFoundError:
             continue
     if not loaded:
-        raise ImportError("elastic_ext.training.lightning needs the package lightning or pytorch_lightning, found neither")
+        raise ImportError("elastic_ext.training.lightning needs the package lightning or pytorch_lightning; found neither")
     return [module.Callback for module in loaded]

@@ -35,7 +35,7 @@ def save_requested() -> bool:
     DDP, FSDP and pipelines.
     """
     boundaries = _this_workers_boundaries()
-    return boundaries is not None and boundaries.passed()
+    return boundaries is not None and boundaries.reach_next()
 
 
 def report_saved(step: int, seconds: float) -> None:
@@ -57,7 +57,7 @@ def report_save_failed() -> None:
         boundaries.failed()
 
 
-class _Boundaries:
+class _StepBoundaries:
     """The step boundaries of this worker, and the agreement on those at which all ranks save."""
 
     def __init__(self, worker: Worker) -> None:
@@ -67,19 +67,19 @@ class _Boundaries:
         self._answered = 0  # the last request that this process has acted on
         self._answered_at = 0.0  # time.monotonic()
 
-    def passed(self) -> bool:
+    def reach_next(self) -> bool:
         """Count a boundary; return whether all ranks save at it."""
         self._number += 1
         requested = self._worker.row.requested_save()
         if requested <= self._answered:
             return False
-        answered = requested if self._worker.world_size == 1 else self._agreed(requested)
+        answered = requested if self._worker.world_size == 1 else self._agree(requested)
         if not answered:
             return False
         self._answered, self._answered_at = answered, time.monotonic()
         return True
 
-    def _agreed(self, requested: int) -> int:
+    def _agree(self, requested: int) -> int:
         """Return the last request that a save at this boundary answers; 0 to not save here.
 
         All ranks look up the oldest unanswered request, which is the same on all ranks; the newest may differ.
@@ -94,14 +94,19 @@ class _Boundaries:
             if store.check([at]):
                 agreed, answered = map(int, store.get(at).split())
                 if agreed < self._number:  # the script does not call save_requested() at every step on all ranks
-                    logger.error("the save on demand was agreed for boundary %s, and this is %s: not saved", agreed, self._number)
+                    logger.error(
+                        "no save on demand: it was agreed for step boundary %s, and this is boundary %s; "
+                        "call save_requested() on every rank after each optimizer step",
+                        agreed,
+                        self._number,
+                    )
                     self._answered = answered
                     self.failed()
                 return answered if agreed == self._number else 0
             if self._worker.rank == 0 and store.check([go]):
                 store.set(at, f"{self._number + 1} {requested}")
         except (RuntimeError, ValueError) as error:
-            logger.warning("no save on demand, the store of the round does not answer: %s", error)
+            logger.warning("no save on demand: the store of the round does not answer: %s", error)
             self._answered = requested
         return 0
 
@@ -120,11 +125,11 @@ class _Boundaries:
         self._worker.row.report_save_failed(self._answered)
 
 
-def _this_workers_boundaries() -> _Boundaries | None:
+def _this_workers_boundaries() -> _StepBoundaries | None:
     worker = this_worker()
     return None if worker is None else _boundaries_of(worker)
 
 
 @functools.cache
-def _boundaries_of(worker: Worker) -> _Boundaries:
-    return _Boundaries(worker)
+def _boundaries_of(worker: Worker) -> _StepBoundaries:
+    return _StepBoundaries(worker)

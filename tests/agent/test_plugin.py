@@ -68,9 +68,9 @@ def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
         LAUNCH + "import threading\n"
         "LocalElasticAgent.run = spy\n"
         "from elastic_ext.base import torch_private\n"
-        "both, arm = threading.Barrier(2), torch_private.arm\n"
+        "both, arm = threading.Barrier(2), torch_private.install_agent\n"
         "def arm_and_wait(*args): arm(*args); both.wait()\n"
-        "torch_private.arm = arm_and_wait\n"
+        "torch_private.install_agent = arm_and_wait\n"
         "threads = [threading.Thread(target=launch, args=('ext_c10d',)) for _ in range(2)]\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
         "launch('c10d'); print(ran, api.LocalElasticAgent is LocalElasticAgent)",

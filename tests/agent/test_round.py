@@ -35,8 +35,8 @@ class Recorder(Companion):
     def workers_started(self, workers):
         self.seen.append(("started", len(workers.read_progress())))
 
-    def look(self, workers):
-        self.seen.append(("look", len(workers.running_pids())))
+    def check(self, workers):
+        self.seen.append(("check", len(workers.running_pids())))
 
     def workers_ended(self, workers):
         self.seen.append(("ended", len(workers.read_progress())))
@@ -84,12 +84,12 @@ def make(tmp_path, children):
 def test_companions_meet_each_moment_of_a_round(tmp_path, make):
     recorder = Recorder()
     running = make([recorder])
-    running.look()
+    running.check()
     assert not running.failed
     running.stop(5.0)
     assert running.stopped
     running.close()
-    assert recorder.seen == [("started", 2), ("look", 2), ("ended", 2)]
+    assert recorder.seen == [("started", 2), ("check", 2), ("ended", 2)]
     assert not (tmp_path / "progress").exists()
     running.close()  # a signal may have interrupted the first
 
@@ -126,13 +126,13 @@ def test_the_checkpoint_is_pinned_until_the_workers_have_made_a_step_or_the_roun
     pin = FakePin()
     point = resume_point(pin)
     idle, done = Progress(1, 0, 0, 0, False), Progress(1, 1, 5, 5, False)
-    point.look(SimpleNamespace(read_progress=lambda: [idle, idle]))
+    point.check(SimpleNamespace(read_progress=lambda: [idle, idle]))
     assert not pin.released
-    point.look(SimpleNamespace(read_progress=lambda: [idle, done]))
+    point.check(SimpleNamespace(read_progress=lambda: [idle, done]))
     assert pin.released == 1
     pin = FakePin()
     running = make([], pin)
-    running.look()
+    running.check()
     assert not pin.released
     running.stop(5.0)
     running.close()

@@ -34,9 +34,9 @@ def worker(asks: bool = True, steps: int = 0, step_s: float = 1.0, save_s: float
         ([worker(save_s=1.0), worker(save_s=20.0)], 30, 5, 0, "a save needs about 30 s"),
         ([worker(steps=11, step_s=9.0)], 30, 5, 0, "a save needs about 27 s"),
         ([worker()], 3, 5, 0, "0 s are left"),
-        ([worker(asks=False)], 30, 5, 0, "does not ask"),
-        ([worker(), worker(asks=False)], 30, 5, 0, "does not ask"),
-        ([], 30, 5, 0, "does not ask"),
+        ([worker(asks=False)], 30, 5, 0, "has not called save_requested()"),
+        ([worker(), worker(asks=False)], 30, 5, 0, "has not called save_requested()"),
+        ([], 30, 5, 0, "has not called save_requested()"),
     ],
 )
 def test_is_there_time(workers, grace_s, stop_s, wait_s, said):
@@ -127,7 +127,7 @@ def test_told_to_leave_a_node_saves_first(tmp_path, workers):
 @pytest.mark.long("slow")
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("deaf", "does not ask for saves on demand"), ("slow", "checkpoint before leaving: not finished")],
+    [("deaf", "has not called save_requested()"), ("slow", "checkpoint before leaving: not finished")],
 )
 def test_a_node_does_not_wait_for_what_cannot_be(tmp_path, how, said):
     conf = ["--rdzv-conf=stop_grace=0.5,platform_grace=1.2", "--shutdown-timeout=1"]

@@ -167,7 +167,7 @@ def limited(most: int, *arguments: str) -> list[str]:
 def test_with_few_descriptors_a_small_job_runs_without_the_extras(tmp_path):
     job = run(limited(48, "--nproc-per-node=2", "--max-restarts=1", GLOO, "kill:1"), tmp_path, ELASTIC_EXT_STANDBY="on")
     assert job.returncode == 0, job.all
-    assert job.err.count("few files may be opened here") == 1
+    assert job.err.count("the limit on open files is low") == 1
     assert len(re.findall(r"finished \d", job.out)) == 2
 
 
@@ -177,7 +177,7 @@ def test_too_few_descriptors_are_said_in_one_line(tmp_path, most, workers):
     job = run(limited(most, f"--nproc-per-node={workers}", GLOO), tmp_path)
     assert job.returncode == 78, job.all
     (line,) = job.err.splitlines()
-    assert re.search(rf"elastic_ext: .*more files, and {workers} workers take \d+: raise the hard limit", line)
+    assert re.search(rf"elastic_ext: .*more files, but {workers} workers need \d+: raise the hard limit", line)
 
 
 # Shared memory, addresses.

@@ -189,16 +189,16 @@ def test_one_line_at_the_start_says_who_runs_and_what_it_resumes_from(tmp_path, 
 @pytest.mark.parametrize(
     ("conf", "metrics", "resumed", "end"),
     [
-        ({}, "http://[::1]:1", Resumption(), "metrics http://[::1]:1, resumes from nothing: no checkpoint_dir is set"),
-        ({"metrics": "off"}, None, Resumption(), "metrics off, resumes from nothing: no checkpoint_dir is set"),
-        ({}, None, Resumption(), "metrics not served, resumes from nothing: no checkpoint_dir is set"),
+        ({}, "http://[::1]:1", Resumption(), "metrics http://[::1]:1, starts from nothing: no checkpoint_dir is set"),
+        ({"metrics": "off"}, None, Resumption(), "metrics off, starts from nothing: no checkpoint_dir is set"),
+        ({}, None, Resumption(), "metrics not served, starts from nothing: no checkpoint_dir is set"),
         (
             {"checkpoint_dir": "s3://me:pw/d@bucket/c"},
             None,
             Resumption("s3://me:pw@bucket/c/step_1?sig=secret&x=1", None),
             "resumes from s3://***@bucket/c/step_1?sig=***&x=1, step unknown",
         ),
-        ({"checkpoint_dir": "/c"}, None, Resumption(reason="resume_from=none"), "begins from nothing: resume_from=none"),
+        ({"checkpoint_dir": "/c"}, None, Resumption(reason="resume_from=none"), "starts from nothing: resume_from=none"),
     ],
 )
 def test_what_the_start_line_says(conf, metrics, resumed, end):

@@ -78,12 +78,12 @@ def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
     os.mkfifo(fifo)
     deep.write_text("topology = " + "[" * 5000)
     nul.write_text('topology = "a\\u0000b"')
-    for file, said in ((fifo, "nothing came"), (deep, "recursion"), (nul, "control characters")):
+    for file, said in ((fifo, "sent nothing"), (deep, "recursion"), (nul, "control characters")):
         with pytest.raises(UsageError) as error:
             settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)})
         assert said in str(error.value)
         assert "\n" not in str(error.value)
-    for file, said in ((fifo, "nothing came"), (deep, "recursion")):
+    for file, said in ((fifo, "sent nothing"), (deep, "recursion")):
         with pytest.raises(UsageError, match=said):
             user_rules.load(str(file))
 
@@ -189,4 +189,4 @@ def test_stop_grace_follows_a_short_shutdown_timeout():
 
 
 def test_every_setting_says_what_it_is():
-    assert all(field.metadata["what"] for field in dataclasses.fields(settings.Settings))
+    assert all(field.metadata["help"] for field in dataclasses.fields(settings.Settings))

@@ -139,11 +139,11 @@ def test_settings_that_cannot_be_and_few_descriptors(tmp_path):
 def test_a_check_that_hangs_or_fails_costs_only_itself():
     gate = doctor.threading.Event()
     begin = time.monotonic()
-    stuck = doctor._Running("stuck", lambda: gate.wait() and [], 0.2).result()
+    stuck = doctor._RunningCheck("stuck", lambda: gate.wait() and [], 0.2).result()
     assert stuck == [Finding("stuck", FAIL, "no answer within 0.2 s")]
     assert time.monotonic() - begin < 10
     gate.set()
-    (failed,) = doctor._Running("failed", lambda: [][0], 10).result()
+    (failed,) = doctor._RunningCheck("failed", lambda: [][0], 10).result()
     assert (failed.state, failed.detail) == (FAIL, "IndexError: list index out of range")
 
 
@@ -169,7 +169,7 @@ def test_no_secret_of_an_address_is_shown(address, shown):
     assert redacted(address) == shown
     inputs = doctor_checks.Inputs(Settings(), address)
     if "@" in address and "s3" not in address:
-        (check,) = doctor._Running("etcd", lambda: doctor_checks.check_etcd(inputs), 20).result()
+        (check,) = doctor._RunningCheck("etcd", lambda: doctor_checks.check_etcd(inputs), 20).result()
         assert check.state == FAIL
         assert "pw" not in check.detail
         assert "p@w" not in check.detail

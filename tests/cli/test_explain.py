@@ -103,7 +103,7 @@ def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch)
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
     assert (code, len(told), len(err)) == (78, 38, 1)
     os.mkfifo(tmp_path / "fifo")
-    for no_end, said in ((tmp_path / "fifo", "nothing came"), (tmp_path, "directory"), ("/dev/zero", "longer than")):
+    for no_end, said in ((tmp_path / "fifo", "sent nothing"), (tmp_path, "directory"), ("/dev/zero", "longer than")):
         code, told, err = explain(capsys, no_end, CASES)
         assert (code, len(told), len(err)) == (78, 38, 1)
         assert said in err[0]

@@ -165,7 +165,7 @@ def test_a_loop_on_one_node_without_any_service(caplog):
 
 def test_nodes_wait_for_a_checkpoint_whatever_the_agent(server, tmp_path, monkeypatch):
     monkeypatch.setattr(log_records, "install", lambda: None)
-    monkeypatch.setattr(torch_private, "arm", lambda agent, handler: None)
+    monkeypatch.setattr(torch_private, "install_agent", lambda agent, handler: None)
     conf = {"grow_at": "checkpoint", "checkpoint_dir": str(tmp_path)}
     handler: Any = plugin.create_etcd(RendezvousParameters("ext_etcd", server.endpoint, "job", 1, 2, **conf))
     try:

@@ -124,8 +124,8 @@ def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
         ({"after": -1}, "out of range"),
         ({"after": 10**400}, "64 bits"),
         ({"after": True}, "a whole number"),
-        ({"address": "a/b"}, "no such text"),
-        ({"address": "x" * 201}, "no such text"),
+        ({"address": "a/b"}, "a text that is not allowed"),
+        ({"address": "x" * 201}, "a text that is not allowed"),
         ({"saved_step": 1.5}, "a whole number"),
     ],
 )

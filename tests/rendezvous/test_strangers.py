@@ -28,7 +28,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
-from elastic_ext.base.exchange import Alone
+from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place
@@ -531,7 +531,7 @@ def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, l
         with pytest.raises(RoundOver, match="lost node"):
             waits.result(LONG_S)
     meet(other)
-    assert isinstance(other.exchange, Alone)
+    assert isinstance(other.exchange, SingleNode)
 
 
 def test_on_etcd_the_choice_waits_for_an_etcd_that_is_away(agents, server, caplog):

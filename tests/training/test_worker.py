@@ -115,10 +115,10 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
     store = Store()
     monkeypatch.setattr(saves.round_store, "connect", lambda host, port: store)
     rows = [worker.ProgressRow(table.path, slot, description["wake_pipe"]) for slot in range(3)]
-    ranks = [saves._Boundaries(worker.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
+    ranks = [saves._StepBoundaries(worker.Worker(row, ("h", 1), rank, 3)) for rank, row in enumerate(rows)]
 
     def boundary() -> list[bool]:
-        return [rank.passed() for rank in ranks]
+        return [rank.reach_next() for rank in ranks]
 
     assert boundary() == [False] * 3
     for slot in range(3):
@@ -129,9 +129,9 @@ def test_all_ranks_save_at_one_boundary(monkeypatch, table, description):
     assert store.get("save/1/at") == b"4 2"
     assert boundary() == [True] * 3
     assert boundary() == [False] * 3  # the save has answered request 2, too
-    late = saves._Boundaries(worker.Worker(rows[1], ("h", 1), 1, 3))
+    late = saves._StepBoundaries(worker.Worker(rows[1], ("h", 1), 1, 3))
     late._number = 8
-    assert not late.passed()
+    assert not late.reach_next()
     assert table.read(1).save_failed == 2
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.name_pattern import compiled
+from elastic_ext.base.name_pattern import compile_pattern
 from elastic_ext.checkpoints.choice.selection import Choice, PassedOver, choose, families, or_oldest
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.directory.layout import MARKERS
@@ -91,7 +91,7 @@ def list_entries(storage: Storage) -> list[Entry]:
 
 def candidates(entries: Iterable[Entry], pattern: str = "", plugins: Sequence[Format] = ()) -> list[Entry]:
     """Return the entries that may be checkpoints, judging by name only. Leave out links to another candidate beside them."""
-    match = compiled(pattern).fullmatch if pattern else None
+    match = compile_pattern(pattern).fullmatch if pattern else None
 
     def may_be(entry: Entry) -> bool:
         if is_hidden(entry.name):

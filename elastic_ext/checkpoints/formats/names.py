@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from elastic_ext.base.name_pattern import compiled
+from elastic_ext.base.name_pattern import compile_pattern
 from elastic_ext.checkpoints.formats.manifest import order_of
 
 OWN_FAMILY = "step_#.g# of elastic_ext"
@@ -51,6 +51,6 @@ def is_exact(name: str, pattern: str = "") -> bool:
 
 def _pattern_numbers(name: str, pattern: str) -> tuple[int, ...]:
     """Return (epoch, step) by the user's pattern, or only the one that the pattern has."""
-    match = compiled(pattern).fullmatch(name) if pattern else None
+    match = compile_pattern(pattern).fullmatch(name) if pattern else None
     found = match.groupdict() if match else {}
     return tuple(int(found[key]) for key in ("epoch", "step") if key in found)

@@ -51,7 +51,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
         address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
         check_own(params.local_addr, address)
-        myself = weakref.ref(self)  # no reference cycle: an unused handler must be gone at once, see `torch_private.arm`
+        myself = weakref.ref(self)  # no reference cycle: an unused handler must be gone at once, see `install_agent`
 
         def notify() -> None:
             if (handler := myself()) is not None:
@@ -128,7 +128,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def break_round(self, reason: str) -> None:
         self._nodes.events.failed(reason, self.host)
 
-    def stalled(self, stalled: bool) -> None:
+    def report_stall(self, stalled: bool) -> None:
         self._nodes.events.stalled(stalled)
 
     def conclude(self, report: Report) -> JobVerdict:
@@ -151,14 +151,14 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def request_save(self, reason: str) -> None:
         self._nodes.events.request_save()
 
-    def saved(self, number: int, step: int) -> None:
+    def save_completed(self, number: int, step: int) -> None:
         """Do nothing: nobody outside the round requests saves."""
 
     def stop_by(self) -> float | None:
         """Return None: the workers always get the usual grace."""
         return None
 
-    def leaving(self, reason: str) -> None:
+    def announce_leaving(self, reason: str) -> None:
         logger.info("leaving the round: %s", reason)
         self._nodes.events.leaving(self.host)
 

@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_ext.base import round_store
-from elastic_ext.base.exchange import Alone, Exchange
+from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.round_events import LocalEvents
@@ -52,7 +52,7 @@ class OneMachine:
 
     @property
     def exchange(self) -> Exchange:
-        return Alone()
+        return SingleNode()
 
     def round_over(self) -> RoundEnd | None:
         return self.events.ended_by.end if self.events.ended_by is not None else None

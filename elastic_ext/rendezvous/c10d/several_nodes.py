@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastic_ext.base import kinds
 from elastic_ext.base.errors import NodeRefused
-from elastic_ext.base.exchange import Alone, Exchange
+from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Ledger, Report
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
@@ -216,7 +216,7 @@ class SeveralNodes:
     @property
     def exchange(self) -> Exchange:
         if self._round.membership.nodes == 1:
-            return Alone()
+            return SingleNode()
         return StoreExchange(self._round.membership, self._job.call, self._over_or_lost)
 
     def _over_or_lost(self) -> RoundEnd | None:

@@ -125,7 +125,7 @@ class TorchRendezvous:
 
     def step_out(self, timeout_s: float) -> None:
         """Take this node out without closing the job. Raises what torch raises if the store does not answer."""
-        torch_private.step_out(self._handler, timeout_s)
+        torch_private.leave_rendezvous(self._handler, timeout_s)
 
 
 @contextmanager

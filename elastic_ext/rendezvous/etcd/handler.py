@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
-from elastic_ext.base.exchange import Alone, Exchange
+from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
@@ -156,7 +156,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         assert self._current is not None, "before the first round"
         header, assignment = self._current
         if header.nodes == 1:
-            return Alone()
+            return SingleNode()
         return EtcdExchange(self._participant, header, assignment, self._connection.changed, self.round_over)
 
     # While it runs.
@@ -178,7 +178,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """Tell all nodes that this round is over; return at once."""
         self._participant.end_round(self.round, State.BROKEN, reason)
 
-    def stalled(self, stalled: bool) -> None:
+    def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw it. If all nodes claim it, the round ends as EndKind.STALLED."""
         self._participant.stalled(self.round, stalled)
 
@@ -192,7 +192,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         header = self._participant.header
         return header.save if header.round == self.round else 0
 
-    def saved(self, number: int, step: int) -> None:
+    def save_completed(self, number: int, step: int) -> None:
         """Note that this save on demand is complete."""
         self._participant.saved(number, step)
 
@@ -235,7 +235,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     # The job ends, or this node's part in it.
 
-    def leaving(self, reason: str) -> None:
+    def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run, but the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
 

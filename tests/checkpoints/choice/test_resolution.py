@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 from elastic_ext.base.errors import BadCheckpoints, UsageError
-from elastic_ext.base.exchange import Alone
+from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
@@ -48,7 +48,7 @@ def flip(path: Path) -> None:
 
 
 def chosen(directory: Path, run_id: str = "run", **more: str) -> Resumption:
-    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), run_id, Alone(), Place())
+    return resolution.agree(Settings(checkpoint_dir=str(directory), **more), run_id, SingleNode(), Place())
 
 
 def test_the_newest_and_what_workers_are_told(tmp_path):
@@ -137,11 +137,11 @@ def test_each_directory_is_opened_once(tmp_path, monkeypatch, resume_from):
 
     monkeypatch.setattr(Storage, "__init__", counted)
     settings = Settings(checkpoint_dir=str(remote), local_dir=str(local), resume_from=resume_from)
-    assert resolution.agree(settings, "run", Alone(), Place()).step == 5
+    assert resolution.agree(settings, "run", SingleNode(), Place()).step == 5
     assert opened == ({str(remote): 1} if resume_from else {str(remote): 1, str(local): 1})
     shutil.rmtree(remote / directory_name(5, 1))
     if not resume_from:
-        assert resolution.agree(settings, "run", Alone(), Place()).path == str(local / name)
+        assert resolution.agree(settings, "run", SingleNode(), Place()).path == str(local / name)
 
 
 @pytest.fixture

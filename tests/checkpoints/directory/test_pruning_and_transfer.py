@@ -197,7 +197,7 @@ def test_ls(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2] == [directory_name(30, 2), "30", "3", "2", "3.0", "KiB", OWN, "quarantined", "complete"]
     assert lines[3][:2] == ["*", directory_name(20, 2)]
     assert lines[4][-2:] == ["pinned", "complete"]
-    assert "* would be resumed from: newest complete of 4" in out
+    assert "* a job would resume from this one: newest complete of 4" in out
     _, out, _ = run(capsys, "ls", directory, "--json")
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["resume"] for record in records] == [False, False, True, False]

@@ -455,10 +455,10 @@ def test_our_own_are_found_whatever_the_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
 def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
-    from elastic_ext.base.name_pattern import compiled
+    from elastic_ext.base.name_pattern import compile_pattern
 
     with pytest.raises(UsageError, match="checkpoint_pattern"):
-        compiled(pattern)
+        compile_pattern(pattern)
 
 
 class Numbered:

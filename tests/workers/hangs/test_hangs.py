@@ -557,14 +557,14 @@ def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(request, tmp_
         pause = threading.Event()
         for job in jobs:
             job.wait_for('"attempt": 0', 2)
-        while not any("the workers go on" in job.err for job in jobs):  # the first look after the evaluation
+        while not any("the workers have resumed" in job.err for job in jobs):  # the first look after the evaluation
             pause.wait(0.05)
         assert any("evaluated" in job.out for job in jobs)
         stop.touch()
         done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [0, 0], [each.err for each in done]
     assert any("no worker here has made progress" in each.err for each in done)
-    assert any("the workers go on" in each.err for each in done)
+    assert any("the workers have resumed" in each.err for each in done)
     assert not any('"attempt": 1' in each.out for each in done)
 
 
@@ -575,10 +575,10 @@ def test_the_health_barrier_names_who_is_missing(tmp_path, launcher):
     with Job([*launcher, "--nproc-per-node=3", script], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
-    assert "did not come" not in done.out
+    assert "did not arrive" not in done.out
     assert done.out.count("passed") == 3
     with Job([*launcher, "--nproc-per-node=3", script, "absent:1"], tmp_path) as job:
         done = job.finish()
     assert done.returncode == 0, done.err
     for rank in (0, 2):
-        assert f"rank {rank}: health barrier: rank 1 of 3 did not come within 2 s (1,)" in done.out
+        assert f"rank {rank}: health barrier: rank 1 of 3 did not arrive within 2 s (1,)" in done.out

@@ -160,7 +160,7 @@ class Supervisor(TorchAgent):
         """Gather the evidence of each worker that failed here, and classify it."""
         self._companions.stderr.settle()
         companions = self._companions
-        ended = self._running.ended(self._handler.host, companions.host.says(), companions.stderr, result)
+        ended = self._running.ended(self._handler.host, companions.host.evidence(), companions.stderr, result)
         return postmortem.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:

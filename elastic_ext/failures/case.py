@@ -73,7 +73,7 @@ PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
 
 
-def evidence(case: object) -> Evidence:
+def parse_evidence(case: object) -> Evidence:
     """Return the evidence in a JSON value. Fields that are missing or null are unknown.
 
     Raises:

@@ -143,23 +143,23 @@ def decode_report(text: str | bytes, order: int = 0) -> Report:
 
 def encode_verdict(verdict: JobVerdict) -> str:
     """Return a verdict as JSON, its reason cut to MAX_TEXT."""
-    return _json(records.plain(_cut(verdict)))
+    return _json(records.plain(_truncated(verdict)))
 
 
 def decode_verdict(text: str | bytes) -> JobVerdict:
     """Read a verdict. Whatever the text says, the verdict never makes an agent leave with 0. Raises RecordError."""
-    return _sound(records.read(JobVerdict, text, "a verdict", SCHEMA))
+    return _validated(records.read(JobVerdict, text, "a verdict", SCHEMA))
 
 
 def encode_ledger(ledger: Ledger) -> str:
     """Return a ledger as JSON."""
-    return _json(records.plain(replace(ledger, verdicts=tuple(map(_cut, ledger.verdicts)))))
+    return _json(records.plain(replace(ledger, verdicts=tuple(map(_truncated, ledger.verdicts)))))
 
 
 def decode_ledger(text: str | bytes) -> Ledger:
     """Read a ledger; if it is too long, keep only the newest entries. Raises RecordError."""
     ledger = records.read(Ledger, text, "the job's ledger", SCHEMA)
-    verdicts = tuple(map(_sound, ledger.verdicts[-MAX_VERDICTS:]))
+    verdicts = tuple(map(_validated, ledger.verdicts[-MAX_VERDICTS:]))
     return replace(ledger, failures=ledger.failures[-MAX_FAILURES:], verdicts=verdicts)
 
 
@@ -167,12 +167,12 @@ def _json(record: dict[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **record}, separators=(",", ":"))
 
 
-def _cut(verdict: JobVerdict) -> JobVerdict:
+def _truncated(verdict: JobVerdict) -> JobVerdict:
     decision = verdict.decision
     return replace(verdict, decision=replace(decision, reason=decision.reason[:MAX_TEXT]))
 
 
-def _sound(verdict: JobVerdict) -> JobVerdict:
+def _validated(verdict: JobVerdict) -> JobVerdict:
     """Return the verdict if an agent may carry it out. Raises RecordError."""
     decision = verdict.decision
     codes: frozenset[int | None] = STOP_CODES if decision.action is Action.STOP else frozenset({None})

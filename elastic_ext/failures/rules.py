@@ -31,10 +31,10 @@ from elastic_ext.base.kinds import (
     Response,
 )
 from elastic_ext.failures.matching import (
-    ASKED,
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
     PROGRAM_OUTPUT,
+    STOP_REQUESTED,
     Condition,
     EvidenceView,
     Rule,
@@ -45,7 +45,7 @@ from elastic_ext.failures.matching import (
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
-_requested, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_EVIDENCE)
+_requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)
 _program, _exited = partial(Rule, PROGRAM_OUTPUT), partial(Rule, EXIT_STATUS)
 
 

@@ -71,11 +71,11 @@ class UserRule:
             (self.exit_code is None or self.exit_code == evidence.exit_code)
             and (self.exception is None or self.exception in view.exception_names)
             and (self.signal is None or self.signal == view.signal)
-            and (self.pattern is None or found(self.pattern.lower(), view.text.lower))
+            and (self.pattern is None or contains_pattern(self.pattern.lower(), view.text.lower))
         )
 
 
-def found(pattern: str, text: str) -> bool:
+def contains_pattern(pattern: str, text: str) -> bool:
     """Return whether a line of the text holds the pattern. Linear, since the leftmost match of each part is enough."""
     first, *others = pattern.split("*")
     start = 0

@@ -180,7 +180,7 @@ def describe(evidence: Evidence) -> str:
 def _described(evidence: Evidence) -> str:
     exception = evidence.exception
     if evidence.agent_signal is not None and exception is None and evidence.signal is None and evidence.exit_code is None:
-        return f"the agent got {evidence.agent_signal}"
+        return f"the agent received {evidence.agent_signal}"
     if evidence.hang and evidence.hang_reason:
         return evidence.hang_reason
     if exception is not None:
@@ -209,7 +209,7 @@ def _annotation(evidence: Evidence) -> str:
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
     if evidence.gpu_recovery:
-        notes.append(f"the driver asks for {', '.join(sorted(set(evidence.gpu_recovery)))}")
+        notes.append(f"the driver recommends {', '.join(sorted(set(evidence.gpu_recovery)))}")
     if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
     return f" ({'; '.join(notes)})" if notes else ""

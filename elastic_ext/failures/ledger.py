@@ -177,7 +177,11 @@ def _validated(verdict: JobVerdict) -> JobVerdict:
     decision = verdict.decision
     codes: frozenset[int | None] = STOP_CODES if decision.action is Action.STOP else frozenset({None})
     if decision.exit_code not in codes:
-        raise RecordError(f"a verdict to {decision.action.value} with exit code {decision.exit_code}: not of elastic_ext")
+        raise RecordError(
+            f"a verdict to {decision.action.value} with exit code {decision.exit_code}, which elastic_ext never writes"
+        )
     if decision.response is not None and ACTIONS.get(decision.response) is not decision.action:
-        raise RecordError(f"a verdict to {decision.response.value} and {decision.action.value}: not of elastic_ext")
+        raise RecordError(
+            f"a verdict to {decision.response.value} with action {decision.action.value}, which elastic_ext never writes"
+        )
     return verdict

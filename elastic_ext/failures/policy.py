@@ -219,7 +219,7 @@ def decide(
     checkpoints_back = diagnosis.checkpoints_back
     if not checkpoints_back and _checkpoint_to_blame(diagnosis, past):
         checkpoints_back = 1
-        reason = f"{outcome.reason}; it happened twice after the same checkpoint was loaded, so the one before it is tried"
+        reason = f"{outcome.reason}; it happened twice after loading the same checkpoint, so the previous one is tried"
         outcome = replace(outcome, reason=reason)
     action = ACTIONS[outcome.response]
     charged = outcome.response in _CHARGED
@@ -269,13 +269,15 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     if outcome.response is Response.CONFIRM and not same_node and _confirmed(same, only_exit):
         kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
         where = " on another node" if node is not None and any(earlier.node not in (node, None) for earlier in same) else ""
-        return _Outcome(Response.STOP, kind, f"{outcome.reason}; the same came back{where} with no progress", "repeated", EX_CODE)
+        return _Outcome(
+            Response.STOP, kind, f"{outcome.reason}; the same failure recurred{where} without progress", "repeated", EX_CODE
+        )
     if same_node and nodes.one_may_leave and (outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES):
-        reason = f"{outcome.reason}; the same failure {len(same) + 1} times, on node {node} only"
+        reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, "same-node", EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         exit_code = EX_NODE if outcome.kind == HARDWARE else EX_FAILED
-        reason = f"{outcome.reason}; the same failure {surely_stuck + 1} times with no progress"
+        reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, "ceiling", exit_code)
     return outcome
 
@@ -286,7 +288,7 @@ def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Preceden
     cold_start_failed = any(each.same_fingerprint and each.warm is False for each in past)
     if not ends or cold_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
         return outcome
-    reason = f"{outcome.reason}; but its process was a warm standby: once more without"
+    reason = f"{outcome.reason}; but its process was a warm standby: one cold start is tried"
     return _Outcome(Response.CONFIRM, outcome.kind, reason, WARM_START)
 
 
@@ -317,7 +319,7 @@ def _within_kind_limit(outcome: _Outcome, budget: Budget) -> _Outcome:
     limit = budget.kind_limits.get(outcome.kind, NO_LIMIT)
     if outcome.response not in _CHARGED or limit == NO_LIMIT or budget.charged_by_kind.get(outcome.kind, 0) < limit:
         return outcome
-    reason = f"{outcome.reason}; but all {limit} restarts for failures of kind {outcome.kind} (kind_limits) are spent"
+    reason = f"{outcome.reason}; all {limit} restarts for failures of kind {outcome.kind} (kind_limits) are spent"
     return _Outcome(Response.STOP, outcome.kind, reason, "kind-limit", EX_FAILED)
 
 
@@ -326,7 +328,7 @@ def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
         return outcome
     limit = budget.max_restarts
     if not budget.left:
-        reason = f"{outcome.reason}; but all {limit} restarts of the budget (--max-restarts) are spent"
+        reason = f"{outcome.reason}; all {limit} restarts of the budget (--max-restarts) are spent"
         return _Outcome(Response.STOP, outcome.kind, reason, "budget", EX_FAILED)
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
     return replace(outcome, reason=f"{outcome.reason}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)

@@ -188,7 +188,7 @@ GOOD = {"name": "n", "exit_code": 3, "kind": "code", "decision": "stop"}
         ({"signal": "USR1"}, "SIGUSR1"),
         ({"exception": "not a name"}, "name of a class"),
         ({"pattern": "(a+)+"}, None),
-        ({"pattern": "loss .* nan"}, "no regular expression"),
+        ({"pattern": "loss .* nan"}, "not a regular expression"),
         ({"pattern": "**"}, "plain text"),
         ({"pattern": "x" * 501}, "500 characters"),
         ({"patern": "x"}, "unknown patern"),

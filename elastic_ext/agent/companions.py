@@ -40,10 +40,10 @@ class Copying(Companion):
         self._copier = copier
 
     def look(self, workers: LocalWorkers) -> None:
-        self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
+        self._copier.update_saves(sum(progress.saves for progress in workers.read_progress()))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        self._copier.look()  # a worker may have saved just before it ended
+        self._copier.look_now()  # a worker may have saved just before it ended
 
 
 class EvidenceGathering(Companion):

@@ -69,11 +69,7 @@ EVIDENCE: Fields = {
     "history": ("a list of objects", _optional(_list_of(_is_object))),
     "expect": ("an object", lambda value: True),  # for tests of the table; ignored here
 }
-EXCEPTION: Fields = {
-    "type": ("a string", _is_text),
-    "message": _TEXT,
-    "frames": ("a list of strings", _optional(_list_of(_is_text))),
-}
+EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
 

@@ -19,9 +19,9 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, messages
-from elastic_ext.checkpoints.choice.beginning import begun_at
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
 from elastic_ext.checkpoints.choice.messages import Agreement
+from elastic_ext.checkpoints.choice.run_start import run_began_at
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
@@ -29,7 +29,7 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled, split_path
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class _Resolution:
         wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=Mode(self._settings.verify))
         if not resume_from:
             return discovery.newest_in(self._remote, wanted)
-        own = discovery.newest_in(self._remote, replace(wanted, since=begun_at(self._remote, self._run_id, resume_from)))
+        own = discovery.newest_in(self._remote, replace(wanted, since=run_began_at(self._remote, self._run_id, resume_from)))
         return own if own.resume is not None else discovery.newest_in(self._remote, replace(wanted, resume_from=resume_from))
 
     def resumption(self, agreement: Agreement) -> Resumption:
@@ -251,7 +251,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
         entry = storage.stat(name)
         return detect.check(storage, entry, detect.plugins()) if entry is not None else None
 
-    found = polled(look, lambda seen: seen is not None and seen.complete, deadline)
+    found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
     if found is None or not found.complete:
         reason = found.reason if found is not None else "nothing there"
         raise UsageError(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from elastic_ext.base import log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
-from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, moved
+from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
 from elastic_ext.checkpoints.copying.replicator import Replicator
 from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.storage import open_storage
@@ -59,9 +59,9 @@ def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None])
         finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
         report = replicator.turn()
         tell(report)
-        if moved(report, last) or not finish:
+        if made_progress(report, last) or not finish:
             progress_at = time.monotonic()
-        if moved(report, last):
+        if made_progress(report, last):
             pause = FIRST_PAUSE_S
         last = report
         if finish and not report.waiting and not report.failures:

@@ -77,7 +77,7 @@ class RestartedChild:
         """Let the process copy the rest and end. Wait while it makes progress, but not past `deadline` (monotonic seconds)."""
         with self._changed:
             self._stage = Stage.FINISHING
-            self._progress.moved_at = time.monotonic()
+            self._progress.progress_at = time.monotonic()
             self._changed.notify_all()
         self.order(FINISH)
         logger.info("waiting until all checkpoints are copied to %s", self._target)
@@ -97,11 +97,11 @@ class RestartedChild:
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
-                stuck_at = self._progress.moved_at + self._stall_s
+                stuck_at = self._progress.progress_at + self._stall_s
                 if now >= deadline or (now >= stuck_at and replaced):
                     return
                 if now >= stuck_at:
-                    replaced, self._progress.moved_at = True, now
+                    replaced, self._progress.progress_at = True, now
                     logger.warning(
                         "copying to %s has made no progress for %.0f s: starting the process again", self._target, self._stall_s
                     )
@@ -186,9 +186,9 @@ class RestartedChild:
                 silent = False
                 logger.warning("checkpoints are copied to %s again", self._target)
             for line in lines:
-                self._take(line)
+                self._handle_line(line)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         try:
             message = decode(line)
         except OtherSchema as error:

@@ -167,7 +167,7 @@ class Checkpointer:
         """
         called = time.monotonic()
         self._saver.wait(hurry=True)  # training stands still, and a newer state is about to be saved
-        if self._results.skipped(step):
+        if self._results.skip(step):
             return
         began = time.monotonic()
         staged, refused = self._stager.stage(step, accumulation)

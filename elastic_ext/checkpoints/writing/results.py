@@ -76,7 +76,7 @@ class Results:
             logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
             self.emit(Event("alarm", step, name, reason=self.last_error))
 
-    def skipped(self, step: int) -> bool:
+    def skip(self, step: int) -> bool:
         """Return whether this step need not or cannot be saved, and if so tell the agent. Raises StaleGroup."""
         if self.stale is not None:
             raise self.stale

@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, torch_save
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import pattern_of, step_of
+from elastic_ext.checkpoints.formats.names import family_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage, remote
 
 
@@ -67,7 +67,7 @@ def chosen(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
     ],
 )
 def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -> None:
-    assert (step_of(name), pattern_of(name)) == (step, pattern)
+    assert (step_of(name), family_of(name)) == (step, pattern)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled, polling
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll, polling
 from elastic_ext.checkpoints.storage.local import LocalStorage
 from elastic_ext.checkpoints.storage.remote import RemoteStorage
 from tests.checkpoints.formats.test_formats import save_own
@@ -194,7 +194,7 @@ def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(polling, "FIRST_PAUSE_S", 0.001)
     name = save_own(tmp_path, 1)
     late = LateStorage(str(tmp_path), 5)
-    found = polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
+    found = poll(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
     assert found is not None
     assert late.looks == 6
     assert discovery.Inspector(late)(next(late.entries())).complete

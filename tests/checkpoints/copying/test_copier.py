@@ -64,7 +64,7 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, caplog):
         each.until(lambda seen: seen.told)
         os.kill(pid_of(each), signal.SIGSTOP)
         name = save([tmp_path / "local"], 2)
-        each.copier.look()
+        each.copier.look_now()
         each.until(lambda seen: seen.failed)  # while the job goes on: a metric and one line
         assert each.copier.close(None) == ()
     assert complete(tmp_path / "remote", name)
@@ -114,7 +114,7 @@ def test_what_the_workers_did_not_go_on_from_is_missed_by_nobody(tmp_path):
     (remote / ".elastic_ext" / "copying").mkdir()  # nothing can be copied
     old, passed = save([local], 2), save([local], 4)
     with watched(local, remote, 1.0) as each:
-        each.copier.round_starts(f"s3://bucket/{old}")
+        each.copier.abandon_newer_than(f"s3://bucket/{old}")
         assert each.copier.close(None) == (old,)
     with watched(local, remote, 1.0) as each:
         assert each.copier.close(None) == (passed, old)

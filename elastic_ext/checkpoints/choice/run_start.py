@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FOLDER = f"{MARKERS}/resume_from"
 
 
-def begun_at(storage: Storage, run_id: str, resume_from: str) -> float:
+def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
     """Return when this run began at `resume_from`. If it has not begun yet, it begins now.
 
     The time is in seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.

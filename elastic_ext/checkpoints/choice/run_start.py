@@ -34,7 +34,7 @@ def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
         storage.put(name, json.dumps(record).encode())
     found = storage.stat(name)
     if found is None or found.mtime is None:
-        logger.warning("%s keeps no times: every restart of this run begins at resume_from=%s", storage.address, resume_from)
+        logger.warning("%s keeps no file times: every restart of this run resumes from %s", storage.address, resume_from)
         return float("inf")
     return found.mtime
 

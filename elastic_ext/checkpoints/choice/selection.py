@@ -112,7 +112,7 @@ def _resume(entry: Entry, inspection: Inspection, family: Family, pattern: str) 
 def _of_several(resume: Resume | None, family_count: int) -> Resume | None:
     if resume is None or family_count == 1:
         return resume
-    return replace(resume, reason=f"{resume.reason}; written last among {family_count} kinds of names")
+    return replace(resume, reason=f"{resume.reason}; written last among {family_count} families of names")
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:

@@ -77,7 +77,12 @@ class Copier:
             left = self._left()
             if left:
                 where = self._local.address
-                logger.error("not complete in %s, and on this node only (%s): %s", self._target, where, ", ".join(left))
+                logger.error(
+                    "checkpoints not complete in %s; their only copy is on this node (%s): %s",
+                    self._target,
+                    where,
+                    ", ".join(left),
+                )
         return left
 
     def _left(self) -> tuple[str, ...]:
@@ -99,7 +104,7 @@ def claim_local_dir(settings: Settings) -> None:
     if settings.local_dir is None:
         return
     if settings.checkpoint_dir is None:
-        raise UsageError("local_dir is set and checkpoint_dir is not: checkpoints could not be copied anywhere; set both")
+        raise UsageError("local_dir is set but checkpoint_dir is not: there is nowhere to copy checkpoints to; set both")
     try:
         tiers.claim(open_storage(settings.local_dir), open_storage(settings.checkpoint_dir))
     except OSError as error:

@@ -3,7 +3,7 @@
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
 `protocol` describes its input and output; `replicator` does the work. All its state is in the two directories, so a restarted
-process goes on with the interrupted file. Object stores do not report changes, so it polls with growing pauses.
+process resumes the interrupted file. Object stores do not report changes, so it polls with growing pauses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Orders:
                 self.finish = self.finish or line.strip() == FINISH
                 self._changed.notify()
         if not self.finish:
-            os._exit(0)  # the agent is gone: end at once; the next process goes on from the directories
+            os._exit(0)  # the agent is gone: end at once; the next process resumes from the directories
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait for an order. Return whether one came."""
@@ -80,7 +80,7 @@ def _tell(message: Report | Pulse) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes to send per second at most; 0: no limit")
+    parser.add_argument("--mb-s", type=float, default=0.0, help="maximum megabytes to send per second; 0: no limit")
     args = parser.parse_args()
     if absent := [name for name in (LOCAL_DIR, CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")

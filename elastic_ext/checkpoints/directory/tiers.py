@@ -162,6 +162,6 @@ def claim(local: Storage, remote: Storage) -> None:
         return
     if redacted(found) != address:  # older versions wrote it unredacted
         raise UsageError(
-            f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
-            f"{remote.address}: give each job a local_dir of its own, or empty it"
+            f"local_dir {local.address} holds checkpoints that belong to {found}, but checkpoint_dir is "
+            f"{remote.address}: give each job its own local_dir, or empty it"
         )

@@ -194,7 +194,7 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
         return _read_json(opened)
     if path.endswith(TORCH_SAVE_SUFFIXES) or opened.read(len(torch_save.ZIP_MAGIC)) == torch_save.ZIP_MAGIC:
         return torch_save.read_content(opened)
-    return Content(note="no checksum is known: size only")
+    return Content(note="no checksum is known: only the size was checked")
 
 
 def _read_json(opened: IO[bytes]) -> Content:

@@ -209,5 +209,5 @@ def _open_directory(directory: str | os.PathLike[str] | None) -> Storage:
     """Open the directory. Raises UsageError if neither the script nor the agent names one."""
     where = os.fspath(directory) if directory is not None else os.environ.get(CHECKPOINT_DIR, "")
     if not where:
-        raise UsageError(f"no directory for checkpoints: give one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
+        raise UsageError(f"no directory for checkpoints: pass one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
     return open_storage(where)

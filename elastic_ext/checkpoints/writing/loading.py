@@ -93,7 +93,7 @@ class Loader:
         except CheckpointError as error:
             if self._directories.tier_of(storage) is None:
                 raise
-            logger.warning("%s cannot be loaded: %s; looking into %s", path, error, self._directories.remote.address)
+            logger.warning("%s cannot be loaded: %s; looking in %s", path, error, self._directories.remote.address)
             position = self.load_newest({storage.address: {name}})
             if position is None:
                 raise  # starting from nothing would lose the work
@@ -131,7 +131,7 @@ class Loader:
                 random_state.restore_after_iter(objects.dataloader, generators)
         else:
             ways = (name, manifest.world_size, ranks.world)
-            logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are seeded again", *ways)
+            logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
             random_state.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded = name if storage in self._directories else None
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
@@ -155,7 +155,7 @@ class Loader:
             found = own_states[ranks.rank]["dataloader"]
         elif self._reshard is None:
             logger.warning(
-                "the data loader starts from the beginning: its state is that of %s ranks, and no reshard_dataloader was given",
+                "the data loader starts from the beginning: its state was saved by %s ranks, and no reshard_dataloader was given",
                 len(own_states),
             )
             return False

@@ -94,7 +94,7 @@ class Selection:
         holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
         lost = [file for file, nodes in holders.items() if not nodes]
         if lost:
-            raise CheckpointError(f"{path}: {len(lost)} files are on no node, among them {lost[0]}")
+            raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
         return manifest, Parts(tier.nodes, tier.node, holders)
 
 

@@ -57,7 +57,7 @@ class Stager:
         except UsageError as error:
             return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
         except Exception as error:  # training goes on
-            logger.exception("the state of step %s could not be copied", step)
+            logger.exception("the state of step %s could not be copied to host memory", step)
             return Staged(failure=SaveFailure(FailureKind.OTHER, f"{type(error).__name__}: {error}", self._rank)), None
 
 

@@ -118,7 +118,7 @@ def template(objects: Objects, saved: Saved) -> StateDict:
     if len(shared["optimizers"]) != len(objects.optimizers):
         raise UsageError(
             f"the checkpoint holds {len(shared['optimizers'])} optimizers, expected {len(objects.optimizers)}: "
-            "give the Checkpointer as many as at the save"
+            "pass the Checkpointer the optimizers that were saved"
         )
     for number, form in enumerate(shared["optimizers"]):
         tensors.setdefault("optimizer", {})[str(number)] = optimizer_state.template(form, parameters)

@@ -80,7 +80,7 @@ def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
         assert chosen(directory, resume_from=text) == names[0]
     resume = newest_complete(directory, Wanted(resume_from="8")).resume
     assert resume is not None
-    assert resume.reason.startswith("asked for by resume_from, ")
+    assert resume.reason.startswith("named by resume_from, ")
 
 
 def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
 
 def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
     names = [save_own(tmp_path, step) for step in (1, 2)]
-    with pytest.raises(UsageError, match=r"resume_from=77: there is no such checkpoint in .*, which holds step_00000002"):
+    with pytest.raises(UsageError, match=r"resume_from=77: no such checkpoint in .*, which holds step_00000002"):
         newest_complete(str(tmp_path), Wanted(resume_from="77"))
     with pytest.raises(UsageError, match="no such checkpoint"):
         newest_complete(str(tmp_path), Wanted(resume_from="model_2.pt"))

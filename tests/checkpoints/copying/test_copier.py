@@ -68,8 +68,8 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, caplog):
         each.until(lambda seen: seen.failed)  # while the job goes on: a metric and one line
         assert each.copier.close(None) == ()
     assert complete(tmp_path / "remote", name)
-    assert caplog.text.count("says nothing for 3 s") == 1
-    assert "starting the process again" in caplog.text
+    assert caplog.text.count("has been silent for 3 s") == 1
+    assert "restarting the process" in caplog.text
 
 
 def test_a_stall_that_is_never_over(tmp_path, caplog):
@@ -93,7 +93,7 @@ def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplo
     name = save([tmp_path / "local"], 2)
     with watched(tmp_path / "local", silent_server, 2.0) as each:
         assert each.copier.close(None) == (name,)
-        assert f"on this node only ({tmp_path / 'local'}): {name}" in caplog.text
+        assert f"their only copy is on this node ({tmp_path / 'local'}): {name}" in caplog.text
         assert copiers(os.getpid()) == []
 
 

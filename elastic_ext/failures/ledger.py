@@ -88,7 +88,7 @@ class JobVerdict:
     stacks: str = ""
 
     def for_node(self, node: str) -> Decision:
-        """Return the decision for this node's agent: a node to be replaced leaves, and the others go on without it."""
+        """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""
         if self.decision.response is Response.REPLACE_NODE and node != self.node:
             return replace(self.decision, action=Action.RESTART, exit_code=None)
         return self.decision
@@ -100,7 +100,7 @@ class JobVerdict:
 
     @property
     def keeps_ledger(self) -> bool:
-        """Whether the job goes on, or a scheduler starts it again under this run id without any change by the user."""
+        """Whether the job continues, or a scheduler starts it again under this run id without any change by the user."""
         return not self.ends_job or self.decision.response is Response.REQUEUE
 
 

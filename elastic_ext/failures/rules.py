@@ -202,7 +202,7 @@ _RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "g
 TIER_2 = (
     _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only maintenance can fix", "X",
          xids=XIDS_REPLACE),
-    _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver says that a GPU of this node needs a reset", "X",
+    _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver reports that a GPU of this node needs a reset", "X",
          when=lambda view: not _RECOVERY_REPLACE.isdisjoint(view.evidence.gpu_recovery)),
     _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
          "X B", xids=XIDS_ILLEGAL, when=_illegal_access),

@@ -152,7 +152,7 @@ class Checkpointer:
     def save(
         self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None, wait: bool = False
     ) -> None:
-        """Copy the state and return; it is written while training goes on. Waits for the previous save first.
+        """Copy the state and return; it is written while training continues. Waits for the previous save first.
 
         In the middle of an accumulation the gradients are also saved, except those that FSDP2 keeps unsharded.
 

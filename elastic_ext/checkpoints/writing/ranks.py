@@ -65,7 +65,7 @@ class Ranks:
         return cast(T, value)
 
     def run_on_all(self, do: Callable[[], T]) -> T:
-        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none goes on alone."""
+        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none continues alone."""
         result: T | None = None
         failed = ""
         try:

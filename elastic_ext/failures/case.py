@@ -81,7 +81,7 @@ def parse_evidence(case: object) -> Evidence:
         UsageError: not an object, unknown fields (the message names them), or a value of the wrong type.
     """
     if not isinstance(case, dict):
-        raise UsageError(f"expected a JSON object with evidence, found a {type(case).__name__}")
+        raise UsageError(f"expected a JSON object with evidence, found {type(case).__name__}")
     _check(case, EVIDENCE, "")
     exception, platform = case.get("exception"), case.get("platform") or {}
     _check(platform, PLATFORM, "platform.")

@@ -126,7 +126,7 @@ def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
         try:
             tables = list(point.load()())
         except Exception as error:  # another package may raise anything
-            raise UsageError(f"{GROUP}: {origin}: {type(error).__name__}: {_one_line(error)}") from error
+            raise UsageError(f"{GROUP}: {origin} failed: {type(error).__name__}: {_one_line(error)}") from error
         rules += from_tables(tables, origin)
     return tuple(rules)
 
@@ -147,7 +147,7 @@ def _checked(table: object, where: str, origin: str) -> UserRule:
         raise UsageError(f"{where}: expected a name, a non-empty string")
     where = f"{where} ({name!r})"
     if unknown := [str(key) for key in table if key not in FIELDS]:
-        raise UsageError(f"{where}: unknown {', '.join(unknown)}; expected only {', '.join(FIELDS)}")
+        raise UsageError(f"{where}: unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(FIELDS)}")
     if not any(condition in table for condition in CONDITIONS):
         raise UsageError(f"{where}: expected at least one of {', '.join(CONDITIONS)}")
     for key, expected, good in _CHECKS:

@@ -191,7 +191,7 @@ GOOD = {"name": "n", "exit_code": 3, "kind": "code", "decision": "stop"}
         ({"pattern": "loss .* nan"}, "not a regular expression"),
         ({"pattern": "**"}, "plain text"),
         ({"pattern": "x" * 501}, "500 characters"),
-        ({"patern": "x"}, "unknown patern"),
+        ({"patern": "x"}, "unknown field patern"),
     ],
 )
 def test_a_bad_rule_is_told_in_one_line(change, said):

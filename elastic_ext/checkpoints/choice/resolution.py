@@ -172,7 +172,7 @@ class _Resolution:
         if not all(each.usable for each in received):
             return None
         quarantined = marks.quarantined_names(self._remote)
-        found = tiers.newest_of_all([each.offers for each in received], quarantined)
+        found = tiers.newest_loadable([each.offers for each in received], quarantined)
         for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
             newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
             if ranks and newer and offer.name not in quarantined:

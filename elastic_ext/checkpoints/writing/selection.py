@@ -51,7 +51,7 @@ class Selection:
         local, first = tier.storage, tier.first
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(local) if first else None))
         names = self._ranks.from_rank_0(lambda: marks.quarantined_names(remote)).union(refused.get(local.address, ()))
-        offer = tiers.newest_of_all([each for each in offers if each is not None], names)
+        offer = tiers.newest_loadable([each for each in offers if each is not None], names)
         if offer is None or (name is not None and _order(name) > _order(offer.name)):
             return in_remote
         return local, offer.name

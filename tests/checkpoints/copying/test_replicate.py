@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory import pruning, tiers
 from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
-from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_of_all, rank_of, ranks_of
+from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_loadable, rank_of, ranks_of
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
@@ -117,7 +117,7 @@ def test_the_newest_that_the_nodes_have_all_parts_of():
         return Offer(directory_name(step, generation), digest, step, len(nodes), sum(nodes), ranks)
 
     def newest(*told: list[Offer], barred: tuple[str, ...] = ()) -> int | None:
-        found = newest_of_all(told, barred)
+        found = newest_loadable(told, barred)
         return found.step if found is not None else None
 
     assert newest([offer(2, 0), offer(4, 0), offer(6, 0)], [offer(2, 1), offer(4, 1)]) == 4

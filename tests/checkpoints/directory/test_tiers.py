@@ -231,9 +231,9 @@ def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path)
         os.kill(pids[0], signal.SIGKILL)
         assert wait_gone(pids[:1]) == []
         killed += 1
-        jobs[0].wait_for("the process that copies checkpoints ended with -9", killed)
+        jobs[0].wait_for("the process that copies checkpoints ended with exit code -9", killed)
         if jobs[0].process.poll() is None:
-            jobs[0].wait_for("the process that copies checkpoints ended with exit code", killed)
+            jobs[0].wait_for("restarting it in", killed)
     for job in jobs:
         assert job.finish().returncode == 0, job.err
     assert killed

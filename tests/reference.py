@@ -13,7 +13,7 @@ from tests.jobs import ROOT
 
 PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
 
-TIERS = ("your own", "somebody asked for it", "hardware", "what the program said", "exit code or signal alone")
+TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
 
 EXIT_CODES = {
     0: "the job is done",

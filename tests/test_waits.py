@@ -9,7 +9,7 @@ import elastic_ext
 PACKAGE = Path(elastic_ext.__file__).parent
 WHY = {
     "checkpoints/copying/throttle.py:__init__": "the copy's bandwidth is bounded",
-    "checkpoints/storage/polling.py:polled": "a storage tells of no change",
+    "checkpoints/storage/polling.py:poll": "a storage tells of no change",
     "rendezvous/c10d/several_nodes.py:_leave_round": "the backoff that was decided, as on the nodes that failed",
     "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",

@@ -18,7 +18,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
-from elastic_ext.failures.host import Host
+from elastic_ext.failures.host import HostProbe
 from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.observe.torchelastic import bridge_torchelastic
@@ -40,16 +40,16 @@ class Copying(Companion):
         self._copier = copier
 
     def check(self, workers: LocalWorkers) -> None:
-        self._copier.saved(sum(progress.saves for progress in workers.read_progress()))
+        self._copier.update_saves(sum(progress.saves for progress in workers.read_progress()))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
-        self._copier.look()  # a worker may have saved just before it ended
+        self._copier.look_now()  # a worker may have saved just before it ended
 
 
 class EvidenceGathering(Companion):
     """Tells the host evidence when a round starts, because earlier events have nothing to do with that round."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostProbe) -> None:
         self._host = host
 
     def workers_started(self, workers: LocalWorkers) -> None:
@@ -107,7 +107,7 @@ class JobCompanions:
         stack.callback(self.wake_pipe.close)
         self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
         stack.callback(self.stderr.close)
-        self.host = Host(settings)
+        self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir)
         if extras:

@@ -94,7 +94,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     try:
         checkpoint = resolution.agree(settings, run_id, exchange, place)
         if pin is not None and checkpoint.local:
-            pin.narrow(checkpoint.path.rpartition("/")[2])
+            pin.keep_only(checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None
             return ResumePoint(settings, checkpoint, kept)
     finally:

@@ -59,7 +59,7 @@ class RoundStart:
         with ExitStack() as undo:
             undo.callback(resumed.release)
             if companions.copier is not None:
-                companions.copier.round_starts(resumed.checkpoint.path)
+                companions.copier.abandon_newer_than(resumed.checkpoint.path)
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)

@@ -64,7 +64,7 @@ class Supervisor(TorchAgent):
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
-            copier.check(self._settings)
+            copier.claim_local_dir(self._settings)
             # Before the run, because an error during it closes the job for all nodes.
             self._extras = launch.extras_fit(spec.local_world_size, descriptors.left())
             os.rmdir(launch.make_run_dir(spec.local_world_size))
@@ -160,7 +160,7 @@ class Supervisor(TorchAgent):
         """Gather the evidence of each worker that failed here, and classify it."""
         self._companions.stderr.settle()
         companions = self._companions
-        ended = self._running.ended(self._handler.host, companions.host.says(), companions.stderr, result)
+        ended = self._running.ended(self._handler.host, companions.host.evidence(), companions.stderr, result)
         return postmortem.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: FailedWorker) -> JobVerdict:

@@ -17,9 +17,9 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import ledger, policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.host import Host
+from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.failures.matching import ASKED
+from elastic_ext.failures.matching import STOP_REQUESTED
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.handler import Rendezvous
 
@@ -79,14 +79,14 @@ class Verdicts:
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
         return self.stop(verdict, verdict.decision, report.remote_failure(verdict))
 
-    def publish_signal(self, error: SignalException, host: Host) -> None:
+    def publish_signal(self, error: SignalException, host: HostProbe) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
         if exits.verdict_code() is not None:
             return  # the job has already ended
-        host.ask()
-        platform = host.says(PLATFORM_S).platform
+        host.start_asking()
+        platform = host.evidence(PLATFORM_S).platform
         diagnosis = classify(Evidence(rank=-1, agent_signal=error.sigval.name, node=self._handler.host, platform=platform))
-        if diagnosis.tier == ASKED:
+        if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)
 

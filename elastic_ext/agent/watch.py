@@ -75,7 +75,7 @@ class RoundWatch:
         processes = self._running.workers.processes
         if self._running.failed:
             self._handler.break_round(f"workers failed on {self._handler.host}")  # first: workers elsewhere wait in collectives
-            self._companions.host.ask()
+            self._companions.host.start_asking()
             self._stop(None)
             return self._agent.close_failed()
         if self._agent.result_readers or not processes.running:
@@ -97,5 +97,5 @@ class RoundWatch:
         self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
         if not hung and not postmortem.failed_by_itself(self._running.workers):
             return None
-        self._companions.host.ask()
+        self._companions.host.start_asking()
         return self._agent.close_failed()

@@ -69,7 +69,7 @@ def _explain_files(args: argparse.Namespace) -> int:
 
 def explained(value: Any, rules: Sequence[UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
     """Return the object that `explain` prints for one case. Raises UsageError if the case is not evidence."""
-    diagnosis = root_cause([classify(case.evidence(value), rules)])
+    diagnosis = root_cause([classify(case.parse_evidence(value), rules)])
     decision = decide(diagnosis, exit_codes=exit_codes)
     assert decision.response is not None
     return {

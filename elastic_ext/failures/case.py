@@ -40,14 +40,15 @@ def _list_of(good: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(map(good, value))
 
 
-_TEXT = ("a text", _optional(_is_text))
+_TEXT = ("a string", _optional(_is_text))
+_TEXTS = ("a list of strings", _optional(_list_of(_is_text)))
 _FLAG = ("true, false or null", _optional(_is_flag))
 _COUNT = ("a whole number, 0 or more", _optional(_is_count))
 _SIGNAL = ('the name of a signal, e.g. "SIGKILL"', _optional(_is_signal))
 _OBJECT = ("an object", _optional(_is_object))
 
 EVIDENCE: Fields = {
-    "id": ("a text or a number", _optional(lambda value: _is_text(value) or type(value) is int)),
+    "id": ("a string or a whole number", _optional(lambda value: _is_text(value) or type(value) is int)),
     "rank": _COUNT,
     "exit_code": ("a whole number", _optional(lambda value: type(value) is int)),
     "signal": _SIGNAL,
@@ -59,7 +60,7 @@ EVIDENCE: Fields = {
     "agent_signal": _SIGNAL,
     "oom_kills": _COUNT,
     "xids": ("a list of whole numbers", _optional(_list_of(_is_count))),
-    "gpu_recovery": ("a list of texts", _optional(_list_of(_is_text))),
+    "gpu_recovery": _TEXTS,
     "platform": _OBJECT,
     "hang": _FLAG,
     "checkpoint_load": _FLAG,
@@ -68,19 +69,19 @@ EVIDENCE: Fields = {
     "history": ("a list of objects", _optional(_list_of(_is_object))),
     "expect": ("an object", lambda value: True),  # for tests of the table; ignored here
 }
-EXCEPTION: Fields = {"type": ("a text", _is_text), "message": _TEXT, "frames": ("a list of texts", _optional(_list_of(_is_text)))}
+EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
 PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
 
 
-def evidence(case: object) -> Evidence:
+def parse_evidence(case: object) -> Evidence:
     """Return the evidence in a JSON value. Fields that are missing or null are unknown.
 
     Raises:
         UsageError: not an object, unknown fields (the message names them), or a value of the wrong type.
     """
     if not isinstance(case, dict):
-        raise UsageError("expected a JSON object with evidence")
+        raise UsageError(f"expected a JSON object with evidence, found {type(case).__name__}")
     _check(case, EVIDENCE, "")
     exception, platform = case.get("exception"), case.get("platform") or {}
     _check(platform, PLATFORM, "platform.")

@@ -14,7 +14,15 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
 from elastic_ext.failures import fingerprint, tracebacks
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.matching import ASKED, EXIT_STATUS, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EvidenceView, Rule, SearchText
+from elastic_ext.failures.matching import (
+    EXIT_STATUS,
+    HARDWARE_EVIDENCE,
+    PROGRAM_OUTPUT,
+    STOP_REQUESTED,
+    EvidenceView,
+    Rule,
+    SearchText,
+)
 from elastic_ext.failures.rules import COUNTS_AS, RULES, XIDS_ANNOTATE, held_by_another_process
 from elastic_ext.failures.user_rules import UserRule
 
@@ -23,7 +31,7 @@ MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
-_TIERS = (ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
+_TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 
 
@@ -83,7 +91,7 @@ def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | U
     message = _ends(exception.message) if exception else ""
     tail = evidence.stderr_tail[len(message) - MAX_TEXT :]
     everything = EvidenceView(evidence, names, SearchText(f"{message}\n{tail}" if message else tail), signal_name)
-    for rule in _BY_TIER[ASKED]:
+    for rule in _BY_TIER[STOP_REQUESTED]:
         if rule.matches(everything):
             return rule
     for user_rule in user_rules:
@@ -159,7 +167,7 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
 def _precedence(diagnosis: Diagnosis) -> tuple[bool, bool, bool, tuple[int, ...], int, int]:
     cascade = diagnosis.kind == CASCADE
-    requested = diagnosis.tier == ASKED or diagnosis.kind == USER_STOP
+    requested = diagnosis.tier == STOP_REQUESTED or diagnosis.kind == USER_STOP
     evidence = diagnosis.evidence
     return cascade, not requested, not diagnosis.deterministic, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
@@ -172,7 +180,7 @@ def describe(evidence: Evidence) -> str:
 def _described(evidence: Evidence) -> str:
     exception = evidence.exception
     if evidence.agent_signal is not None and exception is None and evidence.signal is None and evidence.exit_code is None:
-        return f"the agent got {evidence.agent_signal}"
+        return f"the agent received {evidence.agent_signal}"
     if evidence.hang and evidence.hang_reason:
         return evidence.hang_reason
     if exception is not None:
@@ -201,7 +209,7 @@ def _annotation(evidence: Evidence) -> str:
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
     if evidence.gpu_recovery:
-        notes.append(f"the driver asks for {', '.join(sorted(set(evidence.gpu_recovery)))}")
+        notes.append(f"the driver recommends {', '.join(sorted(set(evidence.gpu_recovery)))}")
     if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
     return f" ({'; '.join(notes)})" if notes else ""

@@ -152,13 +152,13 @@ def read_error_file(path: str) -> ErrorFile:
     try:
         size = os.path.getsize(path)
         if size > MAX_ERROR_FILE_BYTES:
-            return ErrorFile(problem=f"error file of {size} bytes, the limit is {MAX_ERROR_FILE_BYTES}: {path}")
+            return ErrorFile(problem=f"error file {path} has {size} bytes, more than the limit of {MAX_ERROR_FILE_BYTES}")
         with open(path, "rb") as file:
             data = json.loads(file.read(MAX_ERROR_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        return ErrorFile(problem=f"unreadable error file {path}: {type(error).__name__}")
+        return ErrorFile(problem=f"error file {path} cannot be read: {type(error).__name__}")
     if not _fit_for_torch(data):
-        return ErrorFile(problem=f"error file without the fields that torch writes: {path}")
+        return ErrorFile(problem=f"error file {path} lacks the fields that torch writes")
     exception, raised_ns = _exception(data)
     return ErrorFile(path, data, "", exception, raised_ns)
 

@@ -48,7 +48,7 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
     )
 
 
-def seen_from(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Precedent, ...]:
+def precedents(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Precedent, ...]:
     """Compare the earlier failures, oldest first, with this one, for `policy.decide`."""
     return tuple(
         Precedent(

@@ -26,7 +26,7 @@ class HostEvidence:
     gpu_recovery: tuple[str, ...] = ()
 
 
-class Host:
+class HostProbe:
     """Collects the host's evidence after a failure, and keeps the counts from before the round."""
 
     def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER) -> None:
@@ -48,8 +48,8 @@ class Host:
         self._before = sources.oom_counts(tuple(pids))
         self._log.begin()  # ignore records from before this round
 
-    def ask(self) -> None:
-        """Start to ask the platform and the GPU driver, each in its own thread; see `says`."""
+    def start_asking(self) -> None:
+        """Start to ask the platform and the GPU driver, each in its own thread; see `evidence`."""
         self._platform, self._gpu_recovery = Platform(), ()
         questions: list[Callable[[], None]] = [self._ask_platform]
         if os.path.exists(self._driver):
@@ -66,8 +66,8 @@ class Host:
         actions = [gpu.action for gpu in sources.recovery_actions() or ()]
         self._gpu_recovery = tuple(action for action in actions if action not in (None, "none"))
 
-    def says(self, wait_s: float = ANSWER_S) -> HostEvidence:
-        """Return the evidence after `ask`. wait_s: seconds for all answers together; later answers count as unknown."""
+    def evidence(self, wait_s: float = ANSWER_S) -> HostEvidence:
+        """Return the evidence after `start_asking`. wait_s: seconds for all answers together; later answers count as unknown."""
         deadline = time.monotonic() + wait_s
         for thread in self._asking:
             thread.join(max(0.0, deadline - time.monotonic()))

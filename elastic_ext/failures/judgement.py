@@ -54,7 +54,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     decision = policy.decide(
         cause,
         budget,
-        history.seen_from(now, ledger.failures),
+        history.precedents(now, ledger.failures),
         policy.Nodes(circumstances.nodes, circumstances.min_nodes),
         circumstances.exit_codes,
         circumstances.backoff,

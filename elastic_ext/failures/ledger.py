@@ -88,7 +88,7 @@ class JobVerdict:
     stacks: str = ""
 
     def for_node(self, node: str) -> Decision:
-        """Return the decision for this node's agent: a node to be replaced leaves, and the others go on without it."""
+        """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""
         if self.decision.response is Response.REPLACE_NODE and node != self.node:
             return replace(self.decision, action=Action.RESTART, exit_code=None)
         return self.decision
@@ -100,7 +100,7 @@ class JobVerdict:
 
     @property
     def keeps_ledger(self) -> bool:
-        """Whether the job goes on, or a scheduler starts it again under this run id without any change by the user."""
+        """Whether the job continues, or a scheduler starts it again under this run id without any change by the user."""
         return not self.ends_job or self.decision.response is Response.REQUEUE
 
 
@@ -143,23 +143,23 @@ def decode_report(text: str | bytes, order: int = 0) -> Report:
 
 def encode_verdict(verdict: JobVerdict) -> str:
     """Return a verdict as JSON, its reason cut to MAX_TEXT."""
-    return _json(records.plain(_cut(verdict)))
+    return _json(records.plain(_truncated(verdict)))
 
 
 def decode_verdict(text: str | bytes) -> JobVerdict:
     """Read a verdict. Whatever the text says, the verdict never makes an agent leave with 0. Raises RecordError."""
-    return _sound(records.read(JobVerdict, text, "a verdict", SCHEMA))
+    return _validated(records.read(JobVerdict, text, "a verdict", SCHEMA))
 
 
 def encode_ledger(ledger: Ledger) -> str:
     """Return a ledger as JSON."""
-    return _json(records.plain(replace(ledger, verdicts=tuple(map(_cut, ledger.verdicts)))))
+    return _json(records.plain(replace(ledger, verdicts=tuple(map(_truncated, ledger.verdicts)))))
 
 
 def decode_ledger(text: str | bytes) -> Ledger:
     """Read a ledger; if it is too long, keep only the newest entries. Raises RecordError."""
     ledger = records.read(Ledger, text, "the job's ledger", SCHEMA)
-    verdicts = tuple(map(_sound, ledger.verdicts[-MAX_VERDICTS:]))
+    verdicts = tuple(map(_validated, ledger.verdicts[-MAX_VERDICTS:]))
     return replace(ledger, failures=ledger.failures[-MAX_FAILURES:], verdicts=verdicts)
 
 
@@ -167,17 +167,21 @@ def _json(record: dict[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **record}, separators=(",", ":"))
 
 
-def _cut(verdict: JobVerdict) -> JobVerdict:
+def _truncated(verdict: JobVerdict) -> JobVerdict:
     decision = verdict.decision
     return replace(verdict, decision=replace(decision, reason=decision.reason[:MAX_TEXT]))
 
 
-def _sound(verdict: JobVerdict) -> JobVerdict:
+def _validated(verdict: JobVerdict) -> JobVerdict:
     """Return the verdict if an agent may carry it out. Raises RecordError."""
     decision = verdict.decision
     codes: frozenset[int | None] = STOP_CODES if decision.action is Action.STOP else frozenset({None})
     if decision.exit_code not in codes:
-        raise RecordError(f"a verdict to {decision.action.value} with exit code {decision.exit_code}: not of elastic_ext")
+        raise RecordError(
+            f"a verdict to {decision.action.value} with exit code {decision.exit_code}, which elastic_ext never writes"
+        )
     if decision.response is not None and ACTIONS.get(decision.response) is not decision.action:
-        raise RecordError(f"a verdict to {decision.response.value} and {decision.action.value}: not of elastic_ext")
+        raise RecordError(
+            f"a verdict to {decision.response.value} with action {decision.action.value}, which elastic_ext never writes"
+        )
     return verdict

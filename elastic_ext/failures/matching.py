@@ -16,7 +16,8 @@ from elastic_ext.failures.evidence import Evidence
 Text = str | tuple[str, ...]
 """A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line."""
 
-USER_RULES, ASKED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)  # the tiers; user rules come after ASKED
+# The tiers. User rules apply after STOP_REQUESTED.
+USER_RULES, STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)
 
 
 @dataclass(frozen=True)

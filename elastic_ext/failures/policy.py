@@ -27,9 +27,9 @@ from elastic_ext.failures.matching import USER_RULES
 from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
-FREE_OF_WAIT = 1  # charged restarts in a row without a wait, since one restart cures most failures
+IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START = "warm-start"  # name of a rule
-CEILING = 3  # how often the same failure may happen without progress, whatever the budget
+MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
 
 # Exit codes of the agent (from sysexits.h if possible).
 EX_FAILED = 1  # the budget is spent, or the cause is unknown
@@ -141,12 +141,12 @@ class Nodes:
     needed: int | None = None
 
     @property
-    def alone(self) -> bool:
+    def only_one(self) -> bool:
         """Whether this is the only node, so that the place of a failure says nothing."""
         return self.running == 1
 
     @property
-    def spare(self) -> bool:
+    def one_may_leave(self) -> bool:
         """Whether this node may leave. It may if the number of nodes is unknown."""
         return self.running is None or self.running - 1 >= max(self.needed or 1, 1)
 
@@ -157,11 +157,11 @@ class Backoff:
 
     Attributes:
         base_s: seconds before the second charged restart in a row; 0 to never wait.
-        most_s: the longest wait in seconds.
+        max_s: the longest wait in seconds.
     """
 
     base_s: float = 1.0
-    most_s: float = 60.0
+    max_s: float = 60.0
 
     def delay_s(self, charged: int, jitter: float) -> float:
         """Return the wait before this restart.
@@ -170,10 +170,10 @@ class Backoff:
             charged: the restart's number since the last progress, from 1.
             jitter: a random number from 0 to 1; it shortens the wait by up to half.
         """
-        if charged <= FREE_OF_WAIT or self.base_s <= 0:
+        if charged <= IMMEDIATE_RESTARTS or self.base_s <= 0:
             return 0.0
-        doublings = min(charged - FREE_OF_WAIT - 1, 32)
-        return min(self.most_s, self.base_s * 2.0**doublings) * (1 - jitter / 2)
+        doublings = min(charged - IMMEDIATE_RESTARTS - 1, 32)
+        return min(self.max_s, self.base_s * 2.0**doublings) * (1 - jitter / 2)
 
 
 UNLIMITED = Budget()
@@ -212,14 +212,14 @@ def decide(
         backoff, jitter: the wait before the restart; see Backoff.
     """
     past = tuple(diagnosis.evidence.history if history is None else history)
-    outcome = _after_the_table(_from_table(diagnosis, past), diagnosis, past, nodes)
+    outcome = _apply_history(_from_table(diagnosis, past), diagnosis, past, nodes)
     if budget.left:
-        outcome = _once_more_cold(outcome, diagnosis, past)
-    outcome = _within_budget(_within_kind(outcome, budget), budget)
+        outcome = _retry_cold(outcome, diagnosis, past)
+    outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     checkpoints_back = diagnosis.checkpoints_back
     if not checkpoints_back and _checkpoint_to_blame(diagnosis, past):
         checkpoints_back = 1
-        reason = f"{outcome.reason}; it happened twice after the same checkpoint was loaded, so the one before it is tried"
+        reason = f"{outcome.reason}; it happened twice after loading the same checkpoint, so the previous one is tried"
         outcome = replace(outcome, reason=reason)
     action = ACTIONS[outcome.response]
     charged = outcome.response in _CHARGED
@@ -254,50 +254,52 @@ def _at_start(past: Precedent) -> bool:
     return past.progress is False and not past.first_step_done
 
 
-def _after_the_table(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
+def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
-    if outcome.response is Response.REPLACE_NODE and not nodes.spare:
+    if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
     if outcome.response not in _CHARGED:
         return outcome
     node = diagnosis.evidence.node
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
-    same_node = bool(same) and node is not None and not nodes.alone and all(earlier.node == node for earlier in same)
+    same_node = bool(same) and node is not None and not nodes.only_one and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
     only_exit = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.exception is None
     if outcome.response is Response.CONFIRM and not same_node and _confirmed(same, only_exit):
         kind = outcome.kind if outcome.kind in _KIND_STAYS else CODE
         where = " on another node" if node is not None and any(earlier.node not in (node, None) for earlier in same) else ""
-        return _Outcome(Response.STOP, kind, f"{outcome.reason}; the same came back{where} with no progress", "repeated", EX_CODE)
-    if same_node and nodes.spare and (outcome.response is Response.CONFIRM or surely_stuck + 1 < CEILING):
-        reason = f"{outcome.reason}; the same failure {len(same) + 1} times, on node {node} only"
+        return _Outcome(
+            Response.STOP, kind, f"{outcome.reason}; the same failure recurred{where} without progress", "repeated", EX_CODE
+        )
+    if same_node and nodes.one_may_leave and (outcome.response is Response.CONFIRM or surely_stuck + 1 < MAX_SAME_FAILURES):
+        reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, "same-node", EX_NODE)
-    if surely_stuck + 1 >= CEILING and outcome.kind != PREEMPTION:
+    if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
         exit_code = EX_NODE if outcome.kind == HARDWARE else EX_FAILED
-        reason = f"{outcome.reason}; the same failure {surely_stuck + 1} times with no progress"
+        reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, "ceiling", exit_code)
     return outcome
 
 
-def _once_more_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
+def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
     """Allow one more cold start: before the first step, the warm standby itself may cause what looks like a bug."""
     ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USER_RULES
     cold_start_failed = any(each.same_fingerprint and each.warm is False for each in past)
     if not ends or cold_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
         return outcome
-    reason = f"{outcome.reason}; but its process was a warm standby: once more without"
+    reason = f"{outcome.reason}; but its process was a warm standby: one cold start is tried"
     return _Outcome(Response.CONFIRM, outcome.kind, reason, WARM_START)
 
 
 def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
     """Return whether a warm start may be the cause: no step was done, and no failure outside the worker is known."""
     evidence = diagnosis.evidence
-    by_itself = kind not in _BY_OTHERS and evidence.signal != "SIGKILL"
+    by_itself = kind not in _OUTSIDE_THE_WORKER and evidence.signal != "SIGKILL"
     return bool(evidence.warm) and evidence.first_step_done is False and by_itself
 
 
-_BY_OTHERS = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
+_OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
@@ -313,11 +315,11 @@ def _confirmed(same: Sequence[Precedent], only_exit: bool) -> bool:
     return len(same) >= (2 if weak else 1)
 
 
-def _within_kind(outcome: _Outcome, budget: Budget) -> _Outcome:
+def _within_kind_limit(outcome: _Outcome, budget: Budget) -> _Outcome:
     limit = budget.kind_limits.get(outcome.kind, NO_LIMIT)
     if outcome.response not in _CHARGED or limit == NO_LIMIT or budget.charged_by_kind.get(outcome.kind, 0) < limit:
         return outcome
-    reason = f"{outcome.reason}; but all {limit} restarts for failures of kind {outcome.kind} (kind_limits) are spent"
+    reason = f"{outcome.reason}; all {limit} restarts for failures of kind {outcome.kind} (kind_limits) are spent"
     return _Outcome(Response.STOP, outcome.kind, reason, "kind-limit", EX_FAILED)
 
 
@@ -326,7 +328,7 @@ def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
         return outcome
     limit = budget.max_restarts
     if not budget.left:
-        reason = f"{outcome.reason}; but all {limit} restarts of the budget (--max-restarts) are spent"
+        reason = f"{outcome.reason}; all {limit} restarts of the budget (--max-restarts) are spent"
         return _Outcome(Response.STOP, outcome.kind, reason, "budget", EX_FAILED)
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
     return replace(outcome, reason=f"{outcome.reason}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)

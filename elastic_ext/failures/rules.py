@@ -31,10 +31,10 @@ from elastic_ext.base.kinds import (
     Response,
 )
 from elastic_ext.failures.matching import (
-    ASKED,
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
     PROGRAM_OUTPUT,
+    STOP_REQUESTED,
     Condition,
     EvidenceView,
     Rule,
@@ -45,7 +45,7 @@ from elastic_ext.failures.matching import (
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
-_requested, _hardware = partial(Rule, ASKED), partial(Rule, HARDWARE_EVIDENCE)
+_requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)
 _program, _exited = partial(Rule, PROGRAM_OUTPUT), partial(Rule, EXIT_STATUS)
 
 
@@ -170,7 +170,7 @@ def _cancelled(view: EvidenceView) -> bool:
     return _platform_says("CANCELLED", "SCANCEL")(view) and not _platform_preempted(view)
 
 
-_PREEMPTED_BECAUSE = "the platform takes the allocation away, so a restart inside it cannot help"
+_PREEMPTED_BECAUSE = "the platform is taking the allocation away, so a restart inside it would not help"
 
 TIER_1 = (
     _requested("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
@@ -202,7 +202,7 @@ _RECOVERY_REPLACE = frozenset({"gpu_reset", "node_reboot", "drain_and_reset", "g
 TIER_2 = (
     _hardware("xid-replace", HARDWARE, REPLACE_NODE, "the driver reported an error that only maintenance can fix", "X",
          xids=XIDS_REPLACE),
-    _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver says that a GPU of this node needs a reset", "X",
+    _hardware("gpu-recovery", HARDWARE, REPLACE_NODE, "the driver reports that a GPU of this node needs a reset", "X",
          when=lambda view: not _RECOVERY_REPLACE.isdisjoint(view.evidence.gpu_recovery)),
     _hardware("xid-illegal-access", CODE, CONFIRM, "an illegal access: user code causes it more often than hardware",
          "X B", xids=XIDS_ILLEGAL, when=_illegal_access),
@@ -236,31 +236,31 @@ _FILES = _names("FileNotFoundError PermissionError IsADirectoryError UnicodeDeco
 _STATE_DICT: tuple[Text, ...] = (
     "missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict",
 )  # fmt: skip
-_AT_START = "before the first optimizer step: it would happen on every try"
+_AT_START = "before the first optimizer step: it would recur on every try"
 _LATER = "one more try shows whether it happens again"
 
 TIER_3 = (
     _program("hang", HANG, RESTART, "the hang detector ended it",
          when=lambda view: view.evidence.hang is True),
     _program("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
-    _program("shared-object", STORAGE, RESTART, "a shared object could not be read: a network file system does this",
+    _program("shared-object", STORAGE, RESTART, "a shared object could not be read, which points to a network file system",
          when=_shared_object),
     _program("import-file-system", STORAGE, RESTART, "an import failed because of the file system", "",
          texts=_FILE_SYSTEM_ILL, when=_is_import_error),
-    _program("code-always", CODE, STOP, "an error of this type would happen on every try", "A", exceptions=_ALWAYS),
-    _program("argparse", CODE, STOP, "the script refused its arguments", "A", exit_codes=frozenset({2}),
+    _program("code-always", CODE, STOP, "an error of this type would recur on every try", "A", exceptions=_ALWAYS),
+    _program("argparse", CODE, STOP, "the script rejected its arguments", "A", exit_codes=frozenset({2}),
          when=lambda view: contains(view.text, ("usage:",))),
     _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", "enospc", "edquot")),
-    _program("file-system-ill", STORAGE, RESTART, "a network file system is in trouble", texts=_FILE_SYSTEM_ILL),
+    _program("file-system-ill", STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL),
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
-    _program("storage-busy", STORAGE, RESTART, "the server asked to try again later", texts=_BUSY_SERVER),
+    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client),
-    _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the one before it is tried",
+    _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",
          exceptions=_names("BadZipFile"), checkpoints_back=1, when=_eof_of_data,
          texts=("pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file")),
-    _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the one before it is tried",
+    _program("checkpoint-checksum", STORAGE, RESTART, "the checkpoint is damaged; the previous one is tried",
          texts=(("checksum", "mismatch"), "ran out of input", "invalid magic number", "invalid load key"), when=_loading,
          checkpoints_back=1),
     _program("device-memory-held", DEVICE_MEMORY, RESTART, "another process held GPU memory",
@@ -275,7 +275,7 @@ TIER_3 = (
     _program("host-memory", HOST_MEMORY, CONFIRM, "the host ran out of memory", exceptions=_names("MemoryError"),
          texts=(("defaultcpuallocator:", "allocate memory"), ("dataloader worker", "killed by signal: killed"))),
     _program("numeric", NUMERIC, CONFIRM,
-         "the loss or a gradient became NaN or infinite; the checkpoint before the last is tried",
+         "the loss or a gradient became NaN or infinite; the checkpoint before the newest is tried",
          exceptions=_names("FloatingPointError"), checkpoints_back=1,
          texts=("loss is nan", "loss is inf", "nan loss", "returned nan values", "is non-finite", "gradient is nan",
                 "gradients are nan", "nan gradient", "inf gradient", "gradient is inf", "gradients are inf", "nan in gradient",
@@ -310,7 +310,7 @@ TIER_3 = (
 
 TIER_4 = (
     _exited("interrupted", USER_STOP, STOP, "the user stopped it", exit_codes=frozenset({130}), signals=_names("SIGINT")),
-    _exited("killed", UNKNOWN, RESTART, "the sender is not known, and the kernel reports no lack of memory", "D",
+    _exited("killed", UNKNOWN, RESTART, "the sender of the signal is unknown, and no out-of-memory kill was reported", "D",
          signals=_names("SIGKILL")),
     _exited("crash", CRASH, CONFIRM, "native code crashed", "N", signals=_names("SIGSEGV SIGILL SIGFPE")),
     _exited("bus-error", HARDWARE, RESTART, "memory or a mapped file could not be read", signals=_names("SIGBUS")),
@@ -320,12 +320,12 @@ TIER_4 = (
          signals=_names("SIGUSR1 SIGUSR2")),
     _exited("usage-exit", CODE, STOP, "this exit code means wrong usage, or a command that is not executable or not found",
          exit_codes=frozenset({2, 126, 127})),
-    _exited("sysexits", CODE, STOP, "this exit code of sysexits.h means: do not retry",
+    _exited("sysexits", CODE, STOP, "this exit code of sysexits.h means that a retry would fail",
          exit_codes=frozenset({*range(64, 75), 76, 77, 78})),
-    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks to be started again",
+    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks to be restarted",
          exit_codes=frozenset({75})),
-    _exited("no-progress", CODE, STOP, "this exit code means: no progress", "N", exit_codes=frozenset({93})),
-    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "no evidence says that another try would fail", when=lambda view: True),
+    _exited("no-progress", CODE, STOP, "this exit code means that the program made no progress", "N", exit_codes=frozenset({93})),
+    _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing suggests that another try would fail", when=lambda view: True),
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)

@@ -71,11 +71,11 @@ class UserRule:
             (self.exit_code is None or self.exit_code == evidence.exit_code)
             and (self.exception is None or self.exception in view.exception_names)
             and (self.signal is None or self.signal == view.signal)
-            and (self.pattern is None or found(self.pattern.lower(), view.text.lower))
+            and (self.pattern is None or contains_pattern(self.pattern.lower(), view.text.lower))
         )
 
 
-def found(pattern: str, text: str) -> bool:
+def contains_pattern(pattern: str, text: str) -> bool:
     """Return whether a line of the text holds the pattern. Linear, since the leftmost match of each part is enough."""
     first, *others = pattern.split("*")
     start = 0
@@ -110,12 +110,11 @@ def from_file(path: str) -> tuple[UserRule, ...]:
     try:
         content = tomllib.loads(user_files.read_text(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"the rules file {path} cannot be read as TOML: {_one_line(error)}") from error
+        raise UsageError(f"rules file {path} cannot be read as TOML: {_one_line(error)}") from error
     unknown = sorted(content.keys() - {"rule"})
     if unknown or not isinstance(content.get("rule", []), list):
-        raise UsageError(
-            f"rules file {path}: expected [[rule]] tables only, found {', '.join(unknown) or 'rule of another type'}"
-        )
+        shown = ", ".join(unknown) or "a rule that is not an array of tables"
+        raise UsageError(f"rules file {path}: expected [[rule]] tables only, found {shown}")
     return from_tables(content.get("rule", []), f"rules file {path}")
 
 
@@ -127,7 +126,7 @@ def from_entry_points(points: Iterable[EntryPoint]) -> tuple[UserRule, ...]:
         try:
             tables = list(point.load()())
         except Exception as error:  # another package may raise anything
-            raise UsageError(f"{GROUP}: {origin}: {type(error).__name__}: {_one_line(error)}") from error
+            raise UsageError(f"{GROUP}: {origin} failed: {type(error).__name__}: {_one_line(error)}") from error
         rules += from_tables(tables, origin)
     return tuple(rules)
 
@@ -145,10 +144,10 @@ def _checked(table: object, where: str, origin: str) -> UserRule:
         raise UsageError(f"{where}: expected a table with {', '.join(FIELDS)}")
     name = table.get("name")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{where}: expected a name, a non-empty text")
+        raise UsageError(f"{where}: expected a name, a non-empty string")
     where = f"{where} ({name!r})"
     if unknown := [str(key) for key in table if key not in FIELDS]:
-        raise UsageError(f"{where}: unknown {', '.join(unknown)}; expected some of {', '.join(FIELDS)}")
+        raise UsageError(f"{where}: unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(FIELDS)}")
     if not any(condition in table for condition in CONDITIONS):
         raise UsageError(f"{where}: expected at least one of {', '.join(CONDITIONS)}")
     for key, expected, good in _CHECKS:
@@ -175,7 +174,7 @@ def _is_pattern(value: object) -> bool:
 _CHECKS = (
     (
         "pattern",
-        f"plain text of one line, at most {MAX_PATTERN} characters, in which * stands for anything; no regular expression",
+        f"plain text of one line, at most {MAX_PATTERN} characters, in which * stands for anything; not a regular expression",
         _is_pattern,
     ),
     ("exit_code", "a whole number, 1 to 255", lambda code: type(code) is int and 1 <= code <= 255),

@@ -103,7 +103,7 @@ def test_an_unreadable_checkpoint_directory(tmp_path):
     job = run([AGENT[0], "-c", code], tmp_path)
     assert job.returncode == 78, job.all
     assert str(locked) in job.err
-    assert "may not be read" in job.err
+    assert "cannot be read" in job.err
     assert "started" not in job.out
 
 

@@ -175,7 +175,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
     logs.run_dir = str(tmp_path)
     companions = SimpleNamespace(
         token="t",
-        copier=SimpleNamespace(round_starts=lambda path: told.append(path)),
+        copier=SimpleNamespace(abandon_newer_than=lambda path: told.append(path)),
         flight_recorder=None,
         wake_pipe=SimpleNamespace(path="pipe"),
         warm_starts=SimpleNamespace(start=None, before_start=lambda: told.append("standbys")),

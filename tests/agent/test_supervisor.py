@@ -61,7 +61,7 @@ def test_the_same_silent_failure_stops_the_job_at_the_third_time(tmp_path):
     job = run([*AGENT, "--nproc-per-node=1", "--max-restarts=-1", str(script)], tmp_path)
     assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1", "2"]
-    assert "the same came back with no progress" in job.err
+    assert "the same failure recurred without progress" in job.err
 
 
 def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
@@ -75,7 +75,7 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
     assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
-    assert "the same came back with no progress (kind code, rule repeated)" in job.err
+    assert "the same failure recurred without progress (kind code, rule repeated)" in job.err
 
 
 def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
@@ -168,7 +168,7 @@ def test_an_exception_of_the_users_own_that_comes_back_before_the_first_step_sto
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", str(script)], tmp_path)
     assert job.returncode == 65, job.all
     assert job.out.count("began") == 2
-    assert "the same came back with no progress" in job.err
+    assert "the same failure recurred without progress" in job.err
 
 
 @pytest.mark.long("agent")

@@ -18,7 +18,7 @@ import fsspec
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
 from elastic_ext.checkpoints.storage.remote import RemoteStorage
 
 
@@ -150,7 +150,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
     def look() -> Entry | None:
         return storage.stat("step_2/manifest.json")
 
-    assert polled(look, bool, time.monotonic()) is None
+    assert poll(look, bool, time.monotonic()) is None
     looked = threading.Event()
     inner = storage.stat
 
@@ -167,7 +167,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    found = polled(look, bool, time.monotonic() + 60)
+    found = poll(look, bool, time.monotonic() + 60)
     writer.join()
     assert found is not None
     assert found.size == 2

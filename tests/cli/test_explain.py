@@ -188,10 +188,10 @@ GOOD = {"name": "n", "exit_code": 3, "kind": "code", "decision": "stop"}
         ({"signal": "USR1"}, "SIGUSR1"),
         ({"exception": "not a name"}, "name of a class"),
         ({"pattern": "(a+)+"}, None),
-        ({"pattern": "loss .* nan"}, "no regular expression"),
+        ({"pattern": "loss .* nan"}, "not a regular expression"),
         ({"pattern": "**"}, "plain text"),
         ({"pattern": "x" * 501}, "500 characters"),
-        ({"patern": "x"}, "unknown patern"),
+        ({"patern": "x"}, "unknown field patern"),
     ],
 )
 def test_a_bad_rule_is_told_in_one_line(change, said):

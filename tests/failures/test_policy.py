@@ -4,7 +4,7 @@ import pytest
 
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
-from elastic_ext.failures.history import PastFailure, progress, record, seen_from
+from elastic_ext.failures.history import PastFailure, precedents, progress, record
 from elastic_ext.failures.policy import EXIT_CODES, NO_LIMIT, Action, Budget, Nodes, decide
 
 
@@ -184,6 +184,6 @@ def test_progress(then, now, got_further):
 def test_progress_in_between_counts():
     """A failure that lies before a better try is no reason to stop, whatever came after that try."""
     earlier = [PastFailure("f", 10, 0, True), PastFailure("g", 50, 0, True)]
-    past = seen_from(PastFailure("f", 10, 0, True), earlier)
+    past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
     assert record(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")

@@ -17,7 +17,7 @@ import pytest
 
 from elastic_ext.base import settings
 from elastic_ext.failures.evidence import Platform
-from elastic_ext.failures.host import Host
+from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.sources import commands, gpu, kernel_log, kubernetes, memory, slurm
 from elastic_ext.failures.sources.gpu import RecoveryAction
 from elastic_ext.failures.sources.kernel_log import KernelLog, Xid, parse_xid
@@ -185,16 +185,16 @@ def test_xids_since_the_start_are_read_from_the_kernels_log():
 
 
 def test_an_xid_of_a_round_is_not_evidence_in_the_next():
-    host = Host(settings.read({}, {}))
+    host = HostProbe(settings.read({}, {}))
     try:
         with open("/dev/kmsg", "w") as log:
             log.write("NVRM: Xid (PCI:0000:01:00): 43, a test of elastic_ext\n")
-        assert 43 in host.says().xids
+        assert 43 in host.evidence().xids
     except OSError as error:
         pytest.skip(f"the kernel log cannot be written: {error}")
     else:
         host.round_started([])
-        assert host.says().xids == ()
+        assert host.evidence().xids == ()
     finally:
         host.close()
 
@@ -278,18 +278,18 @@ def test_a_failed_round_asks_the_driver_where_there_is_one(tmp_path, monkeypatch
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init="pass"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for driver, told in ((str(tmp_path / "none"), ()), (str(tmp_path / "pynvml.py"), ("gpu_reset",))):
-        host = Host(settings.read({}, {}), driver)
-        host.ask()
-        assert host.says(10.0).gpu_recovery == told
+        host = HostProbe(settings.read({}, {}), driver)
+        host.start_asking()
+        assert host.evidence(10.0).gpu_recovery == told
         host.close()
 
 
 def test_a_driver_that_hangs_is_not_known_and_not_waited_for(tmp_path, monkeypatch):
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init="time.sleep(60)"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    host = Host(settings.read({}, {}), str(tmp_path))
-    host.ask()
-    assert host.says().gpu_recovery == ()
+    host = HostProbe(settings.read({}, {}), str(tmp_path))
+    host.start_asking()
+    assert host.evidence().gpu_recovery == ()
     host.close()
 
 
@@ -478,10 +478,10 @@ def test_scontrol_is_asked_about_our_job(tmp_path):
 
 def test_a_slurm_that_does_not_answer_is_not_known(tmp_path):
     start = time.monotonic()
-    assert slurm.ask(scontrol(tmp_path, "sleep 60"), 0.5) == Platform("slurm")
+    assert slurm.query(scontrol(tmp_path, "sleep 60"), 0.5) == Platform("slurm")
     assert time.monotonic() - start < 5
-    assert slurm.ask(scontrol(tmp_path, "echo JobState=TIMEOUT; exit 1")) == Platform("slurm")
-    assert slurm.ask({"SLURM_JOB_ID": "42", "PATH": str(tmp_path / "empty")}) == Platform("slurm")
+    assert slurm.query(scontrol(tmp_path, "echo JobState=TIMEOUT; exit 1")) == Platform("slurm")
+    assert slurm.query({"SLURM_JOB_ID": "42", "PATH": str(tmp_path / "empty")}) == Platform("slurm")
 
 
 def test_the_environment_of_slurm(tmp_path):

@@ -55,5 +55,5 @@ def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
 
 def _mark(storage: Storage, name: str, reason: str, written_at: float | None) -> str:
     marks.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at)
-    logger.warning("checkpoint %s is quarantined: %s; the one before it will be used", storage.path(name), reason)
+    logger.warning("checkpoint %s is quarantined: %s; the next round resumes from the one before it", storage.path(name), reason)
     return name

@@ -81,11 +81,11 @@ def list_entries(storage: Storage) -> list[Entry]:
         return []
     except NotADirectoryError as error:
         raise UsageError(
-            f"checkpoint_dir {storage.address} is a file, expected a directory: name the directory it is in"
+            f"checkpoint_dir {storage.address} is a file, expected a directory: name the directory that contains it"
         ) from error
     except PermissionError as error:
         raise UsageError(
-            f"checkpoint_dir {storage.address} may not be read ({error.strerror or error}): let this user read it, or change it"
+            f"checkpoint_dir {storage.address} cannot be read ({error.strerror or error}): let this user read it, or set another"
         ) from error
 
 
@@ -120,14 +120,14 @@ class Inspector:
         if not found.complete:
             return found
         if self.wanted.since is not None and or_oldest(found.written_at) <= self.wanted.since:
-            return Inspection(False, UNKNOWN, "it was written before")
+            return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = marks.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
             return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=True)
         try:
             faults = verify(self.storage, entry, self.wanted.verify).faults
         except FileNotFoundError:
-            return replace(found, complete=False, reason="it vanished while it was verified")
+            return replace(found, complete=False, reason="it disappeared while it was verified")
         if faults:
             reason = f"damaged: {faults[0].file}: {faults[0].reason}"
             return replace(found, complete=False, reason=reason, distrusted=True)
@@ -146,9 +146,9 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
         named = [entry for entry in found if step_of(entry.name, wanted.pattern) == step]
     if not named:
         shown = ", ".join(entry.name for family in families(found, wanted.pattern) for entry in family.members[:5]) or "nothing"
-        raise UsageError(f"resume_from={text}: there is no such checkpoint in {storage.address}, which holds {shown[:200]}")
+        raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
     choice = choose(named, inspect, wanted.pattern)
     if choice.resume is None:
         reasons = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")
-    return Choice(replace(choice.resume, reason=f"asked for by resume_from, {choice.resume.reason}"), choice.passed_over)
+    return Choice(replace(choice.resume, reason=f"named by resume_from, {choice.resume.reason}"), choice.passed_over)

@@ -87,16 +87,16 @@ def read_agreement(text: str) -> Agreement:
         UsageError: node 0 failed in another way, or this is not a message from node 0.
     """
     try:
-        found = records.read(Agreement, text, "what group rank 0 says of the checkpoint to resume from", SCHEMA)
+        found = records.read(Agreement, text, "the message of group rank 0 about the checkpoint to resume from", SCHEMA)
     except records.RecordError as error:
         raise UsageError(printable(str(error))) from error
     if found.error:
         kind = BadCheckpoints if found.bad else UsageError
-        raise kind(f"group rank 0 cannot say what to resume from: {printable(found.error[:MAX_TEXT])}")
+        raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
     if not (order_of(found.name) is not None if found.local else _is_name(found.name)):
         raise UsageError(
-            f"group rank 0 says {printable(found.name[:200])!r} of the checkpoint to resume from, expected the name of one: does "
-            "somebody else write to the store of the rendezvous?"
+            f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
+            "another program writes to the rendezvous store"
         )
     return found
 

@@ -19,9 +19,9 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, messages
-from elastic_ext.checkpoints.choice.beginning import begun_at
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
 from elastic_ext.checkpoints.choice.messages import Agreement
+from elastic_ext.checkpoints.choice.run_start import run_began_at
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.directory.tiers import Offer
@@ -29,7 +29,7 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, polled, split_path
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class _Resolution:
         try:
             return tiers.offers(self._local)
         except OSError as error:
-            logger.warning("cannot look into local_dir %s: %s", self._local.address, error)
+            logger.warning("cannot list local_dir %s: %s", self._local.address, error)
             return None
 
     def decide(self, exchange: Exchange) -> Agreement:
@@ -144,7 +144,8 @@ class _Resolution:
         local = self._newest_local(exchange)
         if local is None:
             return self._newest_remote()
-        reason = f"newest that the nodes have all parts of in local_dir, saved by {local.nodes}"
+        saved_by = f"{local.nodes} node{'s' * (local.nodes != 1)}"
+        reason = f"newest with all its parts in the nodes' local_dir, saved by {saved_by}"
         agreement = Agreement(local.name, local.step, reason, local=True)
         if not any(order_or_oldest(name) > order_or_oldest(local.name) for name in tiers.own_checkpoints(self._remote)):
             return agreement
@@ -161,7 +162,7 @@ class _Resolution:
             return None
         texts = exchange.offers(OFFERS_S)
         if texts is None:
-            logger.warning("not resuming from local_dir: a node has none, or did not say in time what is in it")
+            logger.warning("not resuming from local_dir: a node has none, or did not report its checkpoints in time")
             return None
         try:
             received = [messages.read_offers(text) for text in texts]
@@ -171,12 +172,12 @@ class _Resolution:
         if not all(each.usable for each in received):
             return None
         quarantined = marks.quarantined_names(self._remote)
-        found = tiers.newest_of_all([each.offers for each in received], quarantined)
+        found = tiers.newest_loadable([each.offers for each in received], quarantined)
         for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
             newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
             if ranks and newer and offer.name not in quarantined:
                 missing = ", ".join(map(str, ranks))
-                logger.warning("not resuming from %s: what ranks %s saved is on no node's local_dir", offer.name, missing)
+                logger.warning("not resuming from %s: the files of ranks %s are in no node's local_dir", offer.name, missing)
         return found
 
     def _newest_remote(self) -> Agreement:
@@ -200,7 +201,7 @@ class _Resolution:
         wanted = Wanted(pattern=self._settings.checkpoint_pattern, verify=Mode(self._settings.verify))
         if not resume_from:
             return discovery.newest_in(self._remote, wanted)
-        own = discovery.newest_in(self._remote, replace(wanted, since=begun_at(self._remote, self._run_id, resume_from)))
+        own = discovery.newest_in(self._remote, replace(wanted, since=run_began_at(self._remote, self._run_id, resume_from)))
         return own if own.resume is not None else discovery.newest_in(self._remote, replace(wanted, resume_from=resume_from))
 
     def resumption(self, agreement: Agreement) -> Resumption:
@@ -224,12 +225,12 @@ class _Resolution:
         shown = printable(agreement.name)
         if agreement.local and self._local is None:
             raise UsageError(
-                f"group rank 0 resumes from {shown} in local_dir, and this node has none: give all nodes a local_dir"
+                f"group rank 0 resumes from {shown} in local_dir, but this node has none: set local_dir on all nodes"
             )
         if agreement.asked_for and self._asked_for is None:
             raise UsageError(
-                f"group rank 0 resumes from {shown} in another directory than checkpoint_dir, and the settings of this node name "
-                "none: give all nodes the same resume_from"
+                f"group rank 0 resumes from {shown} in a directory other than checkpoint_dir, but resume_from on this node "
+                "names none: set the same resume_from on all nodes"
             )
         found = self._local if agreement.local else self._asked_for if agreement.asked_for else self._remote
         assert found is not None, "checked above"
@@ -239,8 +240,8 @@ class _Resolution:
 def _none_left(directory: str, choice: Choice) -> str:
     listed = "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
     return (
-        f"no checkpoint in {directory} may be used: {listed}. Beginning from nothing would lose the work: look at them "
-        "(elastic-ext checkpoints ls, verify), take one out of quarantine, or say resume_from=none"
+        f"no checkpoint in {directory} may be used: {listed}. Starting from scratch would lose the work: inspect them "
+        "(elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
     )
 
 
@@ -251,9 +252,9 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
         entry = storage.stat(name)
         return detect.check(storage, entry, detect.plugins()) if entry is not None else None
 
-    found = polled(look, lambda seen: seen is not None and seen.complete, deadline)
+    found = poll(look, lambda seen: seen is not None and seen.complete, deadline)
     if found is None or not found.complete:
-        reason = found.reason if found is not None else "nothing there"
+        reason = found.reason if found is not None else "nothing is there"
         raise UsageError(
             f"{platform.node()} does not see the checkpoint {storage.path(name)} that the other nodes resume from ({reason}): "
             "put checkpoint_dir on storage that every node mounts"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.formats.inspection import UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import is_exact, numbers_of, pattern_of, step_of
+from elastic_ext.checkpoints.formats.names import family_of, is_exact, numbers_of, step_of
 from elastic_ext.checkpoints.storage import Entry
 
 
@@ -112,7 +112,7 @@ def _resume(entry: Entry, inspection: Inspection, family: Family, pattern: str) 
 def _of_several(resume: Resume | None, family_count: int) -> Resume | None:
     if resume is None or family_count == 1:
         return resume
-    return replace(resume, reason=f"{resume.reason}; written last among {family_count} kinds of names")
+    return replace(resume, reason=f"{resume.reason}; written last among {family_count} families of names")
 
 
 def step_in(entry: Entry, inspection: Inspection, pattern: str) -> int | None:
@@ -124,7 +124,7 @@ def families(entries: Iterable[Entry], pattern: str = "") -> tuple[Family, ...]:
     """Group candidates by family. The family that may contain the newest checkpoint comes first."""
     groups: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
-        groups[pattern_of(entry.name, pattern)].append(entry)
+        groups[family_of(entry.name, pattern)].append(entry)
     found = [Family(name, _newest_first(members, pattern), _latest(members)) for name, members in groups.items()]
     # Of two families with the same time, the one whose names have numbers goes first: it gives a step.
     return tuple(sorted(found, key=lambda family: (-family.newest, not numbers_of(family.members[0].name), family.pattern)))

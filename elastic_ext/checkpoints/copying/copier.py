@@ -48,17 +48,17 @@ class Copier:
         self._abandoned: frozenset[str] = frozenset()
         self._child = RestartedChild(lambda: Child(command, environ), checkpoint_dir, metrics, stall_s)
 
-    def saved(self, saves: int) -> None:
-        """Tell the process to look if the number of saves reported by this round's workers has changed."""
+    def update_saves(self, saves: int) -> None:
+        """Tell the process to look if this round's workers have reported another save. saves: how many so far."""
         if saves != self._saves:
             self._saves = saves
             self._child.order(LOOK)
 
-    def look(self) -> None:
+    def look_now(self) -> None:
         """Tell the process to look, because there may be a checkpoint that its worker could no longer report."""
         self._child.order(LOOK)
 
-    def round_starts(self, resumes_from: str) -> None:
+    def abandon_newer_than(self, resumes_from: str) -> None:
         """Abandon the local checkpoints newer than the one that the workers resume from ("": from nothing)."""
         order = order_of(resumes_from.rpartition("/")[2]) or (0, 0)
         try:
@@ -77,7 +77,12 @@ class Copier:
             left = self._left()
             if left:
                 where = self._local.address
-                logger.error("not complete in %s, and on this node only (%s): %s", self._target, where, ", ".join(left))
+                logger.error(
+                    "checkpoints not complete in %s; their only copy is on this node (%s): %s",
+                    self._target,
+                    where,
+                    ", ".join(left),
+                )
         return left
 
     def _left(self) -> tuple[str, ...]:
@@ -94,12 +99,12 @@ class Copier:
         return tuple(name for name in names if (order_of(name) or (0, 0)) > complete and name not in self._abandoned)
 
 
-def check(settings: Settings) -> None:
+def claim_local_dir(settings: Settings) -> None:
     """Bind local_dir to checkpoint_dir. Raises UsageError if it belongs to another one, or if checkpoint_dir is not set."""
     if settings.local_dir is None:
         return
     if settings.checkpoint_dir is None:
-        raise UsageError("local_dir is set and checkpoint_dir is not: checkpoints could not be copied anywhere; set both")
+        raise UsageError("local_dir is set but checkpoint_dir is not: there is nowhere to copy checkpoints to; set both")
     try:
         tiers.claim(open_storage(settings.local_dir), open_storage(settings.checkpoint_dir))
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ext.checkpoints.copying.protocol import Pulse, Report, moved
+from elastic_ext.checkpoints.copying.protocol import Pulse, Report, made_progress
 
 
 class Progress:
@@ -12,13 +12,13 @@ class Progress:
         last: the last report; None before the first.
         working: it was given work, and has not yet reported that nothing is left.
         heard_at: when it last sent a message or was given work.
-        moved_at: when it last made progress, or when a wait for progress began.
+        progress_at: when it last made progress, or when a wait for progress began.
     """
 
     def __init__(self, now: float) -> None:
         self.last: Report | None = None
         self.working = True
-        self.heard_at = self.moved_at = now
+        self.heard_at = self.progress_at = now
         self._pulsed = 0  # bytes of this turn that are already counted
 
     def started(self, now: float) -> None:
@@ -34,11 +34,11 @@ class Progress:
         """Process a message; return the bytes sent since the previous one."""
         self.heard_at = now
         if isinstance(message, Pulse):
-            self.moved_at = now
+            self.progress_at = now
             new, self._pulsed = max(0, message.pulse - self._pulsed), message.pulse
             return new
-        if self.last is None or moved(message, self.last):
-            self.moved_at = now
+        if self.last is None or made_progress(message, self.last):
+            self.progress_at = now
         self.last, self.working = message, bool(message.waiting or message.failures)
         new, self._pulsed = max(0, message.sent - self._pulsed), 0
         return new

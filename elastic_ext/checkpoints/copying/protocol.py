@@ -63,7 +63,7 @@ class Pulse:
     pulse: int
 
 
-def moved(report: Report, before: Report) -> bool:
+def made_progress(report: Report, before: Report) -> bool:
     """Return whether there was progress since `before`, on this node or another. Pure."""
     now, then = ((each.waiting, each.complete, each.others) for each in (report, before))
     return bool(report.sent) or now != then

@@ -3,7 +3,7 @@
     elastic_ext.checkpoints.copying.replicate [--mb-s N]      (run by base/isolated.py)
 
 `protocol` describes its input and output; `replicator` does the work. All its state is in the two directories, so a restarted
-process goes on with the interrupted file. Object stores do not report changes, so it polls with growing pauses.
+process resumes the interrupted file. Object stores do not report changes, so it polls with growing pauses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from elastic_ext.base import log_records
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
-from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, moved
+from elastic_ext.checkpoints.copying.protocol import FINISH, UNFINISHED, Pulse, Report, encode, made_progress
 from elastic_ext.checkpoints.copying.replicator import Replicator
 from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.storage import open_storage
@@ -42,7 +42,7 @@ class _Orders:
                 self.finish = self.finish or line.strip() == FINISH
                 self._changed.notify()
         if not self.finish:
-            os._exit(0)  # the agent is gone: end at once; the next process goes on from the directories
+            os._exit(0)  # the agent is gone: end at once; the next process resumes from the directories
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait for an order. Return whether one came."""
@@ -59,9 +59,9 @@ def run(replicator: Replicator, orders: _Orders, tell: Callable[[Report], None])
         finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
         report = replicator.turn()
         tell(report)
-        if moved(report, last) or not finish:
+        if made_progress(report, last) or not finish:
             progress_at = time.monotonic()
-        if moved(report, last):
+        if made_progress(report, last):
             pause = FIRST_PAUSE_S
         last = report
         if finish and not report.waiting and not report.failures:
@@ -80,7 +80,7 @@ def _tell(message: Report | Pulse) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb-s", type=float, default=0.0, help="megabytes to send per second at most; 0: no limit")
+    parser.add_argument("--mb-s", type=float, default=0.0, help="maximum megabytes to send per second; 0: no limit")
     args = parser.parse_args()
     if absent := [name for name in (LOCAL_DIR, CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")

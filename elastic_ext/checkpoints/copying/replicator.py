@@ -87,7 +87,7 @@ class Replicator:
         reason, newest_remote = "", None
         pending: list[LocalCheckpoint] = []
         try:
-            mine = pending = self._mine()
+            mine = pending = self._saved_here()
             newest_remote = self._newest_remote()
             pending = _newer(mine, newest_remote)
             target = self._choose(pending) if pending else None
@@ -102,7 +102,7 @@ class Replicator:
         self._failures = self._failures + 1 if reason else 0
         return self._report(pending, newest_remote, reason)
 
-    def _mine(self) -> list[LocalCheckpoint]:
+    def _saved_here(self) -> list[LocalCheckpoint]:
         """Return the checkpoints saved here, oldest first."""
         found = []
         for name in reversed(own_checkpoints(self._local)):
@@ -175,7 +175,9 @@ class Replicator:
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
         self._coordination.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
-            transfer.copy_files(self._local, self._remote, name, part, self._throttle.send, lambda _: self._throttle.alive())
+            transfer.copy_files(
+                self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
+            )
         except transfer.CopyError as error:  # the other nodes must not wait for it
             marks.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
             raise

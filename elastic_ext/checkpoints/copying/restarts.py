@@ -77,7 +77,7 @@ class RestartedChild:
         """Let the process copy the rest and end. Wait while it makes progress, but not past `deadline` (monotonic seconds)."""
         with self._changed:
             self._stage = Stage.FINISHING
-            self._progress.moved_at = time.monotonic()
+            self._progress.progress_at = time.monotonic()
             self._changed.notify_all()
         self.order(FINISH)
         logger.info("waiting until all checkpoints are copied to %s", self._target)
@@ -97,13 +97,13 @@ class RestartedChild:
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
-                stuck_at = self._progress.moved_at + self._stall_s
+                stuck_at = self._progress.progress_at + self._stall_s
                 if now >= deadline or (now >= stuck_at and replaced):
                     return
                 if now >= stuck_at:
-                    replaced, self._progress.moved_at = True, now
+                    replaced, self._progress.progress_at = True, now
                     logger.warning(
-                        "copying to %s has made no progress for %.0f s: starting the process again", self._target, self._stall_s
+                        "copying to %s has made no progress for %.0f s: restarting the process", self._target, self._stall_s
                     )
                     if self._child is not None:
                         self._child.kill()
@@ -135,12 +135,20 @@ class RestartedChild:
             deaths_at_end += finishing
             self._metrics.copy_failed()
             if deaths_at_end > MAX_DEATHS_AT_END:
-                logger.error("the process that copies checkpoints to %s dies repeatedly, last with %s", self._target, code)
+                logger.error(
+                    "the process that copies checkpoints to %s dies repeatedly, last with exit code %s", self._target, code
+                )
                 return
             if deaths <= ALARM_AFTER:
-                logger.warning("the process that copies checkpoints ended with %s; another one is started in %.1f s", code, pause)
+                logger.warning(
+                    "the process that copies checkpoints ended with exit code %s; restarting it in %.1f s", code, pause
+                )
             elif deaths == ALARM_AFTER + 1:
-                logger.error("checkpoints are not copied to %s: the process for it dies repeatedly with %s", self._target, code)
+                logger.error(
+                    "checkpoints are not copied to %s: the copying process dies repeatedly, last with exit code %s",
+                    self._target,
+                    code,
+                )
             with self._changed:
                 if self._changed.wait_for(lambda: self._stage is Stage.CLOSED, pause):
                     return
@@ -150,7 +158,7 @@ class RestartedChild:
         try:
             child = self._start()
         except OSError as error:
-            logger.error("checkpoints are not copied to %s: the process cannot be started: %s", self._target, error)
+            logger.error("checkpoints are not copied to %s: the copying process cannot be started: %s", self._target, error)
             return -1
         with self._changed:
             self._child = child
@@ -176,7 +184,11 @@ class RestartedChild:
             if left_s is not None and left_s <= 0:
                 silent = True
                 self._metrics.copy_failed()
-                logger.error("nothing is copied to %s: the process for it says nothing for %.0f s", self._target, self._stall_s)
+                logger.error(
+                    "checkpoints are not copied to %s: the copying process has been silent for %.0f s",
+                    self._target,
+                    self._stall_s,
+                )
                 continue
             # Check even an idle process at intervals: it may have been given work.
             lines = child.lines(min(self._stall_s, self._stall_s if left_s is None else left_s) + 0.001)
@@ -186,16 +198,16 @@ class RestartedChild:
                 silent = False
                 logger.warning("checkpoints are copied to %s again", self._target)
             for line in lines:
-                self._take(line)
+                self._handle_line(line)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         try:
             message = decode(line)
         except OtherSchema as error:
-            logger.warning("cannot tell whether checkpoints are copied: %s", error)
+            logger.warning("cannot tell whether checkpoints are being copied: %s", error)
             return
         except RecordError:
-            logger.info("the process that copies checkpoints says: %s", line.decode(errors="replace").rstrip())
+            logger.info("the process that copies checkpoints printed: %s", line.decode(errors="replace").rstrip())
             return
         with self._changed:
             before = self._progress.last

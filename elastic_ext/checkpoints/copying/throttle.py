@@ -54,17 +54,17 @@ class Throttle:
         self._sent_before, self.sent = self._sent_before + self.sent, 0
         self._pulse_at = self._beat_at = time.monotonic()
 
-    def send(self, size: int) -> None:
+    def wait_to_send(self, size: int) -> None:
         """Wait until `size` more bytes may be sent. Raises OSError."""
         pause = self._bucket.take(size, time.monotonic())
         while pause > 0:  # waiting for the rate is not a stall
             self._wait(min(pause, PULSE_S))
             pause -= PULSE_S
-            self.alive()
+            self.report_alive()
         self.sent += size
-        self.alive()
+        self.report_alive()
 
-    def alive(self) -> None:
+    def report_alive(self) -> None:
         """Tell the agent and the other nodes that this node is at work, if it is time to. Raises OSError."""
         now = time.monotonic()
         if now - self._pulse_at >= PULSE_S:

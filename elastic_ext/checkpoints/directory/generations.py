@@ -57,7 +57,7 @@ def refuse_stale(storage: Storage, generation: int) -> None:
     if newest > generation:
         raise StaleGroup(
             f"generation {newest} has opened {storage.address}, this group of workers is generation {generation}: it was "
-            "replaced while it was paused, and must not commit or prune; end it"
+            "replaced while it was paused, and must not commit or prune; end its processes"
         )
 
 

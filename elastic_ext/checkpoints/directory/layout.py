@@ -4,7 +4,7 @@ Processes of one job, and of later jobs, use them to tell each other about check
     quarantine/NAME.json         in the remote directory: do not resume from this checkpoint (`marks`)
     pin/NAME.json                in the remote directory: do not prune this checkpoint (`marks`)
     generation-NNNNNNNN          in the remote directory: a group of workers has opened it (`generations`)
-    resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`choice/beginning.py`)
+    resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`choice/run_start.py`)
     copying, copying_from/NODE   in the remote directory: the checkpoint that the nodes copy there now (`copying/`)
     copied_to                    in a local directory: the remote directory that it belongs to (`tiers`)
     fetched/                     in a local directory: files that other nodes sent for a load (`writing/`)

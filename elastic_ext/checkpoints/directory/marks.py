@@ -60,7 +60,7 @@ def quarantine_of(storage: Storage, name: str) -> Mark | None:
         at, written_at = float(record.get("at", 0)), float(record.get("written_at", 0))
         return Mark(str(record["reason"]), str(record.get("by", "")), at, written_at)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return Mark(f"its mark {storage.path(path)} cannot be understood")
+        return Mark(f"its mark {storage.path(path)} cannot be parsed")
 
 
 def quarantined_names(storage: Storage) -> frozenset[str]:

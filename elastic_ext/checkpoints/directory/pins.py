@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_ext.checkpoints.directory.layout import MARKERS
-from elastic_ext.checkpoints.storage import Storage, polled
+from elastic_ext.checkpoints.storage import Storage, poll
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,14 @@ class Pin:
         try:
             descriptor = _open(local.path(CHOOSING))
             self._locks.append(descriptor)
-            if not polled(lambda: _try_lock(descriptor, fcntl.LOCK_SH), bool, time.monotonic() + REMOVAL_S):
-                logger.warning("a removal in %s takes more than %.0f s: the chosen one may be gone", local.address, REMOVAL_S)
+            if not poll(lambda: _try_lock(descriptor, fcntl.LOCK_SH), bool, time.monotonic() + REMOVAL_S):
+                logger.warning(
+                    "a removal in %s takes more than %.0f s: the chosen checkpoint may be gone", local.address, REMOVAL_S
+                )
         except OSError as error:
             logger.warning("cannot keep the checkpoints in %s from being pruned: %s", local.address, error)
 
-    def narrow(self, name: str) -> None:
+    def keep_only(self, name: str) -> None:
         """Keep only this checkpoint from now on."""
         before, self._locks = self._locks, []
         try:

@@ -68,15 +68,15 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
         return PruneDecision(candidate.name, False, reason)
 
     if candidate.quarantined:
-        return keep("quarantined: somebody must look at it")
+        return keep("quarantined: a person must inspect it")
     if candidate.pinned:
         return keep("pinned")
     if not candidate.complete:
         if candidate.format not in _CERTAIN_FORMATS:
-            return keep("not complete, and perhaps no leftover of a save")
+            return keep("incomplete, but maybe not the leftover of a save")
         if not newer:
-            return keep("not complete; newer than each complete one, so perhaps still being written")
-        return PruneDecision(candidate.name, True, "not complete, and older than a complete one")
+            return keep("incomplete and newer than every complete one: a save may still be writing it")
+        return PruneDecision(candidate.name, True, "incomplete, and older than a complete one")
     if newer < keep_last:
         return keep(f"among the newest {keep_last}")
     if keep_every and candidate.step is not None and candidate.step % keep_every == 0:

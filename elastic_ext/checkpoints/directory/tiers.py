@@ -6,7 +6,7 @@ the remote directory.
 
 A node's part of a checkpoint describes itself by the digest of the manifest and the ranks in its file names. So it does not
 matter which agent of a round has it, or whether the nodes changed their order. A checkpoint can be loaded if each of its files is
-on the disk of some node (`newest_of_all`). A rank that needs a file of another node gets it over the network.
+on the disk of some node (`newest_loadable`). A rank that needs a file of another node gets it over the network.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def missing_ranks(offers_of_nodes: Iterable[Iterable[Offer]]) -> dict[Offer, tup
     return {offer: tuple(rank for rank in range(offer.world) if rank not in ranks) for offer, ranks in held.items()}
 
 
-def newest_of_all(offers_of_nodes: Iterable[Iterable[Offer]], excluded: Collection[str] = ()) -> Offer | None:
+def newest_loadable(offers_of_nodes: Iterable[Iterable[Offer]], excluded: Collection[str] = ()) -> Offer | None:
     """Return the newest checkpoint whose files are all on some node, or None. Pure.
 
     excluded: names of checkpoints that must not be used.
@@ -162,6 +162,6 @@ def claim(local: Storage, remote: Storage) -> None:
         return
     if redacted(found) != address:  # older versions wrote it unredacted
         raise UsageError(
-            f"local_dir {local.address} holds checkpoints that belong to {found}, and checkpoint_dir is "
-            f"{remote.address}: give each job a local_dir of its own, or empty it"
+            f"local_dir {local.address} holds checkpoints that belong to {found}, but checkpoint_dir is "
+            f"{remote.address}: give each job its own local_dir, or empty it"
         )

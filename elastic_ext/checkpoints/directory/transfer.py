@@ -60,7 +60,9 @@ class _Copy:
             # Raised inside the context, so that the target file does not appear.
             shown = self.source.path(path)
             if count != size:
-                raise CopyError(f"{shown} had {size} bytes when it was listed and has {count}: it changes while it is copied")
+                raise CopyError(
+                    f"{shown} had {size} bytes when it was listed and now has {count}: it changed while it was copied"
+                )
             if expected and digest.hexdigest() != expected:
                 raise CopyError(f"{shown} has checksum {digest.hexdigest()}, its manifest says {expected}: it is damaged")
 
@@ -139,7 +141,7 @@ def _checksums(
         raise CopyError(f"{source.path(name)} is not complete: {missing[0]} is missing; nothing was copied")
     path = f"{name}/{MANIFEST}"
     if MANIFEST in there and target.read(path) != source.read(path):
-        raise UsageError(f"{target.path(name)} is another checkpoint of the same name: remove or rename one of the two")
+        raise UsageError(f"{target.path(name)} is another checkpoint with the same name: remove or rename one of them")
     return checksums
 
 

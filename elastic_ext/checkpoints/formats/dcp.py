@@ -40,7 +40,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
         return Inspection(False, DCP, f"{METADATA} is empty, the save did not finish")
     shards = {item.name: item.size for item in content if item.name.endswith(SHARD_SUFFIX) and item.size > 0}
     if not shards:
-        return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is gone")
+        return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
     try:
         needed = _least_sizes(items(storage, entry.name, metadata))
     except PeekError as error:

@@ -56,7 +56,7 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
                     return plugin.check(storage, entry)
         return _check_directory(storage, entry) if entry.is_dir else _check_file(storage, entry)
     except FileNotFoundError:
-        return Inspection(False, format, "it vanished after it was listed")
+        return Inspection(False, format, "it disappeared after it was listed")
     except OSError as error:
         return Inspection(False, format, f"it cannot be read: {error.strerror or error}")
 
@@ -74,7 +74,7 @@ def _check_directory(storage: Storage, entry: Entry) -> Inspection:
 
 def _check_file(storage: Storage, entry: Entry) -> Inspection:
     if entry.size == 0:
-        return Inspection(False, TORCH_SAVE, "an empty file")
+        return Inspection(False, TORCH_SAVE, "the file is empty")
     with storage.open(entry.name) as file:
         if entry.name.endswith(safetensors.SUFFIX):
             return safetensors.check(entry, file)
@@ -119,4 +119,4 @@ def _naming(plugin: Format, entry: Entry) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise UsageError(f"the checkpoint format {type(plugin).__name__} failed at {entry.name}: {error!r}") from error
+        raise UsageError(f"the checkpoint format {type(plugin).__name__} failed on {entry.name}: {error!r}") from error

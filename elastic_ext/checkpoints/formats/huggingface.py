@@ -50,7 +50,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
         return Inspection(False, HUGGING_FACE, str(error))
     step, epoch = state["global_step"], state.get("epoch")
     whole_epoch = int(epoch) if isinstance(epoch, (int, float)) and 0 <= epoch < 1e9 else None
-    reason = f"{STATE} says step {step}, each part is whole"
+    reason = f"{STATE} says step {step}, all parts are complete"
     return Inspection(True, HUGGING_FACE, reason, found[STATE].mtime, step, whole_epoch, total_size(content))
 
 
@@ -60,7 +60,7 @@ def _read_state(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> M
     state = _read_json(storage, entry, STATE)
     step = state.get("global_step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise TornCheckpoint(f"{STATE} has global_step {str(step)[:50]}, expected a count")
+        raise TornCheckpoint(f"{STATE} has global_step {str(step)[:50]}, expected a whole number, 0 or more")
     return state
 
 
@@ -84,14 +84,14 @@ def _check_index(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> 
             raise TornCheckpoint(f"{name} is damaged: it has no weight_map")
         missing = sorted(set(weights.values()) - found.keys())
         if missing:
-            raise TornCheckpoint(f"{missing[0]}, which {name} names, is missing")
+            raise TornCheckpoint(f"{missing[0]} is missing, although {name} lists it")
 
 
 def _check_weights(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -> None:
     weights = [name for name in found if _WEIGHTS.fullmatch(name)]
     folders = [name for name in found if _DEEPSPEED.fullmatch(name) or name.startswith("pytorch_model_fsdp_")]
     if not weights and not folders:
-        raise TornCheckpoint("no weights of a model, the save did not finish")
+        raise TornCheckpoint("no model weights, the save did not finish")
     for name in weights:
         _check_file(storage, entry, found[name])
 
@@ -133,7 +133,7 @@ def _check_folders(storage: Storage, entry: Entry, found: Mapping[str, Entry]) -
 
 def _check_file(storage: Storage, entry: Entry, item: Entry) -> None:
     if item.size == 0:
-        raise TornCheckpoint(f"{item.name}: an empty file")
+        raise TornCheckpoint(f"{item.name} is empty")
     check_file = safetensors.check if item.name.endswith(safetensors.SUFFIX) else torch_save.check
     with storage.open(f"{entry.name}/{item.name}") as file:
         found = check_file(item, file)

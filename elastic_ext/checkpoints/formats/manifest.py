@@ -123,7 +123,7 @@ def decode(data: bytes) -> Manifest:
             StoredFile(_file_name(file["name"]), _count(file["size"]), str(file["checksum"])) for file in record["files"]
         )
         if len({file.name for file in files}) != len(files):
-            raise ValueError("it names a file twice")
+            raise ValueError("it lists a file twice")
         return Manifest(
             step=_count(record["step"]),
             generation=_count(record["generation"]),
@@ -145,12 +145,12 @@ def decode(data: bytes) -> Manifest:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
+        raise ValueError(f"{value!r} is not a whole number, 0 or more")
     return value
 
 
 def _file_name(value: object) -> str:
     """Return a file name. Raises ValueError if it leads out of the directory."""
     if not isinstance(value, str) or not value or value.startswith("/") or ".." in value.split("/") or "\0" in value:
-        raise ValueError(f"{value!r} is not the name of a file in its directory")
+        raise ValueError(f"{value!r} is not the name of a file in the checkpoint")
     return value

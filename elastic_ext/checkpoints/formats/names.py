@@ -34,7 +34,7 @@ def numbers_of(name: str, pattern: str = "") -> tuple[int, ...]:
     return _pattern_numbers(name, pattern) or tuple(int(digits) for digits in _INTEGER.findall(name))
 
 
-def pattern_of(name: str, pattern: str = "") -> str:
+def family_of(name: str, pattern: str = "") -> str:
     """Return the family of a name: the name with each run of digits replaced by '#'.
 
     All our own names form one family. So do all names that match a user's pattern with {step} or {epoch}.

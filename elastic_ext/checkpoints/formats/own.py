@@ -35,7 +35,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspectio
     faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
     if faults:
         return Inspection(False, OWN, summary(faults))
-    reason = f"manifest whole, {len(manifest.files)} files with their sizes"
+    reason = f"manifest intact, {len(manifest.files)} files of the right size"
     return Inspection(True, OWN, reason, found[MANIFEST].mtime, manifest.step, manifest.epoch, manifest.size)
 
 

@@ -127,7 +127,7 @@ def _walk(data: bytes) -> None:
                 _check_index(int(text) if text.isdigit() and len(text) < 20 else size, begin)
             elif follows == _LINES:
                 at = _line_end(data, at)
-    raise PeekError(f"the pickle cannot be read: it does not end within its {size} bytes")
+    raise PeekError(f"the pickle cannot be read: it has no end within its {size} bytes")
 
 
 def _check_index(index: int, at: int) -> None:
@@ -138,7 +138,7 @@ def _check_index(index: int, at: int) -> None:
 def _line_end(data: bytes, at: int) -> int:
     end = data.find(b"\n", at)
     if end < 0:
-        raise PeekError(f"the pickle cannot be read: a line without an end at byte {at}")
+        raise PeekError(f"the pickle cannot be read: the line at byte {at} has no end")
     return end + 1
 
 

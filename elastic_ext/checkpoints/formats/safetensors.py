@@ -24,19 +24,19 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
     fault = _fault(entry.size, file)
     if fault:
         return Inspection(False, SAFETENSORS, fault)
-    return Inspection(True, SAFETENSORS, "header whole, size as it says", entry.mtime, size=entry.size)
+    return Inspection(True, SAFETENSORS, "header intact, size as expected", entry.mtime, size=entry.size)
 
 
 def read_content(size: int, file: IO[bytes]) -> Content:
     """Check the header and size of a file of `size` bytes. The tensors cannot be verified. Raises OSError."""
-    return Content(_fault(size, file), "safetensors has no checksums: header and size only")
+    return Content(_fault(size, file), "safetensors has no checksums: only header and size were checked")
 
 
 def _fault(size: int, file: IO[bytes]) -> str:
     file.seek(0)
     header_size = int.from_bytes(file.read(8), "little")
     if size < 8 or header_size > min(MAX_HEADER, size - 8):
-        return f"a header of {header_size} bytes does not fit into {size}: truncated or damaged"
+        return f"a header of {header_size} bytes does not fit into {size} bytes: truncated or damaged"
     try:
         header = json.loads(file.read(header_size))
         ends = [value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"]

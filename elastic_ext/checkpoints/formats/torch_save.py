@@ -127,9 +127,9 @@ def _plain_values(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Mapping[ob
 def _entry_fault(info: zipfile.ZipInfo) -> str:
     """Return a fault if torch never writes such a directory entry. Python's zipfile ignores it, but torch.load fails."""
     if not _is_stored(info):
-        return f"{info.compress_size} bytes for {info.file_size}, expected it stored as it is"
+        return f"{info.compress_size} bytes stored for {info.file_size}, expected no compression"
     if info.flag_bits & ~_FLAGS or info.comment or info.volume or info.external_attr:
-        return "its entry in the zip directory is not one of torch's"
+        return "torch never writes such an entry in the zip directory"
     return ""
 
 
@@ -138,7 +138,7 @@ def _record_fault(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
     with _open_record(archive, info) as record:
         while block := record.read(_BLOCK):
             count += len(block)
-    return "" if count == info.file_size else f"{count} bytes of {info.file_size}"
+    return "" if count == info.file_size else f"only {count} of {info.file_size} bytes"
 
 
 def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
@@ -154,4 +154,4 @@ def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
     disks, entries, end_size, end_start, locator, end_place = found[4:6], found[6:8], *found[8:11], found[12]
     same = disks == (0, 0) and entries == (count, count) and (end_size, end_start) == (size, start)
     located = locator == _LOCATOR and end_place == start + size and found[11::2] == (0, 1)
-    return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory"
+    return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory does not match the rest"

@@ -143,10 +143,10 @@ def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
         return _Plan([_File("", checkpoint.size)], [], [])
     found = dict(files_of(storage, checkpoint.name))
     manifest = own.read_manifest(storage, checkpoint.name, found)
-    return _plan_shards(storage, checkpoint, found) if manifest is None else _plan_own(manifest, found)
+    return _plan_by_metadata(storage, checkpoint, found) if manifest is None else _plan_by_manifest(manifest, found)
 
 
-def _plan_own(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
+def _plan_by_manifest(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
     faults = own.size_faults(manifest, found)
     files = [_File(file.name, file.size, file.checksum) for file in manifest.files if file.name not in faults]
     known = {MANIFEST, *(file.name for file in manifest.files)}
@@ -154,7 +154,7 @@ def _plan_own(manifest: Manifest, found: Mapping[str, Entry]) -> _Plan:
     return _Plan(files, [Remark(name, f"it {fault}") for name, fault in faults.items()], notes)
 
 
-def _plan_shards(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
+def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, Entry]) -> _Plan:
     """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
     files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(dcp.SHARD_SUFFIX)]
     faults = []
@@ -194,7 +194,7 @@ def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress
         return _read_json(opened)
     if path.endswith(TORCH_SAVE_SUFFIXES) or opened.read(len(torch_save.ZIP_MAGIC)) == torch_save.ZIP_MAGIC:
         return torch_save.read_content(opened)
-    return Content(note="no checksum is known: size only")
+    return Content(note="no checksum is known: only the size was checked")
 
 
 def _read_json(opened: IO[bytes]) -> Content:

@@ -176,7 +176,7 @@ def _entry_of(item: os.DirEntry[str], root: str) -> Entry | None:
         found = item.stat()
     except OSError as error:
         if item.is_symlink():
-            return Entry(item.name, item.path, False, 0, None, f"a link that leads nowhere ({error.strerror})")
+            return Entry(item.name, item.path, False, 0, None, f"a dangling link ({error.strerror})")
         if isinstance(error, FileNotFoundError):
             return None
         if isinstance(error, PermissionError):

@@ -11,7 +11,7 @@ Seen = TypeVar("Seen")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two looks; each pause is twice the previous one
 
 
-def polled(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
+def poll(look: Callable[[], Seen], enough: Callable[[Seen], bool], deadline: float) -> Seen:
     """Call `look`, at least once, until `enough` accepts its result or the deadline passes. Return the last result.
 
     Args:

@@ -78,7 +78,7 @@ class Destination:
         before, self._tier_failure = self._tier_failure, failure.kind if failure is not None else None
         if failure is not None and failure.kind is not before:
             remote = self._directories.remote.address
-            logger.warning("not saved to local_dir, rank %s: %s; saves go to %s", failure.rank, failure.reason, remote)
+            logger.warning("rank %s cannot save to local_dir: %s; saves go to %s", failure.rank, failure.reason, remote)
         elif before is not None and failure is None:
             logger.warning("saves go to local_dir again")
 
@@ -113,7 +113,7 @@ class BackgroundSaver:
         except (StaleGroup, OSError) as error:
             name, outcome = "", Outcome(failure_of(error, 0))
         except Exception as error:  # the top of a thread
-            logger.exception("the ranks can no longer agree on a save: there will be no further one")
+            logger.exception("the ranks can no longer communicate: no more checkpoints will be saved")
             name, outcome = "", Outcome(SaveFailure(FailureKind.GROUP, f"{type(error).__name__}: {error}", self._ranks.rank))
         if outcome.failure is None:
             self._committed(name, step, outcome.size, time.monotonic() - save.called)
@@ -139,7 +139,7 @@ class BackgroundSaver:
         if self._ranks.rank != 0:
             return False
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.5, 1.0)
-        logger.warning("save failed on rank %s (%s), trying again in %.1f s", failure.rank, failure.reason, pause)
+        logger.warning("save failed on rank %s (%s); retrying in %.1f s", failure.rank, failure.reason, pause)
         return not self._hurry.wait(pause)
 
     def _committed(self, name: str, step: int, size: int, seconds: float) -> None:

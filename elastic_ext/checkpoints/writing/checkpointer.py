@@ -152,7 +152,7 @@ class Checkpointer:
     def save(
         self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None, wait: bool = False
     ) -> None:
-        """Copy the state and return; it is written while training goes on. Waits for the previous save first.
+        """Copy the state and return; it is written while training continues. Waits for the previous save first.
 
         In the middle of an accumulation the gradients are also saved, except those that FSDP2 keeps unsharded.
 
@@ -167,7 +167,7 @@ class Checkpointer:
         """
         called = time.monotonic()
         self._saver.wait(hurry=True)  # training stands still, and a newer state is about to be saved
-        if self._results.skipped(step):
+        if self._results.skip(step):
             return
         began = time.monotonic()
         staged, refused = self._stager.stage(step, accumulation)
@@ -209,5 +209,5 @@ def _open_directory(directory: str | os.PathLike[str] | None) -> Storage:
     """Open the directory. Raises UsageError if neither the script nor the agent names one."""
     where = os.fspath(directory) if directory is not None else os.environ.get(CHECKPOINT_DIR, "")
     if not where:
-        raise UsageError(f"no directory for checkpoints: give one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
+        raise UsageError(f"no directory for checkpoints: pass one, or set {CHECKPOINT_DIR} (--rdzv-conf checkpoint_dir=...)")
     return open_storage(where)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 SHARED_FILE = "shared.pt"  # the state that all ranks share, pickled
 
 
-def own_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
     """Return the name of the file with a rank's own state, pickled."""
     return f"rank_{rank:05d}.pt"
 
@@ -104,7 +104,7 @@ def _write(files: Files, name: str, staged: Staged, ranks: Ranks) -> SaveFailure
         reason = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
         return SaveFailure(FailureKind.OTHER, reason, ranks.rank)
     try:
-        files.put(f"{name}/{own_file(ranks.rank)}", staged.own)
+        files.put(f"{name}/{rank_file(ranks.rank)}", staged.own)
         if ranks.rank == 0:
             files.put(f"{name}/{SHARED_FILE}", staged.shared)
     except Exception as error:  # noqa: BLE001  (reported with the files)

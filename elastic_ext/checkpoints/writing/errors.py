@@ -16,7 +16,7 @@ class CheckpointError(ElasticExtError):
 
 
 class FailureKind(str, Enum):
-    """Why a save failed. Reactions differ, but training always goes on."""
+    """Why a save failed. Reactions differ, but training always continues."""
 
     FULL = "full"  # disk or quota: free space
     PERMISSION = "permission"

@@ -1,6 +1,6 @@
 """Load a checkpoint in the local tier: nodes send each other the files and byte ranges that are not on their own disk.
 
-All ranks compute the same list of pieces (`pieces`) from the requests of all, and process it in the same order. A piece travels
+From the requests of all ranks, each computes the same list of pieces (`plan_pieces`), and all follow its order. A piece travels
 over gloo as a uint8 tensor: by send and receive to one node, by broadcast to several. A received piece is stored at its own
 offset below FETCHED in the local directory until the load ends.
 """
@@ -55,7 +55,7 @@ class Parts:
         """Return whether a file is on a node's disk."""
         return node in self.holders.get(file, ())
 
-    def agent(self, node: int, file: str) -> int:
+    def responsible_rank(self, node: int, file: str) -> int:
         """Return the rank that reads a file on a node, or stores its received pieces. The node's ranks share the work. Pure."""
         ranks = ranks_of(self.nodes, node)
         return ranks[(rank_of(file) or 0) % len(ranks)]
@@ -68,7 +68,7 @@ class Piece:
     Attributes:
         number: the position of the piece in its range.
         begin, end: byte offsets in the file.
-        keepers: the ranks that store it, one on each node that wants it.
+        receivers: the ranks that store it, one on each node that wants it.
     """
 
     number: int
@@ -76,10 +76,10 @@ class Piece:
     begin: int
     end: int
     sender: int
-    keepers: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
-def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
+def merge_ranges(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
     """Return the ranges sorted and merged, including gaps of up to `near` bytes between them. Pure."""
     found: list[Range] = []
     for file, begin, end in sorted(ranges):
@@ -90,7 +90,7 @@ def joined(ranges: Iterable[Range], near: int = NEAR) -> list[Range]:
     return found
 
 
-def pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Piece]:
+def plan_pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], largest: int = LARGEST_PIECE) -> list[Piece]:
     """Return the pieces to send, in the order that all ranks follow. Pure.
 
     requests: (node, ranges) of each rank. The first pieces of all files come first. So if each node wants the files of its
@@ -102,19 +102,19 @@ def pieces(parts: Parts, requests: Sequence[tuple[int, Sequence[Range]]], larges
             wanting.setdefault(found[0], []).append((node, found))
     sent = []
     for file, wanted in wanting.items():
-        for _, begin, end in joined(found for _, found in wanted):
+        for _, begin, end in merge_ranges(found for _, found in wanted):
             for number, first in enumerate(range(begin, end, largest)):
                 last = min(end, first + largest)
                 nodes = sorted({node for node, found in wanted if found[1] < last and first < found[2]})
                 if not nodes:
                     continue  # a gap between two ranges
                 holder = parts.holders[file][nodes[0] % len(parts.holders[file])]
-                keepers = tuple(parts.agent(node, file) for node in nodes)
-                sent.append(Piece(number, file, first, last, parts.agent(holder, file), keepers))
+                receivers = tuple(parts.responsible_rank(node, file) for node in nodes)
+                sent.append(Piece(number, file, first, last, parts.responsible_rank(holder, file), receivers))
     return sorted(sent)
 
 
-class Exchange:
+class PieceExchange:
     """The transfers for one load of one checkpoint."""
 
     def __init__(self, tier: LocalTier, parts: Parts, name: str, ranks: Ranks) -> None:
@@ -128,7 +128,7 @@ class Exchange:
         all ranks.
         """
         local, first = self._tier.storage, self._tier.first
-        self._ranks.together(lambda: _remove_fetched(local) if first else None)
+        self._ranks.run_on_all(lambda: _remove_fetched(local) if first else None)
         try:
             self.fetch((file.name, 0, file.size) for file in files)
             yield _Overlay(local)
@@ -146,7 +146,7 @@ class Exchange:
         """
         wanted = [found for found in ranges if not self._parts.has(self._tier.node, found[0])]
         failed = ""
-        for piece in pieces(self._parts, self._ranks.all_gather((self._tier.node, wanted))):
+        for piece in plan_pieces(self._parts, self._ranks.all_gather((self._tier.node, wanted))):
             try:
                 self._transfer(piece)
             except OSError as error:
@@ -158,7 +158,7 @@ class Exchange:
     def _transfer(self, piece: Piece) -> None:
         """Send one piece from the node that has it to those that want it. Raises OSError only after this rank's transfer."""
         rank, local = self._ranks.rank, self._tier.storage
-        if len(piece.keepers) == 1 and rank not in (piece.sender, *piece.keepers):
+        if len(piece.receivers) == 1 and rank not in (piece.sender, *piece.receivers):
             return
         data = torch.zeros(piece.end - piece.begin, dtype=torch.uint8)
         failure: OSError | None = None
@@ -167,10 +167,10 @@ class Exchange:
                 _read(local, f"{self._name}/{piece.file}", piece.begin, data)
             except OSError as error:  # the receivers still wait for data
                 failure = error
-        self._ranks.send_tensor(data, piece.sender, piece.keepers)
+        self._ranks.send_tensor(data, piece.sender, piece.receivers)
         if failure is not None:
             raise failure
-        if rank in piece.keepers:
+        if rank in piece.receivers:
             _keep(local.path(f"{FETCHED}/{self._name}/{piece.file}"), piece.begin, data)
 
 

@@ -12,9 +12,9 @@ from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
 from elastic_ext.checkpoints.formats.manifest import Manifest
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing import random_state, state
-from elastic_ext.checkpoints.writing.commit import SHARED_FILE, own_file
+from elastic_ext.checkpoints.writing.commit import SHARED_FILE, rank_file
 from elastic_ext.checkpoints.writing.errors import CheckpointError
-from elastic_ext.checkpoints.writing.exchange import Exchange
+from elastic_ext.checkpoints.writing.exchange import PieceExchange
 from elastic_ext.checkpoints.writing.local_tier import Directories
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.reading import read_objects, read_tensors
@@ -93,7 +93,7 @@ class Loader:
         except CheckpointError as error:
             if self._directories.tier_of(storage) is None:
                 raise
-            logger.warning("%s cannot be loaded: %s; looking into %s", path, error, self._directories.remote.address)
+            logger.warning("%s cannot be loaded: %s; looking in %s", path, error, self._directories.remote.address)
             position = self.load_newest({storage.address: {name}})
             if position is None:
                 raise  # starting from nothing would lose the work
@@ -105,33 +105,33 @@ class Loader:
             return self._restore(checked.storage, name, manifest, None)
         same = manifest.world_size == ranks.world
         wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
-        small = {DCP_METADATA, SHARED_FILE, *(own_file(rank) for rank in wanted)}
-        exchange = Exchange(tier, checked.parts, name, ranks)
+        small = {DCP_METADATA, SHARED_FILE, *(rank_file(rank) for rank in wanted)}
+        exchange = PieceExchange(tier, checked.parts, name, ranks)
         with exchange.with_files(file for file in manifest.files if file.name in small) as storage:
             return self._restore(storage, name, manifest, exchange)
 
-    def _restore(self, storage: Storage, name: str, manifest: Manifest, exchange: Exchange | None) -> Position:
+    def _restore(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> Position:
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
         def read() -> tuple[state.Saved, state.StateDict]:
             shared = read_objects(storage, name, SHARED_FILE)
             wanted = (ranks.rank,) if same else range(manifest.world_size)
-            saved = state.Saved(shared, {rank: read_objects(storage, name, own_file(rank)) for rank in wanted})
+            saved = state.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
             return saved, state.template(objects, saved)
 
-        saved, tensors = ranks.together(read)
-        ranks.together(lambda: read_tensors(storage, name, tensors, ranks, exchange))
-        ranks.together(lambda: state.restore(objects, tensors, saved))
-        dataloader = ranks.together(lambda: self._put_dataloader(saved.owns, same))
+        saved, tensors = ranks.run_on_all(read)
+        ranks.run_on_all(lambda: read_tensors(storage, name, tensors, ranks, exchange))
+        ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
+        dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
-            generators = saved.owns[ranks.rank]["generators"]
+            generators = saved.own_states[ranks.rank]["generators"]
             random_state.restore(generators)  # last: the steps before may draw from them
             if dataloader:
                 random_state.restore_after_iter(objects.dataloader, generators)
         else:
             ways = (name, manifest.world_size, ranks.world)
-            logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are seeded again", *ways)
+            logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
             random_state.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded = name if storage in self._directories else None
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
@@ -146,21 +146,21 @@ class Loader:
             generators=same,
         )
 
-    def _put_dataloader(self, owns: Mapping[int, state.StateDict], same: bool) -> bool:
+    def _put_dataloader(self, own_states: Mapping[int, state.StateDict], same: bool) -> bool:
         """Restore the data loader; return whether its state was restored. same: the world size is that of the save."""
         loader, ranks = self._objects.dataloader, self._ranks
-        if loader is None or any("dataloader" not in own for own in owns.values()):
+        if loader is None or any("dataloader" not in own for own in own_states.values()):
             return False
         if same:
-            found = owns[ranks.rank]["dataloader"]
+            found = own_states[ranks.rank]["dataloader"]
         elif self._reshard is None:
             logger.warning(
-                "the data loader starts from the beginning: its state is that of %s ranks, and no reshard_dataloader was given",
-                len(owns),
+                "the data loader starts from the beginning: its state was saved by %s ranks, and no reshard_dataloader was given",
+                len(own_states),
             )
             return False
         else:
-            found = self._reshard([owns[rank]["dataloader"] for rank in sorted(owns)], ranks.rank, ranks.world)
+            found = self._reshard([own_states[rank]["dataloader"] for rank in sorted(own_states)], ranks.rank, ranks.world)
             if found is None:
                 return False
         loader.load_state_dict(found)

@@ -43,7 +43,7 @@ def take(optimizer: Optimizer, names: Names) -> tuple[Moments, Form]:
         by_index = [names[parameter] for parameter in parameters]
     except KeyError:
         raise UsageError(
-            "the optimizer has a parameter that the model does not have: give the Checkpointer the model it steps"
+            "the optimizer has a parameter that the model does not have: pass the Checkpointer the model that it optimizes"
         ) from None
     groups = [{**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]]
     moments: Moments = {}
@@ -64,7 +64,7 @@ def template(form: Form, parameters: Mapping[str, nn.Parameter]) -> Moments:
     for name, state in form["state"].items():
         if name not in parameters:
             raise UsageError(
-                f"the checkpoint has optimizer state of {name}, which the model does not have: build the model that was saved"
+                f"the checkpoint has optimizer state for {name}, which the model does not have: build the model that was saved"
             )
         moments[name] = {key: _empty(each, parameters[name]) for key, each in state.items() if isinstance(each, Moment)}
     return moments

@@ -64,8 +64,8 @@ class Ranks:
             raise raised
         return cast(T, value)
 
-    def together(self, do: Callable[[], T]) -> T:
-        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none goes on alone."""
+    def run_on_all(self, do: Callable[[], T]) -> T:
+        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none continues alone."""
         result: T | None = None
         failed = ""
         try:

@@ -17,7 +17,7 @@ from elastic_ext.checkpoints.formats.manifest import StoredFile
 from elastic_ext.checkpoints.state import Moment
 from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.dcp_files import Files, Reader
-from elastic_ext.checkpoints.writing.exchange import Exchange, joined
+from elastic_ext.checkpoints.writing.exchange import PieceExchange, merge_ranges
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.state import StateDict
 
@@ -48,11 +48,11 @@ def read_objects(storage: Storage, name: str, file: str) -> Any:
     return torch.load(data, map_location="cpu", pickle_module=_PickleModule, weights_only=False)
 
 
-def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: Exchange | None = None) -> None:
+def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, exchange: PieceExchange | None = None) -> None:
     """Fill in `tensors`, each rank its own part. Collective. Raises torch's CheckpointException, KeyError and others.
 
     exchange: for a checkpoint in the local tier, lets other nodes send the byte ranges that this node lacks. `storage` is then
-    the one from `Exchange.with_files`, with `.metadata`.
+    the one from `PieceExchange.with_files`, with `.metadata`.
     """
     files = Files(storage, name)
     reader = Reader(files, name) if exchange is None else _ExchangingReader(files, name, exchange)
@@ -60,7 +60,7 @@ def read_tensors(storage: Storage, name: str, tensors: StateDict, ranks: Ranks, 
 
 
 class _ExchangingReader(Reader):
-    def __init__(self, files: Files, checkpoint: str, exchange: Exchange) -> None:
+    def __init__(self, files: Files, checkpoint: str, exchange: PieceExchange) -> None:
         super().__init__(files, checkpoint)
         self._exchange = exchange
 
@@ -68,11 +68,11 @@ class _ExchangingReader(Reader):
         """Fetch missing data and read. Collective. Raises CheckpointError on all ranks if one cannot read or store a piece."""
         places = [self.storage_data[item.storage_index] for item in plan.items]
         # Only one rank wrote the replicated tensors, so all nodes may want their ranges.
-        self._exchange.fetch(joined((place.relative_path, place.offset, place.offset + place.length) for place in places))
+        self._exchange.fetch(merge_ranges((place.relative_path, place.offset, place.offset + place.length) for place in places))
         return super().read_data(plan, planner)
 
 
-def damage(storage: Storage, name: str, file: StoredFile, checksums: bool) -> str:
+def find_damage(storage: Storage, name: str, file: StoredFile, checksums: bool) -> str:
     """Return how a file differs from its manifest entry, or "". checksums: also read the file; else only compare the size."""
     path = f"{name}/{file.name}"
     try:

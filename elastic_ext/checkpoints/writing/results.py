@@ -64,8 +64,8 @@ class Results:
     def failed(self, name: str, step: int, failure: SaveFailure) -> None:
         """Record a failed save."""
         self.failures += 1
-        self.last_error = f"step {step} was not saved, rank {failure.rank}: {failure.kind.value}: {failure.reason}"
-        logger.warning("%s; training goes on", self.last_error)
+        self.last_error = f"step {step} was not saved: rank {failure.rank}: {failure.kind.value}: {failure.reason}"
+        logger.warning("%s; training continues", self.last_error)
         saves.report_save_failed()
         self.emit(Event("failed", step, name, reason=self.last_error))
         if failure.kind is FailureKind.STALE:
@@ -76,7 +76,7 @@ class Results:
             logger.error("%s saves failed in a row; the last saved step is %s", self.failures, self.last_saved)
             self.emit(Event("alarm", step, name, reason=self.last_error))
 
-    def skipped(self, step: int) -> bool:
+    def skip(self, step: int) -> bool:
         """Return whether this step need not or cannot be saved, and if so tell the agent. Raises StaleGroup."""
         if self.stale is not None:
             raise self.stale
@@ -84,7 +84,7 @@ class Results:
             logger.info("step %s is not saved: %s", step, self.ended)
             saves.report_save_failed()
         elif step == self.last_saved:
-            logger.info("step %s is not saved: it is saved already", step)
+            logger.info("step %s is not saved: it has been saved already", step)
             saves.report_saved(step, 0.0)
         else:
             return False

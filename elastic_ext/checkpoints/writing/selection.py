@@ -13,7 +13,7 @@ from elastic_ext.checkpoints.writing.errors import CheckpointError
 from elastic_ext.checkpoints.writing.exchange import Parts
 from elastic_ext.checkpoints.writing.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
-from elastic_ext.checkpoints.writing.reading import damage
+from elastic_ext.checkpoints.writing.reading import find_damage
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class Selection:
         if tier is None:
             return in_remote
         local, first = tier.storage, tier.first
-        offers = self._ranks.all_gather(self._ranks.together(lambda: tiers.offers(local) if first else None))
+        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(local) if first else None))
         names = self._ranks.from_rank_0(lambda: marks.quarantined_names(remote)).union(refused.get(local.address, ()))
-        offer = tiers.newest_of_all([each for each in offers if each is not None], names)
+        offer = tiers.newest_loadable([each for each in offers if each is not None], names)
         if offer is None or (name is not None and _order(name) > _order(offer.name)):
             return in_remote
         return local, offer.name
@@ -67,14 +67,14 @@ class Selection:
             manifest, parts = self._parts(tier, name)
             mine = [file for file in manifest.files if parts.has(tier.node, file.name)]
             found = Checked(storage, name, manifest, parts)
-            share = tuple(file for file in mine if parts.agent(tier.node, file.name) == rank)
+            share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
 
         def check() -> None:
-            wrong = [text for file in share if (text := damage(storage, name, file, self._verify))]
+            wrong = [text for file in share if (text := find_damage(storage, name, file, self._verify))]
             if wrong:
                 raise CheckpointError(f"{found.path}: {'; '.join(wrong)}")
 
-        self._ranks.together(check)
+        self._ranks.run_on_all(check)
         return found
 
     def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
@@ -94,7 +94,7 @@ class Selection:
         holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
         lost = [file for file, nodes in holders.items() if not nodes]
         if lost:
-            raise CheckpointError(f"{path}: {len(lost)} files are on no node, among them {lost[0]}")
+            raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
         return manifest, Parts(tier.nodes, tier.node, holders)
 
 

@@ -1,4 +1,4 @@
-"""Copy the training state to separate memory, so that training goes on while the copy is written."""
+"""Copy the training state to separate memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Stager:
             return Staged(self._copies.take(taken.tensors), shared, pickled(taken.own)), None
         except UsageError as error:
             return Staged(failure=SaveFailure(FailureKind.OTHER, str(error), self._rank)), error
-        except Exception as error:  # training goes on
-            logger.exception("the state of step %s could not be copied", step)
+        except Exception as error:  # training continues
+            logger.exception("the state of step %s could not be copied to host memory", step)
             return Staged(failure=SaveFailure(FailureKind.OTHER, f"{type(error).__name__}: {error}", self._rank)), None
 
 

@@ -46,7 +46,7 @@ class Objects:
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
     @property
-    def steppers(self) -> tuple[tuple[str, Stateful | None], ...]:
+    def shared_objects(self) -> tuple[tuple[str, Stateful | None], ...]:
         """(key in checkpoints, object) for each single object whose state all ranks share."""
         return ("scheduler", self.scheduler), ("scaler", self.scaler)
 
@@ -57,11 +57,11 @@ class Saved:
 
     Attributes:
         shared: equal on all ranks.
-        owns: ranks' own state, by rank: only this rank's at an equal world size, else that of all ranks that saved.
+        own_states: ranks' own state, by rank: only this rank's at an equal world size, else that of all ranks that saved.
     """
 
     shared: StateDict
-    owns: Mapping[int, StateDict]
+    own_states: Mapping[int, StateDict]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
         moments, form = optimizer_state.take(optimizer, names)
         tensors.setdefault("optimizer", {})[str(number)] = moments
         shared["optimizers"].append(form)
-    for name, part in objects.steppers:
+    for name, part in objects.shared_objects:
         if part is not None:
             shared[name] = part.state_dict()
     for name, part in objects.extra.items():
@@ -118,7 +118,7 @@ def template(objects: Objects, saved: Saved) -> StateDict:
     if len(shared["optimizers"]) != len(objects.optimizers):
         raise UsageError(
             f"the checkpoint holds {len(shared['optimizers'])} optimizers, expected {len(objects.optimizers)}: "
-            "give the Checkpointer as many as at the save"
+            "pass the Checkpointer the optimizers that were saved"
         )
     for number, form in enumerate(shared["optimizers"]):
         tensors.setdefault("optimizer", {})[str(number)] = optimizer_state.template(form, parameters)
@@ -129,7 +129,7 @@ def template(objects: Objects, saved: Saved) -> StateDict:
         tensors["gradients"] = {name: torch.zeros_like(parameters[name].detach()) for name in shared["gradients"]}
         tensors["rank_gradients"] = {
             str(rank): {name: torch.zeros_like(parameters[name].detach()) for name in own["gradients"]}
-            for rank, own in saved.owns.items()
+            for rank, own in saved.own_states.items()
         }
     return _without_empty(tensors)
 
@@ -141,7 +141,7 @@ def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
     names = parameter_names(objects.model)
     for number, (optimizer, form) in enumerate(zip(objects.optimizers, shared["optimizers"], strict=True)):
         optimizer_state.put(optimizer, names, form, tensors.get("optimizer", {}).get(str(number), {}))
-    for name, part in objects.steppers:
+    for name, part in objects.shared_objects:
         if part is not None and name in shared:
             part.load_state_dict(shared[name])
     for name, part in objects.extra.items():
@@ -152,7 +152,7 @@ def restore(objects: Objects, tensors: StateDict, saved: Saved) -> None:
     for parameter in names:
         parameter.grad = None
     if "gradients" in shared:
-        _put_gradients(names, tensors, saved.owns)
+        _put_gradients(names, tensors, saved.own_states)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -183,15 +183,17 @@ def _take_gradients(names: Names) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return sharded, local
 
 
-def _put_gradients(names: Names, tensors: StateDict, owns: Mapping[int, StateDict]) -> None:
+def _put_gradients(names: Names, tensors: StateDict, own_states: Mapping[int, StateDict]) -> None:
     """Restore gradients. At another world size each rank gets the saved ranks' mean, which preserves the mean over ranks."""
     for parameter, name in names.items():
         if name in tensors.get("gradients", {}):
             parameter.grad = tensors["gradients"][name]
             continue
-        found = [tensors["rank_gradients"][str(rank)][name] for rank, own in sorted(owns.items()) if name in own["gradients"]]
+        found = [
+            tensors["rank_gradients"][str(rank)][name] for rank, own in sorted(own_states.items()) if name in own["gradients"]
+        ]
         if found:
-            parameter.grad = found[0] if len(owns) == 1 else torch.stack(found).sum(0) / len(owns)
+            parameter.grad = found[0] if len(own_states) == 1 else torch.stack(found).sum(0) / len(own_states)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

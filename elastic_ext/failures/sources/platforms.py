@@ -23,7 +23,7 @@ def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: boo
         A Platform, without a name if the platform is unknown.
     """
     if slurm.job_id(environ):
-        return slurm.ask(environ)
+        return slurm.query(environ)
     if kubernetes.HOST in environ or pod_file:
         return kubernetes.platform_of(_pod(environ, pod_file, pod_api))
     return Platform()

@@ -13,7 +13,7 @@ from elastic_ext.failures.sources import commands
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output
-SHORTLY_S = 5.0  # by its own clock, Slurm sends its signals at about the time of the limit
+LIMIT_MARGIN_S = 5.0  # by its own clock, Slurm sends its signals at about the time of the limit
 
 # From JobState to the reason; other states (RUNNING, COMPLETING, PENDING, ...) do not end a job.
 _OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL", "REQUEUED", "REVOKED", "STOPPED", "FAILED")
@@ -44,7 +44,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text and text.isascii() and text.isdigit() else None
 
 
-def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
+def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     """Ask Slurm why the job of this process ends. timeout_s: seconds for scontrol."""
     job = read_environment(environ)
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
@@ -52,7 +52,7 @@ def ask(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234" or "1234_7", never an option
         text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
     reason = parse_show_job(text or "")
-    if not reason and job.end_time is not None and time.time() >= job.end_time - SHORTLY_S:
+    if not reason and job.end_time is not None and time.time() >= job.end_time - LIMIT_MARGIN_S:
         reason = TIME_LIMIT
     return Platform("slurm", reason)
 

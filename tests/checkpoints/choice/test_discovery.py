@@ -25,7 +25,7 @@ from elastic_ext.checkpoints.choice.discovery import candidates, newest_complete
 from elastic_ext.checkpoints.choice.selection import Choice, choose, families
 from elastic_ext.checkpoints.formats import detect, torch_save
 from elastic_ext.checkpoints.formats.inspection import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, UNKNOWN, Inspection
-from elastic_ext.checkpoints.formats.names import pattern_of, step_of
+from elastic_ext.checkpoints.formats.names import family_of, step_of
 from elastic_ext.checkpoints.storage import Entry, open_storage, remote
 
 
@@ -67,7 +67,7 @@ def chosen(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
     ],
 )
 def test_step_and_pattern_of_a_name(name: str, step: int | None, pattern: str) -> None:
-    assert (step_of(name), pattern_of(name)) == (step, pattern)
+    assert (step_of(name), family_of(name)) == (step, pattern)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_directory_of_another_kind_is_named_only_if_it_may_be_a_checkpoint() -
 
 def test_unusable_entries_are_passed_over_without_a_look() -> None:
     looked: list[str] = []
-    choice = decide([entry("s_2.pt", unusable="a link that leads nowhere"), entry("s_1.pt")], set(), looked)
+    choice = decide([entry("s_2.pt", unusable="a dangling link"), entry("s_1.pt")], set(), looked)
     assert looked == ["s_1.pt"]
-    assert choice.passed_over[0].reason == "a link that leads nowhere"
+    assert choice.passed_over[0].reason == "a dangling link"
 
 
 def test_families_come_with_the_one_first_that_may_hold_the_newest() -> None:
@@ -222,13 +222,13 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     said = reasons(tmp_path)
     assert found_path(tmp_path) == str(tmp_path / "good.pth")
     assert said == {
-        "a.pt": "an empty file",
+        "a.pt": "the file is empty",
         "b.pt": f"its zip directory, at the end of {len(whole) // 2} bytes, is missing or damaged",
         "c.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
         "d.pt": "not a zip archive: damaged, or not written by torch.save of torch 1.6 or later",
         "e.pt": "a zip archive of 1 entries without data.pkl: not written by torch.save",
         "f.pt": "neither a file nor a directory",
-        "g.pt": "a link that leads nowhere (No such file or directory)",
+        "g.pt": "a dangling link (No such file or directory)",
     }
 
 
@@ -305,8 +305,8 @@ def empty(path: Path) -> None:
         (remove, ".metadata", "no .metadata, the save did not finish"),
         (rename_to_tmp, ".metadata", "no .metadata, the save did not finish"),
         (empty, ".metadata", ".metadata is empty, the save did not finish"),
-        (remove, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is gone"),
-        (empty, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is gone"),
+        (remove, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
+        (empty, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
     ],
 )
 def test_an_unfinished_distributed_checkpoint_is_passed_over(tmp_path: Path, damage: Any, name: str, said: str) -> None:
@@ -435,7 +435,7 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     private.chmod(0o755)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
-        f"usage: checkpoint_dir {private} may not be read (Permission denied): let this user read it, or change it\n"
+        f"usage: checkpoint_dir {private} cannot be read (Permission denied): let this user read it, or set another\n"
     )
 
 
@@ -539,4 +539,4 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> Non
     (tmp_path / "step_1.pt").unlink()
     choice = choose(candidates(listed), partial(detect.check, directory))
     assert choice.resume is None
-    assert {passed.reason for passed in choice.passed_over} == {"it vanished after it was listed"}
+    assert {passed.reason for passed in choice.passed_over} == {"it disappeared after it was listed"}

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, directory_name
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, polled, polling
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll, polling
 from elastic_ext.checkpoints.storage.local import LocalStorage
 from elastic_ext.checkpoints.storage.remote import RemoteStorage
 from tests.checkpoints.formats.test_formats import save_own
@@ -80,7 +80,7 @@ def test_from_nothing_and_from_one_that_is_named(directory: str) -> None:
         assert chosen(directory, resume_from=text) == names[0]
     resume = newest_complete(directory, Wanted(resume_from="8")).resume
     assert resume is not None
-    assert resume.reason.startswith("asked for by resume_from, ")
+    assert resume.reason.startswith("named by resume_from, ")
 
 
 def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_one_that_is_named_in_another_directory(tmp_path: Path) -> None:
 
 def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
     names = [save_own(tmp_path, step) for step in (1, 2)]
-    with pytest.raises(UsageError, match=r"resume_from=77: there is no such checkpoint in .*, which holds step_00000002"):
+    with pytest.raises(UsageError, match=r"resume_from=77: no such checkpoint in .*, which holds step_00000002"):
         newest_complete(str(tmp_path), Wanted(resume_from="77"))
     with pytest.raises(UsageError, match="no such checkpoint"):
         newest_complete(str(tmp_path), Wanted(resume_from="model_2.pt"))
@@ -194,7 +194,7 @@ def test_a_storage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(polling, "FIRST_PAUSE_S", 0.001)
     name = save_own(tmp_path, 1)
     late = LateStorage(str(tmp_path), 5)
-    found = polled(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
+    found = poll(lambda: late.stat(f"{name}/{MANIFEST}"), bool, time.monotonic() + 60)
     assert found is not None
     assert late.looks == 6
     assert discovery.Inspector(late)(next(late.entries())).complete

@@ -64,12 +64,12 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, caplog):
         each.until(lambda seen: seen.told)
         os.kill(pid_of(each), signal.SIGSTOP)
         name = save([tmp_path / "local"], 2)
-        each.copier.look()
+        each.copier.look_now()
         each.until(lambda seen: seen.failed)  # while the job goes on: a metric and one line
         assert each.copier.close(None) == ()
     assert complete(tmp_path / "remote", name)
-    assert caplog.text.count("says nothing for 3 s") == 1
-    assert "starting the process again" in caplog.text
+    assert caplog.text.count("has been silent for 3 s") == 1
+    assert "restarting the process" in caplog.text
 
 
 def test_a_stall_that_is_never_over(tmp_path, caplog):
@@ -93,7 +93,7 @@ def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplo
     name = save([tmp_path / "local"], 2)
     with watched(tmp_path / "local", silent_server, 2.0) as each:
         assert each.copier.close(None) == (name,)
-        assert f"on this node only ({tmp_path / 'local'}): {name}" in caplog.text
+        assert f"their only copy is on this node ({tmp_path / 'local'}): {name}" in caplog.text
         assert copiers(os.getpid()) == []
 
 
@@ -114,7 +114,7 @@ def test_what_the_workers_did_not_go_on_from_is_missed_by_nobody(tmp_path):
     (remote / ".elastic_ext" / "copying").mkdir()  # nothing can be copied
     old, passed = save([local], 2), save([local], 4)
     with watched(local, remote, 1.0) as each:
-        each.copier.round_starts(f"s3://bucket/{old}")
+        each.copier.abandon_newer_than(f"s3://bucket/{old}")
         assert each.copier.close(None) == (old,)
     with watched(local, remote, 1.0) as each:
         assert each.copier.close(None) == (passed, old)

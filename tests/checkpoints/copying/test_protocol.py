@@ -49,11 +49,11 @@ def test_what_counts_as_progress():
     waiting = Report(waiting=("a",), complete="b", others="2 []")
     progress.heard(waiting, 1.0)
     progress.heard(waiting, 2.0)
-    assert (progress.moved_at, progress.heard_at, progress.working) == (1.0, 2.0, True)
+    assert (progress.progress_at, progress.heard_at, progress.working) == (1.0, 2.0, True)
     progress.heard(Report(waiting=("a",), complete="b", others="1 []"), 3.0)  # another node has sent something
-    assert progress.moved_at == 3.0
+    assert progress.progress_at == 3.0
     progress.heard(Report(complete="a"), 4.0)
-    assert (progress.moved_at, progress.working) == (4.0, False)
+    assert (progress.progress_at, progress.working) == (4.0, False)
     progress.ordered(5.0)
     assert (progress.heard_at, progress.working) == (5.0, True)
     progress.ordered(6.0)

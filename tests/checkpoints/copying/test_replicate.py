@@ -24,12 +24,12 @@ from elastic_ext.checkpoints.copying.throttle import TokenBucket
 from elastic_ext.checkpoints.directory import pruning, tiers
 from elastic_ext.checkpoints.directory.pins import Pin, unless_pinned
 from elastic_ext.checkpoints.directory.pruning import LocalCopy, plan_local_prune
-from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_of_all, rank_of, ranks_of
+from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks, newest_loadable, rank_of, ranks_of
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, StoredFile, directory_name, encode
 from elastic_ext.checkpoints.formats.verify import Mode, verify
-from elastic_ext.checkpoints.storage import open_storage, polled
-from elastic_ext.checkpoints.writing.exchange import joined
+from elastic_ext.checkpoints.storage import open_storage, poll
+from elastic_ext.checkpoints.writing.exchange import merge_ranges
 from tests.jobs import environment
 
 
@@ -117,7 +117,7 @@ def test_the_newest_that_the_nodes_have_all_parts_of():
         return Offer(directory_name(step, generation), digest, step, len(nodes), sum(nodes), ranks)
 
     def newest(*told: list[Offer], barred: tuple[str, ...] = ()) -> int | None:
-        found = newest_of_all(told, barred)
+        found = newest_loadable(told, barred)
         return found.step if found is not None else None
 
     assert newest([offer(2, 0), offer(4, 0), offer(6, 0)], [offer(2, 1), offer(4, 1)]) == 4
@@ -157,9 +157,9 @@ def test_joined_ranges_cover_the_same_bytes():
     for _ in range(200):
         ranges = [(source.choice("xy"), begin := source.randrange(100), begin + source.randrange(1, 9)) for _ in range(9)]
         wanted = {(file, byte) for file, begin, end in ranges for byte in range(begin, end)}
-        found = joined(ranges, near=0)
+        found = merge_ranges(ranges, near=0)
         assert [(file, byte) for file, begin, end in found for byte in range(begin, end)] == sorted(wanted)
-        wide = joined(ranges, near=20)
+        wide = merge_ranges(ranges, near=20)
         assert wanted <= {(file, byte) for file, begin, end in wide for byte in range(begin, end)}
         assert all(one[0] != two[0] or two[1] - one[2] > 20 for one, two in itertools.pairwise(wide))
 
@@ -239,7 +239,7 @@ def test_killed_in_mid_copy_another_one_finishes(request, tmp_path, nodes, direc
     name = save(nodes[:1], 2, size=300_000)
     storage = open_storage(str(remote))
     with Process(nodes[0], remote, mb_s=0.05) as first:  # one file at once, then six seconds' wait
-        assert polled(lambda: storage.stat(f"{name}/__0_0.distcp"), bool, monotonic_in(30)) is not None
+        assert poll(lambda: storage.stat(f"{name}/__0_0.distcp"), bool, monotonic_in(30)) is not None
         first.process.kill()
         first.process.wait()
     assert not complete(remote, name)
@@ -340,7 +340,7 @@ def test_what_is_chosen_stays_until_it_is_loaded(superfluous):
     pin = Pin(open_storage(str(local)))
     assert copier.turn().complete == newer
     assert (local / older).exists()  # all may be chosen
-    pin.narrow(older)
+    pin.keep_only(older)
     copier.turn()
     assert (local / older).exists()
     pin.release()
@@ -352,7 +352,7 @@ def test_what_is_chosen_stays_until_it_is_loaded(superfluous):
 def test_a_pin_holds_nothing_else(superfluous):
     copier, local, older, newer = superfluous
     pin = Pin(open_storage(str(local)))
-    pin.narrow(newer)
+    pin.keep_only(newer)
     copier.turn()
     assert not (local / older).exists()
     assert (local / newer).exists()
@@ -365,7 +365,7 @@ from elastic_ext.checkpoints.directory.pins import Pin
 from elastic_ext.checkpoints.storage import open_storage
 pin = Pin(open_storage(sys.argv[1]))
 if len(sys.argv) > 2:
-    pin.narrow(sys.argv[2])
+    pin.keep_only(sys.argv[2])
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -393,7 +393,7 @@ def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch
     monkeypatch.setattr("fcntl.flock", refused)
     before = os.listdir("/proc/self/fd")
     pin = Pin(open_storage(str(local)))
-    pin.narrow(older)
+    pin.keep_only(older)
     pin.release()
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert "from being pruned" in caplog.text

@@ -166,7 +166,7 @@ def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path: Path, 
     source = open_storage(str(tmp_path / "source"))
     name = save_own(source, 5)
     save_own(target, 5, run_id="another")
-    with pytest.raises(UsageError, match="another checkpoint of the same name"):
+    with pytest.raises(UsageError, match="another checkpoint with the same name"):
         copy(source, target, entry_of(source, name))
 
 

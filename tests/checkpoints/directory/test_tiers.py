@@ -81,7 +81,7 @@ def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path):
         job.wait_for("waiting until all checkpoints are copied to")
         (path,) = resumptions(job)
         assert path.startswith(str(nodes.local(name)))
-        assert "newest that the nodes have all parts of" in job.err
+        assert "newest with all its parts in the nodes' local_dir" in job.err
         assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
     assert nodes.by_rank(14) == [other, first]
     assert nodes.complete() == []
@@ -231,9 +231,9 @@ def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path)
         os.kill(pids[0], signal.SIGKILL)
         assert wait_gone(pids[:1]) == []
         killed += 1
-        jobs[0].wait_for("the process that copies checkpoints ended with -9", killed)
+        jobs[0].wait_for("the process that copies checkpoints ended with exit code -9", killed)
         if jobs[0].process.poll() is None:
-            jobs[0].wait_for("another one is started", killed)
+            jobs[0].wait_for("restarting it in", killed)
     for job in jobs:
         assert job.finish().returncode == 0, job.err
     assert killed
@@ -317,7 +317,7 @@ def test_a_full_local_disk(nodes, tmp_path):
         jobs = [nodes.start(name, 6) for name in "ab"]
         done = [job.finish() for job in jobs]
         assert [each.returncode for each in done] == [0, 0], done[1].err
-        assert done[0].err.count("not saved to local_dir, rank") == 1
+        assert done[0].err.count("cannot save to local_dir: ") == 1
         assert nodes.complete() == [6, 4, 2]
         assert said(tmp_path, "tiers", "state") == unbroken_state(tmp_path, 6)
         for name in "ab":
@@ -332,4 +332,4 @@ def test_local_dir_needs_checkpoint_dir(tmp_path):
     with Job([*AGENT, str(script)], tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk")) as job:
         done = job.finish()
     assert done.returncode == 78
-    assert "local_dir is set and checkpoint_dir is not" in done.err
+    assert "local_dir is set but checkpoint_dir is not" in done.err

@@ -62,7 +62,7 @@ def test_our_own(tmp_path: Path) -> None:
     name = save_own(tmp_path, 120, 3, epoch=7)
     found = inspected(tmp_path, name)
     assert (found.complete, found.format, found.step, found.epoch, found.size) == (True, OWN, 120, 7, 3060)
-    assert "3 files with their sizes" in found.reason
+    assert "3 files of the right size" in found.reason
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "rank_00000/sampler.pt"])
@@ -374,7 +374,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}})
     )
     assert (
-        "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing"
+        "model-00002-of-00002.safetensors is missing, although model.safetensors.index.json lists it"
         in inspected(tmp_path, "checkpoint-5").reason
     )
     shutil.copy(path / "model-00001-of-00002.safetensors", path / "model-00002-of-00002.safetensors")
@@ -511,7 +511,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("Broken", r"format Broken failed at 7: KeyError\('oops'\)"),
+        ("Broken", r"format Broken failed on 7: KeyError\('oops'\)"),
         ("Nothing", "cannot be loaded"),
         ("Path", "has no method claims"),
     ],

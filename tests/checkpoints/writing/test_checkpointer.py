@@ -112,7 +112,7 @@ def test_4_then_2_then_3_ranks(tmp_path: Path, groups: RankGroups, where: str, r
             (step, [], None, False)
         ] * world
         step += 2
-    assert "random generators are seeded again" in groups.stderr.read_text()
+    assert "random generators are reseeded" in groups.stderr.read_text()
     assert "the data loader starts from the beginning" in groups.stderr.read_text()
 
 

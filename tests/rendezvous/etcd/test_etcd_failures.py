@@ -152,7 +152,7 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(server
         assert goes.finish().returncode == code, goes.err
         decision = json.loads((tmp_path / "verdict").read_text())["decision"]
         assert decision["exit_code"] == code
-        assert decision["reason"].startswith(f"the agent got {sig.name}: ")
+        assert decision["reason"].startswith(f"the agent received {sig.name}: ")
         stays.wait_for(seen(1, 2))
         with EtcdClient(server.endpoint) as client:
             assert client.get(KEYS.ledger).kv is None

@@ -365,7 +365,7 @@ def test_what_fails_in_a_standby_only_is_tried_once_more_without(tmp_path):
     script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
     done = gated(tmp_path, script, r"warm \w+ 0", "1 warm standbys wait", ELASTIC_EXT_RULES="rules.toml")
     assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("False", "2")]
-    assert "but its process was a warm standby: once more without" in done.err
+    assert "but its process was a warm standby: one cold start is tried" in done.err
     assert done.err.count("without a warm standby: the last round failed before its first step") == 1
 
 

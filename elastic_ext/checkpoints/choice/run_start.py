@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FOLDER = f"{MARKERS}/resume_from"
 
 
-def begun_at(storage: Storage, run_id: str, resume_from: str) -> float:
+def run_began_at(storage: Storage, run_id: str, resume_from: str) -> float:
     """Return when this run began at `resume_from`. If it has not begun yet, it begins now.
 
     The time is in seconds since the epoch by the clock of the storage; infinity if the storage keeps no times. Raises OSError.
@@ -34,7 +34,7 @@ def begun_at(storage: Storage, run_id: str, resume_from: str) -> float:
         storage.put(name, json.dumps(record).encode())
     found = storage.stat(name)
     if found is None or found.mtime is None:
-        logger.warning("%s keeps no times: every restart of this run begins at resume_from=%s", storage.address, resume_from)
+        logger.warning("%s keeps no file times: every restart of this run resumes from %s", storage.address, resume_from)
         return float("inf")
     return found.mtime
 

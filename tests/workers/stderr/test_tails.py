@@ -375,7 +375,7 @@ def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkey
         pipe.write(b"c" * 100_000)
     console.wait_for(lambda data: data == b"c" * 100_000)
     assert tails.tail(0) == "c" * TAIL_BYTES
-    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+    assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
 def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path):
@@ -392,7 +392,7 @@ def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, mon
         pipe.write(b"still shown")
     console.wait_for(lambda data: data.endswith(b"still shown"))
     assert b"expected version 1 of the stderr relay's protocol, got 0" in console.data
-    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+    assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
 def test_nothing_is_left_open(console, tmp_path):

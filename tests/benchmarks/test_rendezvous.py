@@ -92,7 +92,7 @@ def test_a_dead_worker_is_an_error_and_leaves_nothing():
         assert "cpu_s" in host.ask(60, do="cpu")[0]
         process.kill()
         process.wait()
-        with pytest.raises(agent_processes.AgentsFailed, match="ended, with exit code -9"):
+        with pytest.raises(agent_processes.AgentsFailed, match="ended with exit code -9"):
             host.ask(60, do="cpu")
     assert not os.path.exists(f"/proc/{process.pid}")
 

@@ -96,14 +96,14 @@ class AgentProcesses:
 def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        raise AgentsFailed("a process did not answer in time")
+        raise AgentsFailed(f"process {process.pid} did not answer in time")
     line = process.stdout.readline()
     if not line:
-        raise AgentsFailed(f"a process ended, with exit code {process.wait()}")
+        raise AgentsFailed(f"process {process.pid} ended with exit code {process.wait()}, expected an answer")
     return line
 
 
-def shares(total: int, processes: int) -> list[tuple[int, int]]:
+def split_agents(total: int, processes: int) -> list[tuple[int, int]]:
     """Split `total` agents over the processes: each one's first number, and how many it has."""
     processes = min(total, processes)
     borders = [total * index // processes for index in range(processes + 1)]

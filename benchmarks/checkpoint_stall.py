@@ -149,10 +149,10 @@ def draw(figure: Any, times: dict[str, Times]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mb", type=int, default=500)
-    parser.add_argument("--saves", type=int, default=7)
-    parser.add_argument("--upload-mb", type=int, default=100, help="size for the overlap")
-    parser.add_argument("--directory", help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--mb", type=int, default=500, help="megabytes of each save")
+    parser.add_argument("--saves", type=int, default=7, help="number of saves of each kind")
+    parser.add_argument("--upload-mb", type=int, default=100, help="megabytes of each save in the overlap measurement")
+    parser.add_argument("--directory", help="a directory on the disk to measure; default: a temporary one")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

@@ -174,11 +174,13 @@ def draw(figure: Any, rows: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS))
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}"
+    )
+    parser.add_argument("--count", type=int, default=10_000, help="number of checkpoints to choose from")
+    parser.add_argument("--megabytes", type=int, default=1024, help="MiB to read and verify")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that read and verify")
+    parser.add_argument("--repeat", type=int, default=5, help="number of measurements of each row")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     if unknown := [row for row in args.rows if row not in ROWS]:

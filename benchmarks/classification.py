@@ -59,7 +59,7 @@ def milliseconds(evidence: Evidence, repeat: int) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--repeat", type=int, default=50, help="number of measurements of each row")
     parser.add_argument("--promise-ms", type=float, default=10.0, help="if a median takes longer, the exit code is 1")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()

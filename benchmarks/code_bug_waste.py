@@ -50,7 +50,7 @@ def cost(returncode: int | None, stamps: Sequence[jobs.Stamp]) -> Cost:
     return Cost(returncode, max((stamp.attempt for stamp in stamps), default=0), seconds)
 
 
-def one(agent: str, fault: str, max_restarts: int, timeout_s: float) -> Cost:
+def run_job(agent: str, fault: str, max_restarts: int, timeout_s: float) -> Cost:
     with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
         torchrun = (sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[agent])
@@ -78,15 +78,17 @@ def draw(figure: Any, found: dict[str, dict[str, Cost]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
-    parser.add_argument("--max-restarts", type=int, default=10)
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one job")
+    parser.add_argument(
+        "--faults", type=lambda text: text.split(","), default=list(FAULTS), help=f"comma-separated, from: {', '.join(FAULTS)}"
+    )
+    parser.add_argument("--max-restarts", type=int, default=10, help="restart budget of both agents")
+    parser.add_argument("--timeout", type=float, default=120, help="limit for one job, in seconds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()
     found: dict[str, dict[str, Cost]] = {}
     for fault in args.faults:
-        found[fault] = {agent: one(agent, fault, args.max_restarts, args.timeout) for agent in SIDES}
+        found[fault] = {agent: run_job(agent, fault, args.max_restarts, args.timeout) for agent in SIDES}
         print(fault, found[fault], file=sys.stderr, flush=True)
     rows = [[fault, *(str(value) for agent in SIDES for value in _shown(sides[agent]))] for fault, sides in found.items()]
     header = ["failure", *(f"{agent} {what}" for agent in SIDES for what in ("exit code", "restarts", "worker s"))]

@@ -29,9 +29,11 @@ def load(*options: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=20, help="how many interpreters load the entry points")
-    parser.add_argument("--torchrun-repeat", type=int, default=3, help="how many interpreters also import torch.distributed.run")
-    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS, help="upper limit of the median")
+    parser.add_argument("--repeat", type=int, default=20, help="number of interpreters that load the entry points")
+    parser.add_argument(
+        "--torchrun-repeat", type=int, default=3, help="how many more interpreters also import torch.distributed.run"
+    )
+    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS, help="if the median is above this, the exit code is 1")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
 

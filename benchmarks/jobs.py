@@ -25,7 +25,7 @@ AGENTS: Mapping[str, tuple[str, ...]] = {
     "stock": ("--standalone",),
 }
 
-POLITE_S = 10.0  # from SIGTERM to SIGKILL; stock may need 30 s to clean up
+TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL; stock may need 30 s to clean up
 TAIL = 4000  # characters of output kept
 _FOREIGN = ("ELASTIC_EXT_", "TORCHELASTIC_", "PET_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -42,7 +42,7 @@ class Stamp:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """returncode: None if the job was killed at the deadline. output: the end of its stdout and stderr."""
 
     returncode: int | None
@@ -52,7 +52,7 @@ class Ended:
 
 def run_faulty(
     agent: str, fault: str, timeout_s: float, work: str = "none", workers: int = 2, standbys: bool = False, **variables: str
-) -> Ended:
+) -> JobEnd:
     """Run workers/faulty_job.py. agent: a key of AGENTS. standbys: the fault waits until they are ready."""
     with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
@@ -62,7 +62,7 @@ def run_faulty(
         with open(Path(directory, "output"), "w+", errors="replace") as output:
             returncode = run(command, directory, environment(**variables), output, timeout_s)
             output.seek(0)
-            return Ended(returncode, read_stamps(stamps), output.read()[-TAIL:])
+            return JobEnd(returncode, read_stamps(stamps), output.read()[-TAIL:])
 
 
 def read_stamps(path: Path) -> tuple[Stamp, ...]:
@@ -95,7 +95,7 @@ def run(command: list[str], cwd: str, env: dict[str, str], output: Any, timeout_
         if _ends_within(process, timeout_s):
             return process.wait()
         process.send_signal(signal.SIGTERM)
-        _ends_within(process, POLITE_S)
+        _ends_within(process, TERM_GRACE_S)
         return None
     finally:
         process.kill()
@@ -116,7 +116,7 @@ def adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(
-            ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: processes that a job leaves behind could not be ended"
+            ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: cannot kill the processes that a job leaves behind"
         )
 
 

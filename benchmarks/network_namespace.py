@@ -52,6 +52,4 @@ def link() -> Iterator[Link]:
 def _ip(*args: str) -> None:
     done = subprocess.run(["ip", *args], check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(
-            f"ip {' '.join(args)}: {done.stderr.strip()}; a network namespace cannot be made; leave out the row link"
-        )
+        raise SystemExit(f"ip {' '.join(args)}: {done.stderr.strip()}; cannot create a network namespace: leave out the row link")

@@ -73,7 +73,7 @@ FORM_S = 120.0  # limit for the first round; stock waits 30 s for a third node i
 ETCD = ("--heartbeat-interval=100", "--election-timeout=1000")  # etcd's own defaults, because the tests run it faster
 
 
-class Site:
+class ClusterJob:
     """One job: its agents by node, its servers, and its events. Nothing of it survives the with block."""
 
     def __init__(self, side: str, row: str) -> None:
@@ -84,7 +84,7 @@ class Site:
         self.link: Link | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Site:
+    def __enter__(self) -> ClusterJob:
         jobs.adopt_orphans()
         try:
             self._enter()
@@ -188,47 +188,47 @@ def phases(fault_ns: int, stopped_ns: Iterable[int], new: Iterable[WorkerEvent],
     return {phase: (borders[index + 1] - borders[index]) / 1e9 for index, phase in enumerate(PHASES)}
 
 
-def strike(site: Site, before: Mapping[int, WorkerEvent]) -> tuple[int, str]:
+def inject_fault(job: ClusterJob, before: Mapping[int, WorkerEvent]) -> tuple[int, str]:
     """Cause the row's fault; return when, and which node is lost (or new)."""
     fault_ns = time.monotonic_ns()
-    if site.row == "join":
-        site.start("c")
-        site.events.until(lambda: site.events.agents.get("c"), FORM_S)
-        return site.events.agents["c"], "c"
-    if site.row == "etcd":
-        assert site.cluster is not None
-        site.cluster.leader().kill()
+    if job.row == "join":
+        job.start("c")
+        job.events.until(lambda: job.events.agents.get("c"), FORM_S)
+        return job.events.agents["c"], "c"
+    if job.row == "etcd":
+        assert job.cluster is not None
+        job.cluster.leader().kill()
         return fault_ns, ""
     # Only the row rank0 loses the node with stock's store (a), which is rank 0 there.
-    rank = 0 if site.row == "rank0" else max(rank for rank, step in before.items() if step.node != "a")
+    rank = 0 if job.row == "rank0" else max(rank for rank, step in before.items() if step.node != "a")
     victim = before[rank]
-    if site.link is not None:
-        site.link.cut()
+    if job.link is not None:
+        job.link.cut()
         return fault_ns, "c"
-    site.agents[victim.node].kill()
-    if site.row != "agent":
+    job.agents[victim.node].kill()
+    if job.row != "agent":
         os.kill(victim.pid, signal.SIGKILL)
     return fault_ns, victim.node
 
 
 def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
-    """One try; None: the job did not come up in the first place (its output goes to stderr)."""
-    with Site(side, row) as site:
-        events = site.events
+    """One try; None: the job did not start (its output goes to stderr)."""
+    with ClusterJob(side, row) as job:
+        events = job.events
         for node in "ab" if row == "join" else "abc":
-            site.start(node)
-        before = events.until(lambda: events.training(len(site.agents)), FORM_S)
+            job.start(node)
+        before = events.until(lambda: events.training(len(job.agents)), FORM_S)
         if before is None:
-            print(f"{side} {row}: did not come up\n{site.output()}", file=sys.stderr)
+            print(f"{side} {row}: did not start\n{job.output()}", file=sys.stderr)
             return None
         if side == "warm":
-            for agent in site.agents.values():
+            for agent in job.agents.values():
                 await_standbys(agent.pid, 1)
         old = set(events.first)  # including those of a smaller round that formed before the last node came
-        fault_ns, lost = strike(site, before)
+        fault_ns, lost = inject_fault(job, before)
         if row == "etcd":
             return _trains_on(events, old, {step.pid for step in before.values()}, 1.5 * LEASES_S[side])
-        remaining = {name: agent.pid for name, agent in site.agents.items() if name != lost or row == "join"}
+        remaining = {name: agent.pid for name, agent in job.agents.items() if name != lost or row == "join"}
         stopping = [step.pid for step in before.values() if step.node in remaining]
         world = len(remaining)
 
@@ -242,7 +242,7 @@ def observe(side: str, row: str, timeout_s: float) -> Outcome | None:
 
         outcome = events.until(settled, timeout_s) or Outcome(Result.NOTHING, timeout_s)
         if outcome.result is not Result.TRAINS_AGAIN:
-            print(f"{side} {row}: {outcome.result.value}\n{site.output()}", file=sys.stderr)
+            print(f"{side} {row}: {outcome.result.value}\n{job.output()}", file=sys.stderr)
         return outcome
 
 
@@ -291,7 +291,7 @@ class Cell:
         }
 
 
-def why_not(row: str, side: str) -> str | None:
+def skip_reason(row: str, side: str) -> str | None:
     """Why this cannot be measured; None: it can."""
     if row == "etcd" and side not in LEASES_S:
         return "its store is one process; see the row of rank 0"
@@ -329,13 +329,13 @@ def _chosen(parser: argparse.ArgumentParser, given: str, known: Mapping[str, Any
 def measure_row(row: str, tries: Mapping[str, int], timeout_s: float) -> dict[str, Cell]:
     """Try the sides in turns. A side that did nothing until the timeout gets no further tries."""
     cells = {side: Cell() for side in tries}
-    left = {side: count for side, count in tries.items() if why_not(row, side) is None}
+    left = {side: count for side, count in tries.items() if skip_reason(row, side) is None}
     while left := {side: count for side, count in left.items() if count > 0}:
         for side in list(left):
             outcome = observe(side, row, timeout_s)
             cells[side].add(outcome)
             left[side] = 0 if outcome is not None and outcome.result is Result.NOTHING else left[side] - 1
-            shown = Cell([outcome]).shown() if outcome is not None else "did not come up"
+            shown = Cell([outcome]).shown() if outcome is not None else "did not start"
             print(f"{row} {side}: {shown}", file=sys.stderr, flush=True)
     return cells
 
@@ -348,7 +348,7 @@ def report(
     for row, cells in found.items():
         ours = cells["ours"].total_s if "ours" in cells else None
         ratios = {side: measure.ratio(cells[side].total_s, ours) for side in ("stock", "tuned") if side in cells}
-        skipped = {side: reason for side in cells if (reason := why_not(row, side)) is not None}
+        skipped = {side: reason for side in cells if (reason := skip_reason(row, side)) is not None}
         shown_ratios = " / ".join(measure.shown(value, 1) for value in ratios.values()) or "-"
         rows.append([ROWS[row], *("-" if side in skipped else cells[side].shown() for side in sides), shown_ratios])
         ratio = {side: measure.rounded(value) for side, value in ratios.items()}
@@ -362,11 +362,11 @@ def report(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--stock-repeat", type=int, default=1, help="tries of stock with defaults, about 50 s each")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds until a job that does nothing is given up")
+    parser.add_argument("--repeat", type=int, default=3, help="number of tries of each side")
+    parser.add_argument("--stock-repeat", type=int, default=1, help="number of tries of stock with defaults, about 50 s each")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, from: {', '.join(SIDES)}")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds to wait for a job to train again")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     rows, sides = _chosen(parser, args.rows, ROWS), _chosen(parser, args.sides, SIDES)

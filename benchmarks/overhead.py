@@ -142,8 +142,8 @@ def side(runs: list[Run]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--lines", type=int, default=20, help="how many rates the script prints in a run")
+    parser.add_argument("--repeat", type=int, default=5, help="number of runs under each agent")
+    parser.add_argument("--lines", type=int, default=20, help="number of tokens/s lines that the script prints in a run")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()

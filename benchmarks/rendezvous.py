@@ -34,11 +34,11 @@ from typing import Any
 
 import etcd_traffic
 import measure
-from agent_processes import AgentProcesses, AgentsFailed, shares
+from agent_processes import AgentProcesses, AgentsFailed, split_agents
 
 DESIGN_S = {128: 0.05, 1024: 0.26, 4096: 1.3}  # DESIGN.md: the first forming of a sketch, etcd included, on another machine
-NEAR = 3.0  # times the sketch
-FASTER = 50.0  # times faster than stock to re-join, at 128
+MAX_TIMES_SKETCH = 3.0  # times the sketch
+MIN_SPEEDUP = 50.0  # times faster than stock to re-join, at 128
 MAX_OPERATIONS = 10.0  # per node and phase, at every size
 LEASE_TTL_S = 60  # default 10; longer here, because one process keeps thousands of leases alive
 SLACK_S = 30.0  # for a process to report that it has exceeded its own limit
@@ -76,7 +76,7 @@ def ours(size: int, args: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": size - 1, "max": size, "ttl": LEASE_TTL_S, "loops": args.loops}
         job |= {"clients": args.clients, "own_connections": True, "timeout": args.timeout}
-        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        jobs = [{**job, "first": first, "count": count} for first, count in split_agents(size, args.processes)]
         with AgentProcesses("etcd_agents.py", jobs) as agents:
             form = rejoin = None
             try:
@@ -105,7 +105,7 @@ def sketch(size: int, args: argparse.Namespace, grouped: bool = False) -> Outcom
     with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), args.fsync) as endpoint:
         job = {"endpoint": endpoint, "run_id": "sketch", "size": size, "ttl": LEASE_TTL_S, "grouped": grouped}
         job["timeout"] = args.timeout
-        jobs = [{**job, "first": first, "count": count} for first, count in shares(size, args.processes)]
+        jobs = [{**job, "first": first, "count": count} for first, count in split_agents(size, args.processes)]
         with AgentProcesses("etcd_sketch.py", jobs) as agents:
             try:
                 return Outcome(_ours_phase(agents, endpoint, args, size, do="form"), None)
@@ -117,7 +117,7 @@ def stock(size: int, args: argparse.Namespace) -> Outcome:
     with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": size - 1, "max": size}
         job["timeout"] = args.stock_timeout
-        jobs = [{**job, "count": count} for _, count in shares(size, args.stock_processes)]
+        jobs = [{**job, "count": count} for _, count in split_agents(size, args.stock_processes)]
         with AgentProcesses("stock_agents.py", jobs) as agents:
             form = rejoin = None
             try:
@@ -142,14 +142,14 @@ def _stock_phase(agents: AgentProcesses, host: AgentProcesses, args: argparse.Na
     return phase(seconds, size, etcd_traffic.Traffic(counts, 0.0, size_b, 0.0, host_cpu_s), _cpu_s(answers) - _cpu_s(before))
 
 
-def middle(outcomes: Sequence[Outcome]) -> Outcome:
+def median_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """The median forming and the median re-join, each with its own figures. One that failed counts as the slowest."""
     forms, rejoins = ([getattr(found, part) for found in outcomes] for part in ("form", "rejoin"))
     whys = [found.why for found in outcomes if found.why]
-    return Outcome(_middle(forms), _middle(rejoins), next(iter(whys), ""))
+    return Outcome(_median_phase(forms), _median_phase(rejoins), next(iter(whys), ""))
 
 
-def _middle(phases: Sequence[Phase | None]) -> Phase | None:
+def _median_phase(phases: Sequence[Phase | None]) -> Phase | None:
     ranked = sorted(phases, key=lambda each: each.seconds if each else float("inf"))
     return ranked[(len(ranked) - 1) // 2]
 
@@ -167,7 +167,7 @@ def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
     bytes_node = [each.bytes_node for each in formed.values() if each]
     return {
         "times_the_sketch": {str(size): measure.rounded(times) for size, times in near.items()},
-        "within_3_times_the_sketch": all(times is not None and times <= NEAR for times in aimed) if aimed else None,
+        "within_3_times_the_sketch": all(times is not None and times <= MAX_TIMES_SKETCH for times in aimed) if aimed else None,
         "times_the_grouped_sketch": {
             str(size): measure.rounded(times_the_sketch(sides, "grouped sketch")) for size, sides in found.items()
         },
@@ -177,7 +177,7 @@ def verdict(found: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
             if each and size in DESIGN_S
         },
         "rejoin_128_times_faster": measure.rounded(gain, 1),
-        "rejoin_128_50_times_faster": gain >= FASTER if gain is not None else None,
+        "rejoin_128_50_times_faster": gain >= MIN_SPEEDUP if gain is not None else None,
         "operations_10_or_fewer": all(each.operations_node <= MAX_OPERATIONS for each in phases) if phases else None,
         "bytes_node_most_by_least": measure.rounded(max(bytes_node) / min(bytes_node), 2) if bytes_node else None,
     }
@@ -247,7 +247,7 @@ def measured(args: argparse.Namespace) -> dict[int, dict[str, Outcome]]:
     for size in args.sizes:
         # In turns, so that a busy machine hits all sides.
         tries = [{side: _one_try(side, run, size, args) for side, run in SIDES.items()} for _ in range(args.repeat)]
-        found[size] = {side: middle([each[side] for each in tries]) for side in SIDES}
+        found[size] = {side: median_outcome([each[side] for each in tries]) for side in SIDES}
         if size in args.stock_sizes:
             found[size]["stock"] = _one_try("stock", stock, size, args)
     return found
@@ -266,16 +266,21 @@ def sizes(text: str) -> list[int]:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=sizes, default=[64, 128, 256, 1024, 4096])
-    parser.add_argument("--stock-sizes", type=sizes, default=[64, 128, 256], help="of --sizes; may be empty")
-    parser.add_argument("--repeat", type=int, default=3, help="tries of ours and the sketches; stock gets one")
-    parser.add_argument("--processes", type=int, default=2, help="processes that our agents share")
-    parser.add_argument("--clients", type=int, default=1, help="etcd connections in each of them")
-    parser.add_argument("--loops", type=int, default=8, help="threads in each of them that work for the agents")
-    parser.add_argument("--stock-processes", type=int, default=4, help="processes that stock's agents share, with a thread each")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a phase of ours")
-    parser.add_argument("--stock-timeout", type=float, default=90.0, help="seconds for a phase of stock")
-    parser.add_argument("--fsync", action="store_true", help="let etcd wait for the disk")
+    parser.add_argument("--sizes", type=sizes, default=[64, 128, 256, 1024, 4096], help="numbers of agents")
+    parser.add_argument(
+        "--stock-sizes",
+        type=sizes,
+        default=[64, 128, 256],
+        help="those of --sizes at which to measure stock; may be empty",
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="number of tries of ours and the sketches; stock gets one")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes that run our agents")
+    parser.add_argument("--clients", type=int, default=1, help="number of etcd connections in each of them")
+    parser.add_argument("--loops", type=int, default=8, help="number of worker threads in each of them")
+    parser.add_argument("--stock-processes", type=int, default=4, help="processes for stock's agents, one thread per agent")
+    parser.add_argument("--timeout", type=float, default=120.0, help="limit for a phase of ours, in seconds")
+    parser.add_argument("--stock-timeout", type=float, default=90.0, help="limit for a phase of stock, in seconds")
+    parser.add_argument("--fsync", action="store_true", help="make etcd sync its writes to disk")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     return parser.parse_args()
 

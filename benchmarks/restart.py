@@ -128,7 +128,7 @@ def one_try(agent: str, row: str) -> Recovery | None:
     ended = jobs.run_faulty(agent, job.fault, TIMEOUT_S, job.work, job.workers, warm, **VARIABLES.get(agent, {}))
     found = recovery(ended.stamps, job.workers)
     if found is None:
-        print(f"{agent} {row}: did not come back, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
+        print(f"{agent} {row}: did not recover, exit code {ended.returncode}\n{ended.output}", file=sys.stderr)
     return found
 
 
@@ -191,9 +191,9 @@ def _draw_panel(axes: Any, rows: Sequence[str], found: dict[str, dict[str, Side]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="of stock in the row 'ignore', which takes 30 s a try")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--repeat", type=int, default=5, help="number of tries of each agent in each row")
+    parser.add_argument("--stock-ignore-repeat", type=int, default=2, help="tries of stock in the row 'ignore', 30 s each")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     rows = args.rows.split(",")

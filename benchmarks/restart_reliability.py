@@ -75,8 +75,8 @@ def draw(figure: Any, found: dict[str, Counter[str]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=50, help="of ours")
-    parser.add_argument("--stock-tries", type=int, default=10)
+    parser.add_argument("--tries", type=int, default=50, help="number of tries of ours")
+    parser.add_argument("--stock-tries", type=int, default=10, help="number of tries of stock")
     parser.add_argument("--timeout", type=float, default=30, help="seconds after which a try counts as hung")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()

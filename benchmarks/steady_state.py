@@ -30,9 +30,9 @@ from typing import Any
 
 import etcd_traffic
 import measure
-from agent_processes import AgentProcesses, shares
+from agent_processes import AgentProcesses, split_agents
 
-FEWER_BYTES = 100.0  # the aim: this many times fewer than stock
+MIN_BYTES_RATIO = 100.0  # the aim: this many times fewer than stock
 MONITOR_INTERVAL_S = 0.1  # torchrun's default
 READY_S = 180.0
 QUIET_S = 0.5  # with keep-alives only; after it the round has formed
@@ -41,7 +41,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, 
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleRates:
     """Rates per second. requests_s: by kind, counted by etcd, or for stock by the agents. CPU: of all processes."""
 
     requests_s: dict[str, float]
@@ -68,7 +68,7 @@ def idle_for(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, float]]) -> Idle:
+def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, float]]) -> IdleRates:
     """ask: returns the requests by kind so far, and the CPU seconds of the clients and of the server so far."""
     requests, client_s, server_s = ask()
     lo, began = _loopback_bytes(), time.monotonic()
@@ -76,14 +76,14 @@ def observe(seconds: float, ask: Callable[[], tuple[dict[str, float], float, flo
     lo, took = _loopback_bytes() - lo, time.monotonic() - began
     later, client_later_s, server_later_s = ask()
     rates = {name: (count - requests.get(name, 0.0)) / took for name, count in later.items() if count != requests.get(name, 0.0)}
-    return Idle(rates, lo / took, (client_later_s - client_s) / took, (server_later_s - server_s) / took)
+    return IdleRates(rates, lo / took, (client_later_s - client_s) / took, (server_later_s - server_s) / took)
 
 
-def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> Idle:
+def ours(agents: int, seconds: float, processes: int, lease_ttl_s: int) -> IdleRates:
     with tempfile.TemporaryDirectory() as folder, etcd_traffic.etcd(Path(folder), fsync=False) as endpoint:
         job = {"endpoint": endpoint, "run_id": "benchmark", "min": agents, "max": agents, "ttl": lease_ttl_s, "loops": 4}
         job |= {"own_connections": True, "timeout": READY_S}
-        jobs = [{**job, "first": first, "count": count, "clients": count} for first, count in shares(agents, processes)]
+        jobs = [{**job, "first": first, "count": count, "clients": count} for first, count in split_agents(agents, processes)]
         with AgentProcesses("etcd_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
 
@@ -107,10 +107,10 @@ def await_quiet(endpoint: str) -> None:
         before = after
 
 
-def stock(agents: int, seconds: float, processes: int) -> Idle:
+def stock(agents: int, seconds: float, processes: int) -> IdleRates:
     with AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         job = {"host": False, "port": host.up[0]["port"], "run_id": "benchmark", "min": agents, "max": agents, "timeout": READY_S}
-        jobs = [{**job, "count": count} for _, count in shares(agents, processes)]
+        jobs = [{**job, "count": count} for _, count in split_agents(agents, processes)]
         with AgentProcesses("stock_agents.py", jobs) as members:
             members.ask(READY_S, do="form")
             members.ask(READY_S, do="poll", interval=MONITOR_INTERVAL_S)
@@ -143,7 +143,7 @@ def _bring_up_loopback() -> None:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
 
 
-def draw(figure: Any, sides: dict[str, Idle]) -> None:
+def draw(figure: Any, sides: dict[str, IdleRates]) -> None:
     every = figure.subplots(1, 3)
     figures = {
         "requests/s": lambda side: sum(side.requests_s.values()),
@@ -158,23 +158,23 @@ def draw(figure: Any, sides: dict[str, Idle]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def row_cells(name: str, side: Idle) -> list[str]:
+def row_cells(name: str, side: IdleRates) -> list[str]:
     kinds = ", ".join(f"{kind} {rate:.1f}" for kind, rate in sorted(side.requests_s.items()))
     rates = [measure.shown(sum(side.requests_s.values()), 1), measure.shown(side.bytes_s / 1e3, 1)]
     return [name, kinds, *rates, measure.shown(100 * side.client_cpu, 1), measure.shown(100 * side.server_cpu, 1)]
 
 
-def only_keep_alives(side: Idle) -> bool:
+def only_keep_alives(side: IdleRates) -> bool:
     """Whether there was nothing but LeaseKeepAlive: no reads, no writes, no new watches."""
     return set(side.requests_s) <= {"LeaseKeepAlive"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--processes", type=int, default=4, help="processes that the agents of a side share")
-    parser.add_argument("--lease-ttl", type=int, default=10, help="seconds, for ours; 10 is its default")
+    parser.add_argument("--agents", type=int, default=128, help="number of idle agents")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure each side")
+    parser.add_argument("--processes", type=int, default=4, help="number of processes that run the agents of a side")
+    parser.add_argument("--lease-ttl", type=int, default=10, help="lease TTL of ours in seconds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     alone = move_into_a_namespace()
@@ -187,13 +187,13 @@ def main() -> int:
     fewer = measure.ratio(sides["stock"].bytes_s, sides["ours"].bytes_s)
     reached = {
         "times_fewer_bytes": measure.rounded(fewer, 1),
-        "100_times_fewer_bytes": fewer is not None and fewer >= FEWER_BYTES,
+        "100_times_fewer_bytes": fewer is not None and fewer >= MIN_BYTES_RATIO,
         "keep_alives_only": only_keep_alives(sides["ours"]),
     }
     header = ["", "requests/s by kind", "requests/s", "kB/s", "clients' CPU %", "server's CPU %"]
     text = measure.table(header, [row_cells(name, side) for name, side in sides.items()])
     text += f"\n\n{args.agents} idle members for {args.seconds:g} s. CPU in % of one core. Ours: lease TTL {args.lease_ttl} s."
-    text += "" if alone else " No network namespace could be made: the bytes are those of everybody on this host's loopback."
+    text += "" if alone else " Cannot create a network namespace: the bytes include all other loopback traffic of this host."
     text += "\n\n" + "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in reached.items())
     record = {"benchmark": "steady_state", "agents": args.agents, "seconds": args.seconds, "alone": alone, "reached": reached}
     record |= {name: asdict(side) for name, side in sides.items()} | {"machine": machine}

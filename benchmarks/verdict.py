@@ -37,7 +37,7 @@ AIM_S = 1.0
 
 
 @dataclass(frozen=True)
-class Ends:
+class AgentTimes:
     """Seconds from the exception to the slowest node; None: not seen. codes: the exit codes of all agents."""
 
     verdict_s: float | None
@@ -45,7 +45,7 @@ class Ends:
     codes: tuple[int | None, ...]
 
 
-def one(side: str, timeout_s: float) -> Ends:
+def run_job(side: str, timeout_s: float) -> AgentTimes:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         stamps = Path(directory, "stamps")
         ours = side == "ours"  # each try has its own etcd, because everything that is left of a try is killed
@@ -79,9 +79,9 @@ def one(side: str, timeout_s: float) -> Ends:
         raised = [stamp.ns / 1e9 for stamp in jobs.read_stamps(stamps)]
         codes = tuple(agent.returncode for agent in agents)
         if not raised:
-            return Ends(None, None, codes)
+            return AgentTimes(None, None, codes)
         verdict_s = max(verdicts) - raised[0] if len(verdicts) == NODES else None
-        return Ends(verdict_s, max(ends) - raised[0] if len(ends) == NODES else None, codes)
+        return AgentTimes(verdict_s, max(ends) - raised[0] if len(ends) == NODES else None, codes)
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[list[float], list[float]]:
@@ -107,7 +107,7 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[
     return verdicts, ends
 
 
-def draw(figure: Any, found: dict[str, list[Ends]]) -> None:
+def draw(figure: Any, found: dict[str, list[AgentTimes]]) -> None:
     axes = figure.subplots()
     for place, each in enumerate(found.values()):
         gone = [one_try.gone_s for one_try in each if one_try.gone_s is not None]
@@ -123,16 +123,16 @@ def draw(figure: Any, found: dict[str, list[Ends]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=60, help="seconds for one job")
+    parser.add_argument("--repeat", type=int, default=5, help="number of tries of each side")
+    parser.add_argument("--timeout", type=float, default=60, help="limit for one job, in seconds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()
     jobs.adopt_orphans()
-    found: dict[str, list[Ends]] = {"ours": [], "stock": []}
+    found: dict[str, list[AgentTimes]] = {"ours": [], "stock": []}
     for _ in range(args.repeat):
         for side, each in found.items():
-            each.append(one(side, args.timeout))
+            each.append(run_job(side, args.timeout))
             print(side, each[-1], file=sys.stderr, flush=True)
     medians = {
         side: {

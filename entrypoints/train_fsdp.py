@@ -48,8 +48,8 @@ try:
     from torchdata.stateful_dataloader import StatefulDataLoader
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"no module {error.name}: to resume in mid-epoch, the data loader must be torchdata's; pip install 'elastic_ext[jobs]', "
-        "or torchdata alone"
+        f"no module {error.name}: resuming in mid-epoch needs torchdata's data loader; "
+        "pip install 'elastic_ext[jobs]' or torchdata"
     ) from None
 
 EPILOG = """environment:
@@ -69,14 +69,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-dir", default=default_directory(), help="a path, or a URL for fsspec")
     add("--resume", choices=("auto", "none"), default="auto", help="none: start from scratch, even after a restart")
     add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is always saved")
-    add("--keep", type=int, default=3, help="how many complete checkpoints to keep, the newest ones")
+    add("--keep", type=int, default=3, help="how many of the newest complete checkpoints to keep")
     add("--epochs", type=int, default=1)
-    add("--max-steps", type=int, default=0, help="end of training in steps, if --epochs does not end it first (0: no limit)")
+    add("--max-steps", type=int, default=0, help="stop after this many steps in total, unless --epochs ends first (0: no limit)")
     add(
         "--stop-after-steps",
         type=int,
         default=0,
-        help="save and exit after this many steps of this run; same schedule",
+        help="save and exit after this many steps of this run (0: no limit); the learning rate schedule stays the same",
     )
     add("--log-every", type=int, default=10)
     add("--global-batch", type=int, default=12, help="sequences per optimizer step, over all ranks")
@@ -94,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="use deterministic algorithms only")
-    add("--collective-timeout", type=float, default=600.0, help="seconds until a collective gives up on a lost peer")
+    add("--collective-timeout", type=float, default=600.0, help="seconds until a collective fails because a peer is lost")
     add("--print-state-hash", action="store_true", help="print a hash of parameters and optimizer moments at each load and save")
     args = parser.parse_args(argv)
     for name in ("save_every", "keep", "log_every", "accumulate", "seq_len"):
@@ -249,7 +249,8 @@ class Trainer:
         trained_on = position.note.get("data", "other data")
         if trained_on != self.data:
             sys.exit(
-                f"{position.path} was trained on {trained_on}; this run has {self.data}, where its position means other bytes: "
+                f"{position.path} was trained on {trained_on}; this run has {self.data}, "
+                "so its position would point at different data: "
                 "use the same flags and Python version, or another --checkpoint-dir"
             )
         self.step, self.epoch = position.step, position.epoch
@@ -301,7 +302,7 @@ class Trainer:
             return
         mean = float(loss)  # this waits for the device, so not at every step
         if not math.isfinite(mean):  # before a save, which would displace a good checkpoint
-            raise FloatingPointError(f"loss is {mean} at step {self.step}: lower --lr, or go back further")
+            raise FloatingPointError(f"loss is {mean} at step {self.step}: lower --lr, or resume from an older checkpoint")
         if logs:
             now, tokens = time.monotonic(), (self.step - self.logged_step) * self.args.global_batch * self.args.seq_len
             value, rate = f"{mean:.6f} ({mean.hex()})", tokens / (now - self.logged_at)
@@ -330,7 +331,7 @@ class Trainer:
 
 
 def raise_error() -> None:
-    raise RuntimeError("raised on request of TRAIN_FAULT")
+    raise RuntimeError("raised because TRAIN_FAULT asks for it")
 
 
 FAULTS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: sys.exit(3), "raise": raise_error}

@@ -43,11 +43,11 @@ class HangHandling(Companion):
 
     def next_check_s(self) -> float:
         """Return the seconds until the next check is due."""
-        return self._watch.next_look_s()
+        return self._watch.next_check_s()
 
     def check(self, workers: LocalWorkers) -> None:
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
-        assessment = self._watch.look(workers.running_pids())
+        assessment = self._watch.check(workers.running_pids())
         if assessment is None:
             return
         if assessment.imminent and not imminent_before:

@@ -65,7 +65,7 @@ def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_f
     """Return the exit code of a worker that failed; None if it did not fail."""
     if exit_ is None:
         return -signal.SIGKILL
-    asked_to_end = ended.asked_to_end and exit_.asked_ns is not None
+    asked_to_end = ended.asked_to_end and exit_.stop_sent_ns is not None
     if not exit_.failed and not asked_to_end and local_rank not in ended.hung:
         return None
     if exit_.exitcode is not None:
@@ -93,7 +93,7 @@ def failed_by_itself(workers: LocalWorkers) -> bool:
     return any(
         exit_.exitcode is not None
         and exit_.failed
-        and not exit_.was_asked(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
+        and not exit_.ended_by_agent(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
         for local_rank, exit_ in workers.processes.exits.items()
     )
 
@@ -118,7 +118,7 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
         step=progress.steps if progress and progress.pid else None,
         first_step_done=progress.first_step_done if progress else None,
         warm=local_rank in ended.warm,
-        stopped_by_agent=exit_ is None or exit_.was_asked(error_file.raised_ns),
+        stopped_by_agent=exit_ is None or exit_.ended_by_agent(error_file.raised_ns),
         ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
     )
 

@@ -18,7 +18,7 @@ from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.workers.progress import Leaving
+from elastic_ext.workers.progress import EndingWorkers
 from elastic_ext.workers.stderr.tails import StderrTails
 
 
@@ -37,7 +37,7 @@ class RunningRound:
     def __init__(
         self,
         workers: LocalWorkers,
-        leaving: Leaving,
+        ending: EndingWorkers,
         warm: Collection[int],
         resume: ResumePoint,
         hangs: HangHandling | None,
@@ -47,12 +47,12 @@ class RunningRound:
         """Tell all companions that the workers have started.
 
         Args:
-            leaving: tells which workers are about to end with an error.
+            ending: tells which workers are about to end with an error.
             warm: local ranks of the workers that were warm standbys.
             others: companions that live longer than this round.
         """
         self.workers, self.resume, self.hangs, self.saves = workers, resume, hangs, saves
-        self._leaving, self._warm = leaving, warm
+        self._ending, self._warm = ending, warm
         self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
         self._companions = [*others, *filter(None, (saves, hangs, resume))]
         for companion in self._companions:
@@ -61,7 +61,7 @@ class RunningRound:
     @property
     def failed(self) -> bool:
         """Whether a worker has failed, or says that it is about to end with an error."""
-        return self.workers.processes.failed or bool(self._leaving.codes())
+        return self.workers.processes.failed or bool(self._ending.exit_codes())
 
     @property
     def stopped(self) -> bool:
@@ -88,7 +88,7 @@ class RunningRound:
             if show_stacks:
                 self._stacks += show_stragglers(self.workers, local_ranks, grace_s)
 
-        self.workers.processes.stop(grace_s, on_stragglers, leaving=self._leaving)
+        self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending)
 
     def examine_hung(self) -> None:
         """Find out where each worker hangs, while it still runs."""

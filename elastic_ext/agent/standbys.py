@@ -28,10 +28,10 @@ class WarmStarts(Companion):
         self._pool, self._cold, self._logs, self._metrics = pool, cold, logs, metrics
 
     def before_start(self) -> None:
-        """Make a worker of the next round record its imports. Call this when `logs.tell` holds the other messages."""
+        """Make a worker of the next round record its imports. Call this when `logs.messages` holds the other messages."""
         if self._pool is not None:
             self._pool.learn(self._logs.modules_file)  # of the previous round: a worker may have written it at the very end
-            self._logs.tell[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
+            self._logs.messages[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
 
     @property
     def start(self) -> Start | None:
@@ -51,10 +51,10 @@ class WarmStarts(Companion):
         if self._pool is not None:
             self._pool.learn(self._logs.modules_file)
 
-    def rest(self, reason: str) -> None:
+    def skip_next_round(self, reason: str) -> None:
         """Make the workers of the next round start the usual way."""
         if self._pool is not None:
-            self._pool.rest(reason)
+            self._pool.skip_next_round(reason)
 
     def close(self) -> None:
         """End the standbys."""

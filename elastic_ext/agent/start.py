@@ -24,7 +24,7 @@ from elastic_ext.workers import descriptors
 from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
-from elastic_ext.workers.progress import Leaving, ProgressTable
+from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class RoundStart:
             if progress is not None:
                 undo.callback(progress.remove)
             self._set_worker_environment(resumed, progress)
-            with started_by(companions.warm_starts.start, descriptors.as_users):
+            with started_by(companions.warm_starts.start, descriptors.restore_user_limit):
                 pids = start_processes()
             for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
-                descriptors.as_users(pid)
+                descriptors.restore_user_limit(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
             running = self._make_round(processes, progress, resumed, own_groups())
@@ -95,11 +95,11 @@ class RoundStart:
             **resumed.variables(),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
-        self._logs.tell = {local_rank: {"agent": companions.token} for local_rank in range(spec.local_world_size)}
+        self._logs.messages = {local_rank: {"agent": companions.token} for local_rank in range(spec.local_world_size)}
         if progress is None:
             return
         if self._settings.bootstrap:
-            for local_rank, message in self._logs.tell.items():
+            for local_rank, message in self._logs.messages.items():
                 message.update(slot=local_rank, progress=progress.path, wake_pipe=companions.wake_pipe.path, store=self._store_at)
         companions.warm_starts.before_start()
 
@@ -116,9 +116,9 @@ class RoundStart:
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout)
             hangs = HangHandling(watch, self._handler, companions.flight_recorder)
-        leaving = Leaving(progress, processes.pids, companions.wake_pipe)
+        ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
-        return RunningRound(workers, leaving, warm, resumed, hangs, saves, companions.round_companions)
+        return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
 
     @property
     def _store_at(self) -> tuple[str, int]:

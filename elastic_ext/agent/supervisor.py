@@ -66,7 +66,7 @@ class Supervisor(TorchAgent):
             self._rules = user_rules.load(self._settings.rules)
             copier.claim_local_dir(self._settings)
             # Before the run, because an error during it closes the job for all nodes.
-            self._extras = launch.extras_fit(spec.local_world_size, descriptors.left())
+            self._extras = launch.extras_fit(spec.local_world_size, descriptors.available())
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
@@ -158,7 +158,7 @@ class Supervisor(TorchAgent):
 
     def _failed_workers(self, result: RunResult) -> list[FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
-        self._companions.stderr.settle()
+        self._companions.stderr.flush()
         companions = self._companions
         ended = self._running.ended(self._handler.host, companions.host.evidence(), companions.stderr, result)
         return postmortem.failed_workers(ended, self._rules)
@@ -175,7 +175,7 @@ class Supervisor(TorchAgent):
         if decision.charged:
             self.charge_restart()
         if decision.cold:
-            self._companions.warm_starts.rest("the last round failed before its first step")
+            self._companions.warm_starts.skip_next_round("the last round failed before its first step")
         if decision.checkpoints_back and verdict.node == self._handler.node_id:
             self._running.resume.quarantine(decision, self._handler.round)
         deadline = time.monotonic() + decision.delay_s

@@ -80,7 +80,7 @@ class RoundWatch:
             return self._agent.close_failed()
         if self._agent.result_readers or not processes.running:
             result = self._agent.reap()
-            processes.look()
+            processes.poll()
             return result
         asleep = self._agent.asleep_in_kernel()
         if asleep is not None:

@@ -137,7 +137,7 @@ def _agent(answer: Answer) -> Finding:
 def _standbys(settings: Settings, site: Answer) -> Finding:
     if not settings.standby or not settings.bootstrap:
         return Finding("standbys", OK, "off, by the settings")
-    why = site.get("error") or site.get("found") or rules.room(memory.available(), 1, server_runs=False)
+    why = site.get("error") or site.get("found") or rules.memory_shortage(memory.available(), 1, server_runs=False)
     if why:
         return Finding("standbys", WARN, f"not possible: {why}", "workers start cold, some seconds slower")
     return Finding("standbys", OK, "possible")

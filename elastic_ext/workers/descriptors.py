@@ -15,32 +15,32 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-MOST = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit may be 2 ** 63
+MAX_FILES = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit may be 2 ** 63
 
 _lock = threading.Lock()
 _agents = 0  # how many agents of this process have raised the limit
-_users: tuple[int, int] | None = None  # the limit before the first agent raised it; None: it could not be raised
+_user_limit: tuple[int, int] | None = None  # the limit before the first agent raised it; None: it could not be raised
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise the soft limit to the hard one, or to MOST if that is less, within the context."""
-    global _agents, _users
+    """Raise the soft limit to the hard one, or to MAX_FILES if that is less, within the context."""
+    global _agents, _user_limit
     with _lock:
         if not _agents:
-            _users = _raise()
+            _user_limit = _raise()
         _agents += 1
     try:
         yield
     finally:
         with _lock:
             _agents -= 1
-            if not _agents and _users is not None:
+            if not _agents and _user_limit is not None:
                 try:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, _users)
+                    resource.setrlimit(resource.RLIMIT_NOFILE, _user_limit)
                 except (OSError, ValueError) as error:  # the hard limit was lowered
-                    logger.info("the limit of open files cannot be set back: %s", error)
-                _users = None
+                    logger.info("cannot restore the limit on open files: %s", error)
+                _user_limit = None
 
 
 def _raise() -> tuple[int, int] | None:
@@ -49,13 +49,13 @@ def _raise() -> tuple[int, int] | None:
     if before is None:
         return None
     soft, hard = before
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or wanted <= soft:
         return None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:
-        logger.info("the limit of open files stays at %s: %s", soft, error)
+        logger.info("cannot raise the limit on open files, it stays at %s: %s", soft, error)
         return None
     return before
 
@@ -65,24 +65,24 @@ def limit() -> tuple[int, int] | None:
     try:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
     except OSError as error:
-        logger.info("the limit of open files cannot be read: %s", error)
+        logger.info("cannot read the limit on open files: %s", error)
         return None
 
 
-def as_users(pid: int) -> None:
-    """Give a process that this one has started the user's own limit."""
+def restore_user_limit(pid: int) -> None:
+    """Restore the user's limit in a process that this one has started."""
     with _lock:
-        users = _users
-    if users is None:
+        user_limit = _user_limit
+    if user_limit is None:
         return
     try:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, users)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, user_limit)
     except OSError as error:  # the process has ended, or now runs as another user
-        logger.debug("the limit of open files of process %s cannot be set: %s", pid, error)
+        logger.debug("cannot restore the limit on open files of process %s: %s", pid, error)
 
 
-def left() -> int:
+def available() -> int:
     """Return how many more files this process can open once its limit is raised."""
     now = limit()
-    hard = MOST if now is None or now[1] == resource.RLIM_INFINITY else min(now[1], MOST)
+    hard = MAX_FILES if now is None or now[1] == resource.RLIM_INFINITY else min(now[1], MAX_FILES)
     return hard - len(os.listdir("/proc/self/fd"))

@@ -27,7 +27,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
     Attributes:
         variables: set before each round: environment variables for all workers of this node, including
             TORCHELASTIC_RESTART_COUNT, which names the log directory.
-        tell: set before each round: keys of each worker's message, by local rank; see `worker_env`. `reify` adds the rest.
+        messages: set before each round: keys of each worker's message, by local rank; see `worker_env`. `reify` adds the rest.
         modules_file: set before each round: where a worker of this round writes what it has imported.
         run_dir: set once: the agent's private directory, for the files of a job that wants no logs.
         stderr: set once: keeps the end of what the workers write to stderr.
@@ -43,7 +43,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         self.modules_file = ""
         self.run_dir = ""
         self.variables: dict[str, str] = {}
-        self.tell: dict[int, dict[str, object]] = {}
+        self.messages: dict[int, dict[str, object]] = {}
         self.stderr = StderrTails(enabled=False)
         self.error_files: dict[int, str] = {}
         self.stacks_files: dict[int, str] = {}
@@ -76,7 +76,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         message = {
             "version": worker_env.VERSION,
             "progress_version": progress_layout.VERSION,
-            **self.tell[local_rank],
+            **self.messages[local_rank],
             "stacks": self.stacks_files[local_rank],
             # If stderr goes to a file, the traceback belongs in that file; on the console, the agent shows it once.
             "quiet_traceback": destination in ("", os.devnull),
@@ -90,7 +90,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             os.makedirs(path, exist_ok=True)
         except OSError as error:
             on_disk = tempfile.mkdtemp(prefix="elastic_ext_")
-            logger.warning("no room for the workers' files in %s: %s; they are in %s", self._round_dir, error.strerror, on_disk)
+            logger.warning("cannot create the workers' files in %s: %s; using %s", self._round_dir, error.strerror, on_disk)
             self.remove()
             self._round_dir, self._on_disk = on_disk, on_disk
             path = os.path.join(on_disk, str(local_rank))

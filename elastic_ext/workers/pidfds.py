@@ -19,7 +19,7 @@ _REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 
 @functools.cache
-def why_none() -> str | None:
+def why_unavailable() -> str | None:
     """Return why pidfds do not work here; None if they do. Raises OSError if a temporary shortage prevents the answer."""
     try:
         pidfd = os.pidfd_open(os.getpid())
@@ -33,7 +33,7 @@ def why_none() -> str | None:
     except ChildProcessError:
         return None  # a process is not its own child: the kernel supports the call
     except AttributeError as error:
-        return f"this Python was built without it: {error}"
+        return f"this Python was built without a call for pidfds: {error}"
     except OSError as error:
         return _refusal("pidfd_send_signal or waitid", error)
     finally:
@@ -46,7 +46,7 @@ def _refusal(call: str, error: OSError) -> str:
     if error.errno not in _REFUSED:
         raise error
     reason = f"{call} is refused ({error.strerror})"
-    logger.info("threads wait for the ends of processes: %s", reason)
+    logger.info("no pidfds, so threads wait for processes to end: %s", reason)
     return reason
 
 
@@ -58,14 +58,14 @@ def watch(pid: int) -> int:
         OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
             errno if no descriptor or thread is available.
     """
-    if why_none() is None:
+    if why_unavailable() is None:
         return os.pidfd_open(pid)
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError as error:
         if state(pid) in ("", "Z", "X"):
             raise ProcessLookupError(errno.ESRCH, f"no child {pid}") from error
-        raise OSError(errno.ENOTSUP, f"cannot watch process {pid}, which is not a child of this one: {why_none()}") from error
+        raise OSError(errno.ENOTSUP, f"cannot watch process {pid}: it is not our child, and {why_unavailable()}") from error
     ours, theirs = os.pipe()
     try:
         threading.Thread(target=_await_end, args=(pid, theirs), name="elastic_ext_end", daemon=True).start()
@@ -90,7 +90,7 @@ def _await_end(pid: int, writer: int) -> None:
 
 def send(descriptor: int, pid: int, sig: int) -> None:
     """Send a signal to the child behind a descriptor from `watch`. Raises ProcessLookupError, PermissionError."""
-    if why_none() is None:
+    if why_unavailable() is None:
         signal.pidfd_send_signal(descriptor, sig)
     else:
         os.kill(pid, sig)
@@ -98,7 +98,7 @@ def send(descriptor: int, pid: int, sig: int) -> None:
 
 def status(descriptor: int, pid: int) -> os.waitid_result | None:
     """Return how this child ended, without reaping it; None if it has not. Raises ChildProcessError if it was reaped."""
-    which = (os.P_PIDFD, descriptor) if why_none() is None else (os.P_PID, pid)
+    which = (os.P_PIDFD, descriptor) if why_unavailable() is None else (os.P_PID, pid)
     return os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
@@ -111,11 +111,11 @@ def state(pid: int) -> str:
         return ""
 
 
-def go_on(pid: int, what: str) -> bool:
-    """Continue a helper process that was stopped (SIGSTOP). Return whether it was. what: its name for the log."""
+def resume(pid: int, what: str) -> bool:
+    """Resume a helper process if it was stopped (SIGSTOP). Return whether it was. what: its name for the log."""
     if state(pid) != "T":
         return False
-    logger.warning("the %s (pid %s) was stopped from outside; continuing it", what, pid)
+    logger.warning("the %s (pid %s) was stopped from outside; resuming it", what, pid)
     try:
         os.kill(pid, signal.SIGCONT)
     except OSError:

@@ -20,7 +20,7 @@ from elastic_ext.workers import pidfds
 
 logger = logging.getLogger(__name__)
 
-TRACER_LOOK_S = 0.02
+TRACER_WAIT_S = 0.02
 
 
 class HasFileno(Protocol):
@@ -36,15 +36,15 @@ class Exit:
     Attributes:
         exitcode: as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child
             of this process: start method forkserver).
-        asked_ns: time.monotonic_ns() when the agent first told the worker to end; None if it never did, or if a signal that the
-            agent had not sent ended the worker.
+        stop_sent_ns: time.monotonic_ns() when the agent first sent the worker a signal to end; None if it never did, or if a
+            signal that the agent had not sent ended the worker.
         seen_ns: time.monotonic_ns() when the agent saw the exit.
     """
 
     local_rank: int
     pid: int
     exitcode: int | None
-    asked_ns: int | None
+    stop_sent_ns: int | None
     seen_ns: int
 
     @property
@@ -52,22 +52,22 @@ class Exit:
         """Return whether it ended with an exit code other than 0."""
         return self.exitcode != 0
 
-    def was_asked(self, raised_ns: int | None) -> bool:
+    def ended_by_agent(self, raised_ns: int | None) -> bool:
         """Return whether the worker ended because the agent told it to.
 
         raised_ns: time.monotonic_ns() when it raised the exception that ended it; None if there was no exception. An exception
         raised in answer to our signal is how the worker ended, not why.
         """
-        return self.asked_ns is not None and (raised_ns is None or raised_ns >= self.asked_ns)
+        return self.stop_sent_ns is not None and (raised_ns is None or raised_ns >= self.stop_sent_ns)
 
 
-class HasLeaving(Protocol):
-    """An object that knows which workers end by themselves with an error; see `progress.Leaving`."""
+class HasEndingWorkers(Protocol):
+    """An object that knows which workers end by themselves with an error; see `progress.EndingWorkers`."""
 
     def fileno(self) -> int: ...
     def clear(self) -> None: ...
-    def codes(self) -> dict[int, int]: ...
-    def through(self) -> dict[int, int]: ...
+    def exit_codes(self) -> dict[int, int]: ...
+    def past_exit_handlers(self) -> dict[int, int]: ...
 
 
 class WorkerProcesses:
@@ -86,7 +86,7 @@ class WorkerProcesses:
         self.pids = dict(pids)
         self._own_groups = own_groups
         self._pidfds: dict[int, int] = {}
-        self._asked_ns: dict[int, int] = {}
+        self._stop_sent_ns: dict[int, int] = {}
         self._sent: dict[int, set[int]] = {}
         self._cut_short: dict[int, int] = {}  # the exit codes of workers that were killed after their exit handlers
         self._only_cut_short: set[int] = set()  # those that had not been told to end before
@@ -125,9 +125,9 @@ class WorkerProcesses:
         for other in others:
             poll.register(other, select.POLLIN)
         poll.poll(None if timeout_s is None else milliseconds(timeout_s))
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Record the exits so far, without blocking."""
         by_pidfd = {self._pidfds[local_rank]: local_rank for local_rank in self.running}
         poll = select.poll()
@@ -137,22 +137,22 @@ class WorkerProcesses:
             local_rank = by_pidfd[pidfd]
             ended, exitcode = _exitcode(pidfd, self.pids[local_rank])
             if not ended:
-                select.select([], [], [], TRACER_LOOK_S)  # so that wait() does not spin
+                select.select([], [], [], TRACER_WAIT_S)  # so that wait() does not spin
                 continue
-            asked_ns = self._asked_ns.get(local_rank)
+            stop_sent_ns = self._stop_sent_ns.get(local_rank)
             if exitcode == -signal.SIGKILL and local_rank in self._cut_short:
                 exitcode = self._cut_short[local_rank]
-                asked_ns = None if local_rank in self._only_cut_short else asked_ns
+                stop_sent_ns = None if local_rank in self._only_cut_short else stop_sent_ns
             elif exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
-                asked_ns = None
-            self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, asked_ns, time.monotonic_ns())
+                stop_sent_ns = None
+            self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, stop_sent_ns, time.monotonic_ns())
 
     def stop(
         self,
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
         sig: signal.Signals = signal.SIGTERM,
-        leaving: HasLeaving | None = None,
+        ending: HasEndingWorkers | None = None,
     ) -> None:
         """End all workers: send `sig` now, and SIGKILL to whatever is left of them after `grace_s` seconds.
 
@@ -160,43 +160,43 @@ class WorkerProcesses:
 
         Args:
             on_stragglers: called with the local ranks that outlived the grace period, before they are killed.
-            leaving: workers that end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done.
+            ending: workers that end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done.
         """
-        alone = leaving.codes() if leaving is not None else {}
-        self._signal([local_rank for local_rank in self.running if local_rank not in alone], sig)
-        self._await_all(grace_s, leaving)
+        ending_codes = ending.exit_codes() if ending is not None else {}
+        self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], sig)
+        self._await_all(grace_s, ending)
         if stragglers := self.running:
             on_stragglers(stragglers)
         # Also signal the groups of dead workers: what a worker started must not outlive it. Their leaders are zombies until torch
         # reaps them. A worker that succeeded by itself left its processes behind on purpose.
-        ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.asked_ns is None}
+        ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.stop_sent_ns is None}
         self._signal([rank for rank in self._pidfds if rank not in ended_well], signal.SIGKILL)
         self._await_all(max(grace_s, 1.0))
         self.stopped = True
         for local_rank in self.running:
             logger.error(
-                "worker %s (pid %s) did not end after SIGKILL: it sleeps in the kernel; this host may need a restart",
+                "worker %s (pid %s) did not end after SIGKILL: it is asleep in the kernel; this host may need a reboot",
                 local_rank,
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, leaving: HasLeaving | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: HasEndingWorkers | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         while self.running and (left := deadline - time.monotonic()) > 0:
-            if leaving is None:
+            if ending is None:
                 self.wait(left)
                 continue
-            leaving.clear()  # before `through`
-            through = {rank: code for rank, code in leaving.through().items() if rank in self.running}
-            self._cut_short.update(through)
-            self._only_cut_short |= through.keys() - self._asked_ns.keys()
-            self._signal([rank for rank in through if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
-            self.wait(left, leaving)
+            ending.clear()  # before `past_exit_handlers`
+            past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
+            self._cut_short.update(past)
+            self._only_cut_short |= past.keys() - self._stop_sent_ns.keys()
+            self._signal([rank for rank in past if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
+            self.wait(left, ending)
 
     def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
         for local_rank in list(local_ranks):
             if local_rank not in self.exits:
-                self._asked_ns.setdefault(local_rank, time.monotonic_ns())
+                self._stop_sent_ns.setdefault(local_rank, time.monotonic_ns())
                 self._sent.setdefault(local_rank, set()).add(sig)
             try:
                 if self._own_groups:

@@ -123,7 +123,7 @@ class ProgressTable:
             pass
 
 
-class Leaving:
+class EndingWorkers:
     """The workers of a round that are about to end with an error. They report it themselves and are not told to end.
 
     After an error, a worker runs its exit handlers. They may take as long as the grace period allows. The agent does not wait
@@ -141,14 +141,14 @@ class Leaving:
         return self._wake_pipe.fileno()
 
     def clear(self) -> None:
-        """Forget the reports so far. Call `codes` or `through` after this, not before."""
+        """Forget the reports so far. Call `exit_codes` or `past_exit_handlers` after this, not before."""
         self._wake_pipe.clear()
 
-    def codes(self) -> dict[int, int]:
+    def exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the workers that end with an error, by local rank, including those that have ended since."""
         return {slot: row.ends_with for slot, row in self._read() if row.ends_with}
 
-    def through(self) -> dict[int, int]:
+    def past_exit_handlers(self) -> dict[int, int]:
         """Return the same for the workers whose exit handlers are done."""
         return {slot: row.ends_with for slot, row in self._read() if row.ends_with and row.exit_handlers_done}
 

@@ -33,7 +33,7 @@ def named_pipe(path: str) -> tuple[str, int, int | None]:
             raise
         if str(error.strerror) not in _logged:
             _logged.add(str(error.strerror))
-            logger.info("named pipes cannot be made here (%s); pipes without a name are used instead", error)
+            logger.info("cannot create named pipes (%s); using unnamed pipes instead", error)
     else:
         return path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), None
     reader, writer = os.pipe()

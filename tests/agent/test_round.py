@@ -22,7 +22,7 @@ from elastic_ext.failures.host import HostEvidence
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
-from elastic_ext.workers.progress import Leaving, Progress, ProgressTable
+from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
 
 
@@ -74,8 +74,8 @@ def make(tmp_path, children):
         processes = WorkerProcesses({rank: child.pid for rank, child in enumerate(children)}, own_groups=True)
         files = {rank: str(tmp_path / str(rank)) for rank in range(len(children))}
         workers = LocalWorkers(processes, table, {0: 6, 1: 7}, files, files)
-        leaving = Leaving(table, processes.pids, pipe)
-        return RunningRound(workers, leaving, {1}, resume_point(pin), None, None, companions)
+        ending = EndingWorkers(table, processes.pids, pipe)
+        return RunningRound(workers, ending, {1}, resume_point(pin), None, None, companions)
 
     yield _make
     pipe.close()
@@ -186,7 +186,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
 
     def start_processes():
         assert (tmp_path / "progress.t.3").exists()
-        assert logs.tell[1] == {
+        assert logs.messages[1] == {
             "agent": "t",
             "slot": 1,
             "progress": str(tmp_path / "progress.t.3"),

@@ -135,7 +135,7 @@ def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_
     assert job.returncode == 0, job.all
     assert "signal.pause" in job.err or "hangs.py" in job.err  # its stacks were asked for, which takes a descriptor above 1,023
     assert re.findall(r"limit (\d+)", job.out) == ["2500", "2500"]
-    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, descriptors.MOST))}
+    assert set(re.findall(r"agent's (\d+)", job.out)) == {str(min(hard, descriptors.MAX_FILES))}
 
 
 def test_programs_and_functions_keep_the_users_limit_too(tmp_path):
@@ -202,7 +202,7 @@ def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, cap
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "full").write_text("")
     logs = WorkerLogs(DefaultLogsSpecs())
-    logs.run_dir, logs.tell, logs.variables = str(tmp_path / "full"), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
+    logs.run_dir, logs.messages, logs.variables = str(tmp_path / "full"), {0: {}}, {"TORCHELASTIC_RESTART_COUNT": "0"}
     for _ in range(2):
         logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
         assert Path(logs.error_files[0]).parent.is_dir()
@@ -268,7 +268,7 @@ def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_
         [sys.executable, "-c", REAPER, os.urandom(16).hex(), str(tmp_path / "run")], capture_output=True, text=True, timeout=60
     )
     assert job.stdout.split("\n")[:2] == ["without None", "with True"], job.stderr
-    assert job.stderr.count("no reaper can be started: ") == 1
+    assert job.stderr.count("cannot start the reaper: ") == 1
     assert "Traceback" not in job.stderr
 
 
@@ -314,13 +314,13 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
         resource.prlimit(agent, resource.RLIMIT_NOFILE, (8, before[1]))
         for pid in [pid for pid in _children(agent) if "standby/server" in Path(f"/proc/{pid}/cmdline").read_text()]:
             os.kill(pid, signal.SIGKILL)
-        job.wait_for("what they need was lacking")
+        job.wait_for("a resource has run out")
         resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
         job.wait_for("warm standbys are ready again")
         gate.open()
         done = job.finish()
     assert done.returncode == 0, done.all
-    assert len(re.findall("started without a warm standby: what they need was lacking", done.err)) == 1
+    assert len(re.findall("started without a warm standby: a resource has run out", done.err)) == 1
     assert "Traceback" not in done.err
 
 
@@ -345,5 +345,5 @@ def test_a_helper_that_somebody_has_stopped_does_not_delay_the_end(tmp_path, whi
         done = job.finish()
         assert wait_gone([helper]) == []
     assert done.returncode == 1, done.all
-    assert f"(pid {helper}) was stopped from outside; continuing it" in done.err
+    assert f"(pid {helper}) was stopped from outside; resuming it" in done.err
     assert took_s < 20  # it was 40 s and more

@@ -55,11 +55,11 @@ def test_an_unknown_row_or_side_is_refused():
 
 
 def test_what_is_skipped_has_a_reason(monkeypatch):
-    assert "one process" in str(node_loss.why_not("etcd", "stock"))
-    assert node_loss.why_not("etcd", "ours") is None
+    assert "one process" in str(node_loss.skip_reason("etcd", "stock"))
+    assert node_loss.skip_reason("etcd", "ours") is None
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in str(node_loss.why_not("link", "ours"))
-    assert node_loss.why_not("node", "ours") is None
+    assert "needs root" in str(node_loss.skip_reason("link", "ours"))
+    assert node_loss.skip_reason("node", "ours") is None
 
 
 def test_phases_end_with_the_last_node():

@@ -92,7 +92,7 @@ def test_a_dead_worker_is_an_error_and_leaves_nothing():
         assert "cpu_s" in host.ask(60, do="cpu")[0]
         process.kill()
         process.wait()
-        with pytest.raises(agent_processes.AgentsFailed, match="ended, with exit code -9"):
+        with pytest.raises(agent_processes.AgentsFailed, match="ended with exit code -9"):
             host.ask(60, do="cpu")
     assert not os.path.exists(f"/proc/{process.pid}")
 
@@ -122,10 +122,10 @@ def test_the_verdict_holds_what_was_aimed_at():
 
 def test_a_try_that_failed_counts_as_the_slowest():
     tries = [rendezvous.Outcome(phase(1.0), None, "late"), *(rendezvous.Outcome(phase(1.0), phase(s)) for s in (3.0, 2.0))]
-    assert rendezvous.middle(tries).rejoin == phase(3.0)
-    assert rendezvous.middle(tries[:1]).why == "late"
+    assert rendezvous.median_outcome(tries).rejoin == phase(3.0)
+    assert rendezvous.median_outcome(tries[:1]).why == "late"
     formed = [rendezvous.Outcome(None, None, "late"), *(rendezvous.Outcome(phase(s), None) for s in (2.0, 1.0))]
-    assert rendezvous.middle(formed) == rendezvous.Outcome(phase(2.0), None, "late")
+    assert rendezvous.median_outcome(formed) == rendezvous.Outcome(phase(2.0), None, "late")
 
 
 def test_traffic_is_read_from_etcds_metrics():
@@ -151,8 +151,8 @@ def test_loopback_bytes_are_read_from_the_kernels_table():
 
 
 def test_agents_are_shared_out_without_gap():
-    assert agent_processes.shares(5, 2) == [(0, 2), (2, 3)]
-    assert agent_processes.shares(2, 4) == [(0, 1), (1, 1)]
+    assert agent_processes.split_agents(5, 2) == [(0, 2), (2, 3)]
+    assert agent_processes.split_agents(2, 4) == [(0, 1), (1, 1)]
 
 
 def test_sizes_may_be_empty():

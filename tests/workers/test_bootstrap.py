@@ -116,7 +116,7 @@ def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict
             told = {"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
             nothing.write_text(json.dumps(told))
             server.preload(str(nothing))
-            assert server.hear() is not None, server.how_it_ended()
+            assert server.receive_ready() is not None, server.how_it_ended()
             (standby,) = server.park(1)
         finally:
             server.end()
@@ -361,7 +361,7 @@ def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, pat
     code, _, err = run_text(tmp_path, before + FAILS, {**worker.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / path)})
     warning, _, rest = err.partition("\n")
     assert code == 1
-    assert warning.startswith("elastic_ext: the error file ")
+    assert warning.startswith("elastic_ext: cannot write the error file ")
     assert rest.startswith("Traceback")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["progress", "script.py", "stacks"]
 

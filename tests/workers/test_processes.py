@@ -47,13 +47,13 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     assert children[0].wait() == 3  # still there to be reaped
     workers.stop(5, on_stragglers=lambda ranks: None)
     assert workers.exits[1].exitcode == -signal.SIGTERM
-    assert workers.exits[0].asked_ns is None
-    assert not workers.exits[0].was_asked(None)
-    assert workers.exits[1].was_asked(None)
+    assert workers.exits[0].stop_sent_ns is None
+    assert not workers.exits[0].ended_by_agent(None)
+    assert workers.exits[1].ended_by_agent(None)
     # What it raised before it was told to end is why it ended; what it raised afterwards is how.
-    asked_ns = workers.exits[1].asked_ns
-    assert not workers.exits[1].was_asked(asked_ns - 1)
-    assert workers.exits[1].was_asked(asked_ns + 1)
+    stop_sent_ns = workers.exits[1].stop_sent_ns
+    assert not workers.exits[1].ended_by_agent(stop_sent_ns - 1)
+    assert workers.exits[1].ended_by_agent(stop_sent_ns + 1)
     workers.close()
 
 
@@ -96,7 +96,7 @@ def test_a_signal_from_somebody_else_is_not_ours(start):
     threading.Timer(0.1, child.kill).start()
     workers.stop(30, on_stragglers=lambda ranks: None)
     assert workers.exits[0].exitcode == -signal.SIGKILL
-    assert workers.exits[0].asked_ns is None
+    assert workers.exits[0].stop_sent_ns is None
     workers.close()
 
 

@@ -83,7 +83,7 @@ def worker_message() -> "WorkerMessage":
     text = os.environ.get(worker_env.WORKER_ENV, "").strip()
     if not text:
         return {}
-    make_scanner = _pythons_own("_json").make_scanner  # the core of json.loads; json itself would load re, enum and functools
+    make_scanner = _import_stdlib("_json").make_scanner  # the core of json.loads; json itself would load re, enum and functools
     decoder: Any = {"strict": True, "object_hook": None, "object_pairs_hook": None}
     decoder.update(parse_float=float, parse_int=int, parse_constant=float)
     try:
@@ -144,7 +144,7 @@ class _Reports:
             error_file.replace(path, json.dumps({"modules": found, "changed": changed}))
             worker_env.wake(self._wake_path)
         except Exception as error:  # noqa: BLE001 - only the agent loses information; the script must not notice
-            _warn(f"the agent does not learn what this worker has imported: {error_file.text_of(error)}")
+            _warn(f"cannot report this worker's imports to the agent: {error_file.text_of(error)}")
 
 
 _reports = _Reports()
@@ -176,7 +176,7 @@ def _record(error: BaseException, row: "memoryview | None") -> bool:
         return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done)
     except Exception as failure:  # noqa: BLE001 - this runs the exception's own code, and nothing may change how the script ends
         reason = error_file.text_of(failure)
-        _warn(f"the error file {path} cannot be written: {reason}; the agent will see the exit code only")
+        _warn(f"cannot write the error file {path}: {reason}; the agent will see only the exit code")
         return False
 
 
@@ -260,7 +260,7 @@ def _connect_stderr(message: "WorkerMessage") -> None:
         os.dup2(pipe, 2)
         os.close(pipe)
     except (OSError, TypeError, ValueError) as error:
-        _warn(f"the end of this worker's stderr is not kept: {path!r}: {error}")
+        _warn(f"the agent keeps no tail of this worker's stderr: cannot open the pipe {path!r}: {error}")
 
 
 def _arm(message: "WorkerMessage") -> "memoryview | None":
@@ -269,11 +269,11 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
     try:
         row = _own_row(message)
     except (OSError, ValueError, TypeError, OverflowError) as error:
-        _warn(f"no progress of this worker: {message.get('progress')!r}, slot {message.get('slot')!r}: {error}")
+        _warn(f"the agent sees no progress of this worker: {message.get('progress')!r}, slot {message.get('slot')!r}: {error}")
     try:
         stacks = _dump_stacks_on_signal(message)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        _warn(f"no stacks of this worker: {message.get('stacks')!r}: {error}")
+        _warn(f"the agent gets no stacks of this worker: {message.get('stacks')!r}: {error}")
     if row is not None:
         row[layout.STACKS_ARMED] = stacks
         _StepCounter(row).register_when_imported()
@@ -289,7 +289,7 @@ def _own_row(message: "WorkerMessage") -> "memoryview | None":
     version = message.get("progress_version", layout.VERSION)
     if version != layout.VERSION:
         raise ValueError(f"expected version {layout.VERSION} of the progress table, got version {version!r}")
-    mmap = _pythons_own("mmap").mmap
+    mmap = _import_stdlib("mmap").mmap
     first = slot * layout.ROW_BYTES
     if first < 0:
         raise ValueError("expected a slot of 0 or more")
@@ -369,7 +369,7 @@ def _called_from(function: str) -> bool:
     return frame is not None
 
 
-def _pythons_own(name: str) -> "Any":
+def _import_stdlib(name: str) -> "Any":
     """Import one of Python's C modules, whatever PYTHONPATH holds. What the script finds under this name does not change."""
     before, path = sys.modules.get(name), sys.path[:]
     library = os.path.dirname(os.__file__)

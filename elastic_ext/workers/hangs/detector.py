@@ -40,8 +40,8 @@ STARVED_SHARE = 0.5  # of the time, ready to run but not running
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
-LEAST_LOOK_S = 0.1
-LATE_S = 10.0  # a look this late means that the machine had stopped, not the workers
+MIN_CHECK_S = 0.1
+LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
@@ -118,7 +118,7 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
     """
     # A worker that is still unknown after START_FLOOR_S is stuck before its first step.
     if not workers or any(not worker.known and worker.quiet_s < START_FLOOR_S for worker in workers):
-        return Assessment(False, (), "the progress of the workers is not known")
+        return Assessment(False, (), "the progress of a worker is not known")
     held = [worker.rank for worker in workers if worker.debugged]
     if held:
         return Assessment(False, (), f"rank {held[0]} is in a debugger")
@@ -135,7 +135,7 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
         True,
         behind,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
-        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {lowest[0]}, of rank {behind[0]}",
+        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {lowest[0]}, at rank {behind[0]}",
     )
 
 
@@ -198,7 +198,7 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
     return limit if idle else max(limit, LONGEST_FACTOR * longest)
 
 
-def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
+def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
     """Return after how many seconds `assess` may give another answer.
 
     The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
@@ -210,7 +210,7 @@ def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -
     if not quiet:
         return often
     until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, IMMINENT_SHARE, 1.0))
-    return max(LEAST_LOOK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
+    return max(MIN_CHECK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
 
 
 def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
@@ -234,7 +234,7 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
     if cpu_share is None or waiting_share is None:
         return "state not known" if not state else f"state {state}"
     if cpu_share < RUNNING_SHARE and waiting_share >= STARVED_SHARE and waiting_share > cpu_share:
-        return f"starved: ready to run {waiting_share:.0%} of the time, and had {cpu_share:.0%} of a processor"
+        return f"starved: ready to run {waiting_share:.0%} of the time, but got {cpu_share:.0%} of a processor"
     if cpu_share >= RUNNING_SHARE:
         return f"busy: {cpu_share:.0%} of a processor used"
     return f"asleep{at}: {cpu_share:.0%} of a processor used"

@@ -57,7 +57,7 @@ class ProcessStats:
 
 @dataclass(frozen=True)
 class Rates:
-    """A worker's activity between two looks.
+    """A worker's activity between two checks.
 
     Attributes:
         cpu_share: the share of a processor that its family used; None: not known.
@@ -101,7 +101,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
     found = {}
     for pid in wanted:
         try:
-            own = _own(pid)
+            own = _read_process(pid)
         except (OSError, ValueError, IndexError):  # it has just ended, or this /proc differs from proc(5)
             continue
         family = families[pid]
@@ -169,7 +169,7 @@ def _processes() -> dict[int, Process]:
 # One process.
 
 
-def _own(pid: int) -> ProcessStats:
+def _read_process(pid: int) -> ProcessStats:
     status = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
     tracer = int(status.get("TracerPid", "0")) != 0
     wchan = _optional(pid, "wchan").strip("\0\n ")

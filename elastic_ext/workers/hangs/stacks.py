@@ -27,7 +27,7 @@ def dump(pid: int, path: str) -> str:
     try:
         pidfd = pidfds.watch(pid)
     except OSError as error:  # the process has ended, or no descriptor is left
-        logger.debug("the stacks of process %s cannot be asked for: %s", pid, error)
+        logger.debug("cannot request the stacks of process %s: %s", pid, error)
         return ""
     deadline = time.monotonic() + WAIT_S
     size = before

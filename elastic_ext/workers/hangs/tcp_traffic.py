@@ -4,7 +4,7 @@
 reports the bytes of each socket by netlink (sock_diag(7), which `ss -ti` uses); /proc/PID/fd lists the sockets of a process.
 
 Not counted: other protocols (QUIC, RDMA, sockets to a daemon on this machine), other network namespaces, and what a connection
-moved between the previous look and its end.
+moved between the previous check and its end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def inodes(pid: int) -> set[int]:
 
 
 def moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
-    """Return the bytes moved between two looks by the sockets that are open now."""
+    """Return the bytes moved between two checks by the sockets that are open now."""
     return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
 
 

@@ -25,7 +25,7 @@ class HangWatch:
     Reading the progress costs microseconds. /proc is read only when all workers have been quiet for half of their limit.
 
     Attributes:
-        stalled: all workers of this node stalled at the last look. imminent: they soon will.
+        stalled: all workers of this node stalled at the last check. imminent: they soon will.
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
@@ -33,7 +33,7 @@ class HangWatch:
         self.stalled = self.imminent = False
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
-        self._next_look = self._quiet_from
+        self._next_check = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
         self._speeds = Speeds(self._ranks)
         self._warned = False
@@ -43,18 +43,18 @@ class HangWatch:
         """Return the recent seconds per step, by local rank; empty: not known yet. Replaced, never changed in place."""
         return self._speeds.step_s
 
-    def next_look_s(self) -> float:
-        """Return the seconds until look() has something to do."""
-        return max(0.0, self._next_look - time.monotonic())
+    def next_check_s(self) -> float:
+        """Return the seconds until check() has something to do."""
+        return max(0.0, self._next_check - time.monotonic())
 
-    def look(self, pids: Mapping[int, int]) -> Assessment | None:
-        """Assess the workers, or return None before the next look is due. pids: those of running workers, by local rank."""
+    def check(self, pids: Mapping[int, int]) -> Assessment | None:
+        """Assess the workers, or return None before the next check is due. pids: those of running workers, by local rank."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return None
-        if now > self._next_look + detector.LATE_S:
+        if now > self._next_check + detector.LATE_S:
             self._restart_count(now)
-        self._speeds.look({local_rank: self._progress.read(local_rank) for local_rank in pids})
+        self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
         workers = self._status(pids, now)
         if workers and detector.needs_stats(workers, self._fixed_s):
             self._read_stats(pids, now)
@@ -65,7 +65,7 @@ class HangWatch:
             self._stall = None
         assessment = detector.assess(workers, self._fixed_s)
         self.stalled, self.imminent = assessment.stalled, assessment.imminent
-        self._next_look = now + detector.next_look_s(workers, self._fixed_s)
+        self._next_check = now + detector.next_check_s(workers, self._fixed_s)
         return assessment
 
     def _restart_count(self, now: float) -> None:
@@ -76,11 +76,11 @@ class HangWatch:
     def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
         if self._stall is None:
             self._stall = Stall()
-        self._stall.look(pids, now)
+        self._stall.update(pids, now)
         if not self._warned and (uncounted := self._stall.uncounted()):
             self._warned = True
             logger.warning(
-                "elastic_ext: the reads, writes and network traffic of rank %s cannot be counted here; it never counts as idle",
+                "elastic_ext: cannot count the reads, writes and network traffic of rank %s; it never counts as idle",
                 self._ranks[uncounted[0]],
             )
 
@@ -138,13 +138,13 @@ class Stall:
 
     def __init__(self) -> None:
         self._at = self._before_at = -math.inf
-        self._stats: dict[int, ProcessStats] = {}  # at the last look, by local rank
-        self._before: dict[int, ProcessStats] = {}  # at the look before
+        self._stats: dict[int, ProcessStats] = {}  # at the last check, by local rank
+        self._before: dict[int, ProcessStats] = {}  # at the check before
         self._worked: dict[int, float] = {}  # when each was last seen to work, or its activity was not known
         self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
 
-    def look(self, pids: Mapping[int, int], now: float) -> None:
-        """Read the stats of all workers and record what each has done since the last look. pids: by local rank."""
+    def update(self, pids: Mapping[int, int], now: float) -> None:
+        """Read the stats of all workers and record what each has done since the last check. pids: by local rank."""
         sample = process_stats.read(pids.values())
         self._before_at, self._before = self._at, self._stats
         self._at, self._stats = now, {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
@@ -156,12 +156,12 @@ class Stall:
                 self._slept[local_rank] = now
 
     def forget_activity(self) -> None:
-        """Count no worker as idle until there are two more looks."""
+        """Count no worker as idle until there are two more checks."""
         self._worked.clear()
         self._slept.clear()
 
     def rates(self, local_rank: int) -> Rates:
-        """Return this worker's rates between the last two looks."""
+        """Return this worker's rates between the last two checks."""
         if local_rank not in self._before or local_rank not in self._stats or self._at <= self._before_at:
             return Rates()
         return process_stats.rates(self._before[local_rank], self._stats[local_rank], self._at - self._before_at)
@@ -179,7 +179,7 @@ class Stall:
         worked = self._worked.get(local_rank)
         if worked is None or self._before_at == -math.inf:
             return worker
-        # Idle for half of the limit, and quiet for all of it: the first look was at the half.
+        # Idle for half of the limit, and quiet for all of it: the first check was at the half.
         idle_s, recent_s = now - worked, RECENT_SHARE * limit_s
         slept = now - self._slept.get(local_rank, -math.inf) < recent_s
         return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
@@ -195,7 +195,7 @@ class Speeds:
         self._marks: dict[int, StepMark] = {}
         self._slow: frozenset[int] = frozenset()
 
-    def look(self, progress: Mapping[int, Progress]) -> None:
+    def update(self, progress: Mapping[int, Progress]) -> None:
         """Update the step times and log each change in which ranks are slow. progress: by local rank."""
         marks = {rank: StepMark(each.steps, each.last_step_ns / 1e9) for rank, each in progress.items() if each.steps}
         times = step_times.step_times(self._marks, marks)
@@ -207,5 +207,5 @@ class Speeds:
         slow = step_times.stragglers(times)
         if slow.keys() != self._slow:
             shown = ", ".join(f"rank {self._ranks[rank]} ({ratio:.2f} times the median)" for rank, ratio in sorted(slow.items()))
-            logger.warning("elastic_ext: slower than the others: %s", shown or "no rank any more")
+            logger.warning("elastic_ext: slower than the other ranks: %s", shown or "none anymore")
             self._slow = frozenset(slow)

@@ -52,14 +52,14 @@ class Reaper:
         except OSError as error:
             self._kill()
             if not self._cannot_start:
-                logger.warning("no reaper can be started: %s; if this agent is killed, its workers may outlive it", error)
+                logger.warning("cannot start the reaper: %s; if this agent is killed, its workers may outlive it", error)
             self._cannot_start = True
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._cannot_start:
             self._cannot_start = False
-            logger.warning("the reaper now runs (pid %s)", self._process.pid)
+            logger.warning("the reaper is running again (pid %s)", self._process.pid)
 
     def _spawn(self, path: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -92,13 +92,13 @@ class Reaper:
         if self._process is None:
             return
         if self._process.poll() is None:
-            pidfds.go_on(self._process.pid, "reaper")
+            pidfds.resume(self._process.pid, "reaper")
             return
         pid, code = self._process.pid, self._process.returncode
         self._release()
         if code >= 0:
             self._cannot_run = True
-            logger.error("the reaper ended with exit code %s: if this agent is killed, its workers may outlive it", code)
+            logger.error("the reaper ended with exit code %s; if this agent is killed, its workers may outlive it", code)
             return
         logger.warning("the reaper (pid %s) was killed from outside; starting another", pid)
         self._start()
@@ -127,17 +127,17 @@ class Reaper:
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait for the process to end. Return False if it stays stopped."""
-        pidfds.go_on(process.pid, "reaper")
+        pidfds.resume(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)
         except subprocess.TimeoutExpired:
             if pidfds.state(process.pid) in ("T", "t"):
-                logger.warning("the reaper (pid %s) stays stopped; it is killed", process.pid)
+                logger.warning("the reaper (pid %s) stays stopped; killing it", process.pid)
                 return False
         try:
             process.wait(END_TIMEOUT_S - STOPPED_S)
         except subprocess.TimeoutExpired:
-            logger.warning("the reaper (pid %s) still waits for a process that sleeps in the kernel to end", process.pid)
+            logger.warning("the reaper (pid %s) still waits for a process that is asleep in the kernel", process.pid)
         return True
 
     def _kill(self) -> None:

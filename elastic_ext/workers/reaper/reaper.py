@@ -44,8 +44,8 @@ def main(agent_pid: int, token: str, run_dir: str) -> None:
         killed = _kill_all(token.encode(), messages.workers, empty_searches=1 if messages.end else 2)
         shutil.rmtree(run_dir, ignore_errors=True)
         if killed:
-            which = "ends" if messages.end else "is gone"
-            _log(f"elastic_ext: agent {agent_pid} {which}; killed what it had started: {sorted(killed)}")
+            which = "is ending" if messages.end else "is gone"
+            _log(f"elastic_ext: agent {agent_pid} {which}; killed the processes that it left: {sorted(killed)}")
     shutil.rmtree(run_dir, ignore_errors=True)
     if not messages.end and messages.will:
         _revoke_lease(messages.will)
@@ -257,12 +257,12 @@ def _revoke_lease(text: str) -> None:
                 auth = post(f"{endpoint}/v3/auth/authenticate", {"name": will["user"], "password": will["password"]})["token"]
             post(f"{endpoint}/v3/lease/revoke", {"ID": str(will["lease"])}, auth)
         except (OSError, ValueError, KeyError) as error:
-            _log(f"elastic_ext: lease {will['lease']:x} not revoked through {endpoint} ({type(error).__name__})")
+            _log(f"elastic_ext: cannot revoke lease {will['lease']:x} through {endpoint} ({type(error).__name__})")
         else:
             return
 
 
 if __name__ == "__main__":
     if sys.argv[1] != str(VERSION):
-        sys.exit(f"elastic_ext: this reaper speaks version {VERSION}, its agent {sys.argv[1]}")
+        sys.exit(f"elastic_ext: expected version {VERSION} of the reaper's protocol, got {sys.argv[1]}; restart the agent")
     main(int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -60,7 +60,7 @@ class Standby:
     def release(self, message: Release, descriptors: Sequence[int]) -> None:
         """Let it run. If it does not confirm that, kill it and raise OSError."""
         text = json.dumps(message).encode()
-        limits.as_users(self.pid)
+        limits.restore_user_limit(self.pid)
         try:
             if pidfds.state(self.pid) in ("T", "t"):
                 raise ConnectionError(f"standby {self.pid} was stopped from outside")
@@ -156,18 +156,18 @@ class ServerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `hear` would not block."""
+        """Return a descriptor that is readable when `receive_ready` would not block."""
         return self._control.fileno()
 
     def preload(self, path: str) -> None:
-        """Ask it to import. path: a file that holds a `protocol.PreloadRequest`. `hear` returns when that is done."""
+        """Ask it to import. path: a file that holds a `protocol.PreloadRequest`. `receive_ready` returns when that is done."""
         self.importing = True
         try:
             self._send({"preload": path})
         except OSError:
-            pass  # it has ended; `hear` reports that
+            pass  # it has ended; `receive_ready` reports that
 
-    def hear(self) -> Ready | None:
+    def receive_ready(self) -> Ready | None:
         """Wait for its answer to `preload`; return None if it has ended. Raises OSError if no descriptor is left."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
@@ -176,7 +176,7 @@ class ServerProcess:
         if not data:
             return None
         if not descriptors:
-            raise OSError(errno.EMFILE, "no descriptor left for the answer of the standbys' server")
+            raise OSError(errno.EMFILE, "no descriptor left to receive the answer of the standby server")
         with open(descriptors[0], "rb") as file:
             file.seek(0)
             ready: Ready = json.load(file)
@@ -194,7 +194,7 @@ class ServerProcess:
                 try:
                     ours, theirs = socket.socketpair()
                 except OSError as error:
-                    logger.debug("no more standbys can be asked for: %s", error)
+                    logger.debug("cannot request more standbys: %s", error)
                     break
                 with theirs:
                     try:
@@ -204,7 +204,7 @@ class ServerProcess:
                         break
                 waiting.append(ours)
             deadline = time.monotonic() + PARK_S
-            return [standby for each in waiting if (standby := _greeted(each, deadline)) is not None]
+            return [standby for each in waiting if (standby := _accept(each, deadline)) is not None]
 
     def yield_to_workers(self) -> None:
         """Lower its priority until its imports are done, if that can be undone: workers are forked from it."""
@@ -218,7 +218,7 @@ class ServerProcess:
             try:
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + more)
             except ProcessLookupError:
-                pass  # `hear` reports that
+                pass  # `receive_ready` reports that
 
     def end(self) -> None:
         """Kill and reap it. Its standbys keep waiting without it."""
@@ -229,7 +229,7 @@ class ServerProcess:
         os.close(self.pidfd)
 
     def how_it_ended(self) -> ServerEnd:
-        """Return how the process ended. Call this after `hear` has returned None."""
+        """Return how the process ended. Call this after `receive_ready` has returned None."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -245,7 +245,7 @@ class ServerProcess:
         socket.send_fds(self._control, [text.encode()], list(descriptors))
 
 
-def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
+def _accept(waiting: socket.socket, deadline: float) -> Standby | None:
     """Return the standby at the other end once it has sent its pid; None if it has not by the deadline (monotonic)."""
     waiting.settimeout(max(0.01, deadline - time.monotonic()))
     ours = 0
@@ -256,7 +256,7 @@ def _greeted(waiting: socket.socket, deadline: float) -> Standby | None:
             ours = pid
             return Standby(pid, waiting)
     except OSError as error:
-        logger.debug("a standby did not come up: %s", error)
+        logger.debug("a standby did not start: %s", error)
     waiting.close()
     if ours:  # no descriptor left to watch it: it must not stay as a zombie
         os.kill(ours, signal.SIGKILL)

@@ -67,7 +67,7 @@ class ColdStarts:
     def pause(self, lacking: str) -> None:
         """Do without standbys for a while, at most until the next round has started."""
         with self._lock:
-            self.off = Cold(ColdReason.LACKING, f"what they need was lacking: {lacking}")
+            self.off = Cold(ColdReason.LACKING, f"a resource has run out: {lacking}")
             self._retry_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         self.log(self.off)
@@ -87,7 +87,7 @@ class ColdStarts:
             if left_s > 0:
                 return left_s
             self.off = self._retry_at = None
-        logger.info("warm standbys are tried again")
+        logger.info("trying warm standbys again")
         return None
 
     def recovered(self) -> None:

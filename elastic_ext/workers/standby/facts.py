@@ -23,7 +23,7 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, object]:
         **{f"the variable {name}": value for name, value in environ.items() if name not in PER_WORKER},
         "the current directory": os.getcwd(),
         "the umask": umask,
-        "the processors that may be used": tuple(sorted(os.sched_getaffinity(0))),
+        "the set of allowed processors": tuple(sorted(os.sched_getaffinity(0))),
         "the priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
         **{f"the limit {name}": _limit(number) for name, number in _LIMITS.items()},
     }

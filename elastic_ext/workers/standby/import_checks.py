@@ -28,7 +28,7 @@ PER_WORKER = frozenset(
 )
 """Variables that the agent sets for each worker. No preloaded module may have read them."""
 
-ONLY_THEIR_OWN = frozenset({"tqdm", "fsspec", "networkx"})
+OWN_PREFIX_ONLY = frozenset({"tqdm", "fsspec", "networkx"})
 """Packages that iterate over all variables at import but, as their sources show, keep only those with their own prefix."""
 
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/hl", "/dev/xdna")
@@ -53,7 +53,7 @@ class _WatchedVariables(dict[bytes, bytes]):
         while frame.f_back is not None and frame.f_globals.get("__name__") in _MAPPING:
             frame = frame.f_back
         name = str(frame.f_globals.get("__name__"))
-        if name.partition(".")[0] not in ONLY_THEIR_OWN:
+        if name.partition(".")[0] not in OWN_PREFIX_ONLY:
             self.copied_by = name
         keys = list(super().__iter__())
         self._iterating = keys[::-1]
@@ -120,7 +120,7 @@ class ImportChecks:
             device = next((path for _, path in opened if path.startswith(DEVICES)), None)
             return f"it opens {device or sorted(opened)[0][1]} when it is imported, which workers would share"
         if mapped := _shared_memory() - self._before["shared"]:
-            return f"it maps {min(mapped)} when it is imported, a lock or memory that workers would share"
+            return f"it maps {min(mapped)} when it is imported, which is a lock or memory that workers would share"
         if threads() > 1:
             # OpenBLAS stops its threads at a fork and restarts them on demand, in both processes. Other libraries do not.
             child = os.fork()
@@ -137,17 +137,17 @@ class ImportChecks:
         if os.getcwd() != self._cwd:
             return "it changes the current directory when it is imported"
         if sys.path != self._before["path"]:
-            return "it changes sys.path when it is imported, where the directory of the script is not yet"
+            return "it changes sys.path when it is imported, before the script's directory is on it"
         before, now = self._before["generators"], _generators()
         if seeded := [kind for kind in before if now.get(kind) != before[kind]]:
-            return f"it seeds {seeded[0]} when it is imported, and each worker gets a seed of its own"
+            return f"it seeds {seeded[0]} when it is imported, and each worker must have its own seed"
         # CPython's private generator of temporary file names: None until the first name.
         if getattr(sys.modules.get("tempfile"), "_name_sequence", None) is not None:
             return "it makes a temporary file or directory when it is imported, which workers would share"
         return None
 
 
-def elsewhere(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":
+def from_other_files(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":
     """Return the modules that were loaded from a different file than in the workers, each with the reason.
 
     origins: the workers' files by module. origin_of: returns the file of a module object, if any.
@@ -156,7 +156,7 @@ def elsewhere(origins: "Mapping[str, str]", origin_of: "Callable[[object], str |
     for name, theirs in origins.items():
         ours = origin_of(sys.modules.get(name))
         if ours is not None and os.path.isabs(ours) and os.path.isabs(theirs) and ours != theirs:
-            found[name] = f"workers import it from {theirs}, and here it is {ours}"
+            found[name] = f"workers import it from {theirs}, the standby server from {ours}"
     return found
 
 
@@ -176,7 +176,7 @@ def site_reads_variables(names: "Collection[str]") -> "str | None":
     return None
 
 
-def hidden_from(names: "Collection[str]") -> "str | None":
+def why_shadowed(names: "Collection[str]") -> "str | None":
     """Return why a worker with the current sys.path would import a different module than this process has, or None."""
     for name in sorted(names):
         ours = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
@@ -184,7 +184,7 @@ def hidden_from(names: "Collection[str]") -> "str | None":
             continue
         found = PathFinder.find_spec(name)
         if found is not None and found.origin != ours:
-            return f"workers import {name} from {found.origin}, and here it is {ours}"
+            return f"workers import {name} from {found.origin}, the standby server from {ours}"
     return None
 
 

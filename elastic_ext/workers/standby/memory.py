@@ -49,7 +49,7 @@ def _left(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> in
         return None  # no limit at this level, or it is not readable
 
 
-def proportional(pids: Iterable[int]) -> int:
+def proportional_set_size(pids: Iterable[int]) -> int:
     """Return how many bytes these processes use; a page that several of them share counts once (PSS)."""
     total = 0
     for pid in pids:

@@ -52,7 +52,7 @@ class PreloadedModules:
             modules = tuple((str(name), origin) for name, origin in report["modules"])
             self._learned = Learned(modules, frozenset(report["changed"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.debug("a worker's report of what it has imported cannot be read: %s", error)
+            logger.debug("cannot read a worker's report of its imports: %s", error)
             self._learned = Learned()
         return True
 
@@ -72,8 +72,8 @@ class PreloadedModules:
         """Return the request for a server's imports."""
         learned = self._learned.modules if self._learned is not None else ()
         return {
-            "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.covered(name, self._excluded)],
-            "wanted": [name for name in self._spec.preload if not rules.covered(name, self._excluded)],
+            "modules": [name for name in (*DEFAULT_MODULES, *self._chosen) if not rules.in_packages(name, self._excluded)],
+            "wanted": [name for name in self._spec.preload if not rules.in_packages(name, self._excluded)],
             "excluded": sorted(self._excluded),
             "script_dir": self._spec.folder,
             "program": list(self._spec.program),
@@ -82,31 +82,31 @@ class PreloadedModules:
 
     def check(self, ready: Ready) -> ImportOutcome:
         """Log what was not safe to import, exclude it from now on, and return what that means for the pool."""
-        unsafe = {rules.blamed(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
-        absent = {name: why for name, why in ready["absent"].items() if rules.blamed(name) not in unsafe}
+        unsafe = {rules.to_exclude(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
+        absent = {name: why for name, why in ready["absent"].items() if rules.to_exclude(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
             level = logging.WARNING if name in unsafe and name in self._spec.preload else logging.INFO
-            logger.log(level, "%s is not imported before workers start: %s", name or "a library", self._masked(why))
+            logger.log(level, "%s is not preloaded: %s", name or "a library", self._masked(why))
         hopeless = self._why_hopeless(ready, unsafe)
         if hopeless is None:
             self._excluded |= unsafe.keys()
         return ImportOutcome(hopeless, bool(unsafe))
 
     def _why_hopeless(self, ready: Ready, unsafe: Mapping[str, str]) -> str | None:
-        failed = rules.must_fail(ready["absent"], self._chosen, unsafe)
+        failed = rules.broken_import(ready["absent"], self._chosen, unsafe)
         if failed is not None:
             why = self._masked(ready["absent"][failed])
             return f"{failed}, which the workers import, cannot be imported after torch: {why}"
         for name in ("", "torch"):  # libraries, or what all others import
             if name in unsafe:
                 return f"{name or 'a library'}: {unsafe[name]}"
-        return f"their server has {ready['threads']} threads" if ready["threads"] > 1 and not unsafe else None
+        return f"the standby server has {ready['threads']} threads, expected 1" if ready["threads"] > 1 and not unsafe else None
 
     def _read_too_early(self, ready: Ready) -> dict[str, str]:
         changed = self._learned.changed if self._learned is not None else frozenset()
         changed |= rules.variables_set(facts.source(self._spec.program, self._spec.folder))
         found = rules.read_too_early(changed, ready["read"], ready["changed"])
-        return {module: f"the script sets {name}, which is read when it is imported" for module, name in found.items()}
+        return {module: f"it reads {name} when it is imported, which the script sets later" for module, name in found.items()}
 
     def _masked(self, text: str) -> str:
         """Mask the secrets of the workers' environment, because modules may print and raise anything."""

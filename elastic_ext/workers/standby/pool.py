@@ -54,7 +54,7 @@ class StandbyPool:
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; log why and return None if the command needs a cold start."""
-        args, processors = rules.unbound(args)
+        args, processors = rules.split_numactl(args)
         cold = self._why_cold(args, env, processors)
         while cold is None:
             standby = self._waiting.take()
@@ -65,7 +65,7 @@ class StandbyPool:
             try:
                 process = WarmPopen(standby, args, program, env, processors, stdout=stdout, stderr=stderr)
             except OSError as error:
-                logger.warning("a standby (pid %s) was lost: %s", standby.pid, error)
+                logger.warning("cannot release a standby (pid %s): %s", standby.pid, error)
                 continue
             self._cold.count_warm()
             self._released.append(process.pid)
@@ -76,18 +76,18 @@ class StandbyPool:
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:
         command = [*self._spec.python, self._spec.bootstrap]
         if list(args[: len(command)]) != command:
-            return Cold(ColdReason.WRAPPED, f"the command is put behind {args[0]}")
+            return Cold(ColdReason.WRAPPED, f"another command wraps the worker's: {args[0]}")
         if (reason := self._cold.reason) is not None:
             return reason
         if not len(self._waiting):
             return NOT_READY
         if (changed := self._waiting.differs(env)) is not None:
             self._thread.wake()
-            return Cold(ColdReason.CHANGED, f"{changed} is not what it was when the standbys were started")
-        unbindable = rules.unbindable(processors, os.sched_getaffinity(0), env)
+            return Cold(ColdReason.CHANGED, f"{changed} has changed since the standbys were started")
+        unbindable = rules.why_unbindable(processors, os.sched_getaffinity(0), env)
         return Cold(ColdReason.PROCESSORS, unbindable) if unbindable is not None else None
 
-    def rest(self, reason: str) -> None:
+    def skip_next_round(self, reason: str) -> None:
         """Make the next round start cold."""
         self._cold.next_round = Cold(ColdReason.AFTER_A_FAILURE, reason)
 

@@ -28,10 +28,10 @@ from elastic_ext.workers.standby.waiting import WaitingStandbys
 
 logger = logging.getLogger(__name__)
 
-MEMORY_LOOK_S = 5.0  # not every kernel and cgroup reports memory pressure
+MEMORY_CHECK_S = 5.0  # not every kernel and cgroup reports memory pressure
 REFILL_AFTER_S = 0.3  # for this long, newly started workers have the processors to themselves
 MAX_SERVERS = 8  # per job: after this many failures, another server would fail too
-PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
+TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 
 class ServerStarter:
@@ -118,12 +118,12 @@ class PoolThread:
                 try:
                     self._step()
                 except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
-                    if getattr(error, "errno", errno.EAGAIN) not in PASSING:
+                    if getattr(error, "errno", errno.EAGAIN) not in TEMPORARY_ERRORS:
                         raise
                     self._pause(error)
         except Exception:
-            logger.exception("warm standbys are off: their thread failed")
-            self._give_up("their thread failed")
+            logger.exception("warm standbys are off: their thread has failed")
+            self._give_up("the standbys' thread has failed")
         finally:
             self._end_all()
 
@@ -145,11 +145,11 @@ class PoolThread:
             self._refill()
             refill_s = None
         if self._server is not None:
-            pidfds.go_on(self._server.pid, "server of the warm standbys")
-            if (reason := rules.room(memory.available(), 0, server_runs=True)) is not None:
+            pidfds.resume(self._server.pid, "standby server")
+            if (reason := rules.memory_shortage(memory.available(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
-        look_s = retry_s if self._server is None else MEMORY_LOOK_S
-        self._wait(min((each for each in (refill_s, look_s) if each is not None), default=None))
+        check_s = retry_s if self._server is None else MEMORY_CHECK_S
+        self._wait(min((each for each in (refill_s, check_s) if each is not None), default=None))
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait until the server answers, a standby ends, another thread wakes this one, or the timeout expires."""
@@ -163,7 +163,7 @@ class PoolThread:
         ready = {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)}
         self._wakeup.clear()
         if self._server is not None and self._server.fileno() in ready:
-            self._hear(self._server)
+            self._receive_ready(self._server)
         dead = self._waiting.remove_dead()
         if dead:
             self._refill_at = time.monotonic() + REFILL_AFTER_S
@@ -174,26 +174,26 @@ class PoolThread:
     # The server.
 
     def _start_server(self) -> None:
-        reason = rules.room(memory.available(), self._spec.workers, server_runs=False)
+        reason = rules.memory_shortage(memory.available(), self._spec.workers, server_runs=False)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
             return
         if self._starter.started >= MAX_SERVERS:
-            self._give_up(f"{MAX_SERVERS} servers were started in vain")
+            self._give_up(f"{MAX_SERVERS} standby servers have failed")
             return
         environ = {name: value for name, value in self._spec.environ().items() if name not in PER_WORKER}
         self._waiting.start_in(environ)
         try:
             self._server = self._starter.start(environ)
         except OSError as error:
-            if error.errno in PASSING:
+            if error.errno in TEMPORARY_ERRORS:
                 raise
             self._give_up(f"{self._spec.python[0]} cannot be started: {error}")
             return
         self._starter.preload(self._server)
 
-    def _hear(self, server: ServerProcess) -> None:
-        ready = server.hear()
+    def _receive_ready(self, server: ServerProcess) -> None:
+        ready = server.receive_ready()
         if ready is None:
             self._server_ended(server)
             return
@@ -204,8 +204,8 @@ class PoolThread:
         if outcome.unsafe:
             self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
             return
-        beside = rules.hidden(facts.listed(self._spec.folder), ready["names"])
-        hides = f"{beside} beside the script hides a module that is imported already"
+        beside = rules.shadowing_file(facts.listed(self._spec.folder), ready["names"])
+        hides = f"{beside} beside the script would shadow a module that the standby server has imported"
         self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
         self._refill_at = 0.0
         self._waiting.end()
@@ -216,10 +216,10 @@ class PoolThread:
     def _server_ended(self, server: ServerProcess) -> None:
         ended = server.how_it_ended()
         reason = masked(str(ended), self._spec.environ())
-        logger.warning("the server of the warm standbys (pid %s) has ended: %s", server.pid, Block(reason))
+        logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
         if not ended.killed:  # another server would end the same way
-            self._give_up(f"their server ended with {reason}")
+            self._give_up(f"the standby server ended with {reason}")
 
     # The standbys.
 
@@ -233,7 +233,7 @@ class PoolThread:
     def _refill(self) -> None:
         assert self._server is not None
         missing = self._spec.workers - len(self._waiting)
-        reason = rules.room(memory.available(), missing, server_runs=True)
+        reason = rules.memory_shortage(memory.available(), missing, server_runs=True)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
             return
@@ -242,7 +242,7 @@ class PoolThread:
         if len(forked) < missing:
             self._refill_at = time.monotonic() + 10 * REFILL_AFTER_S
         standbys = self._waiting.all()
-        used = memory.proportional([self._server.pid, *(each.pid for each in standbys)])
+        used = memory.proportional_set_size([self._server.pid, *(each.pid for each in standbys)])
         self._shown(len(standbys), used)
         logger.info("%s warm standbys wait; with their server they use %s MB", len(standbys), used >> 20)
         if len(forked) == missing:

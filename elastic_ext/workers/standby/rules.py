@@ -79,13 +79,13 @@ class Learned:
     changed: frozenset[str] = frozenset()
 
 
-def covered(name: str, packages: Collection[str]) -> bool:
+def in_packages(name: str, packages: Collection[str]) -> bool:
     """Return whether a module is one of these packages or lies in one of them."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in packages for length in range(1, len(parts) + 1))
 
 
-def blamed(name: str) -> str:
+def to_exclude(name: str) -> str:
     """Return what to exclude if importing `name` was unsafe: its package, since any part imports it; in torch, only `name`."""
     package = name.partition(".")[0]
     return name if package == "torch" else package
@@ -96,7 +96,7 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
     folders = tuple(os.path.join(os.path.realpath(folder), "") for folder in users)
     kept = []
     for name, origin in learned.modules:
-        if name in ("__main__", "__mp_main__") or origin is None or covered(name, excluded):
+        if name in ("__main__", "__mp_main__") or origin is None or in_packages(name, excluded):
             continue
         # Installed packages may lie below the user's folder, in a virtual environment.
         beside = os.path.realpath(origin).startswith(folders) and not {"site-packages", "dist-packages"} & set(
@@ -107,7 +107,7 @@ def worth_preloading(learned: Learned, users: Iterable[str], excluded: Collectio
     return kept
 
 
-def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
+def broken_import(absent: Mapping[str, str], learned: Collection[str], unsafe: Collection[str]) -> str | None:
     """Return a module that a worker has imported but that fails once torch is imported: a warm start would also fail.
 
     Args:
@@ -116,12 +116,12 @@ def must_fail(absent: Mapping[str, str], learned: Collection[str], unsafe: Colle
         unsafe: modules excluded for another reason, which may make others fail.
     """
     for name, why in absent.items():
-        if name in learned and blamed(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
+        if name in learned and to_exclude(name) not in unsafe and not why.startswith("ModuleNotFoundError"):
             return name
     return None
 
 
-def hidden(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:
+def shadowing_file(beside: Iterable[tuple[str, bool]], imported: Collection[str]) -> str | None:
     """Return the name of a file in the script's folder that a worker would import in place of an already imported module.
 
     beside: names in the folder, each with whether it is a package.
@@ -202,7 +202,7 @@ def read_too_early(
     return found
 
 
-def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | None]:
+def split_numactl(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | None]:
     """Split `numactl --physcpubind=0-3,8 COMMAND`, as torchrun's NUMA options build it, into command and processors.
 
     Any other command is returned unchanged, with None.
@@ -219,14 +219,14 @@ def unbound(command: Sequence[str]) -> tuple[Sequence[str], frozenset[int] | Non
     return command[2:], frozenset(processors)
 
 
-def unbindable(processors: frozenset[int] | None, allowed: Collection[int], environ: Mapping[str, str]) -> str | None:
+def why_unbindable(processors: frozenset[int] | None, allowed: Collection[int], environ: Mapping[str, str]) -> str | None:
     """Return why a standby bound to these processors now would differ from a process started by numactl, or None."""
     if processors is None:
         return None
     if not processors <= set(allowed):
-        return "numactl is to bind it to processors that may not be used"  # numactl refuses that, with a message
+        return "numactl would bind it to processors that the agent may not use"  # numactl refuses that, with a message
     if not environ.get("OMP_NUM_THREADS"):
-        return "it is bound to processors and OMP_NUM_THREADS is not set: libraries have counted the processors already"
+        return "it would be bound to processors, but libraries have already counted all of them: set OMP_NUM_THREADS"
     return None
 
 
@@ -235,9 +235,9 @@ def differs(now: Mapping[str, object], at_start: Mapping[str, object]) -> str | 
     return next((name for name in sorted(now.keys() | at_start.keys()) if now.get(name) != at_start.get(name)), None)
 
 
-def room(available: int, count: int, server_runs: bool) -> str | None:
+def memory_shortage(available: int, count: int, server_runs: bool) -> str | None:
     """Return why memory is too short for `count` more standbys, or None. available: in bytes, see `memory.available`."""
     needed = RESERVE_BYTES + count * STANDBY_BYTES + (0 if server_runs else SERVER_BYTES)
     if available >= needed:
         return None
-    return f"{available >> 20} MB of memory are left and standbys need {needed >> 20}"
+    return f"{available >> 20} MB of memory are free, but standbys need {needed >> 20} MB"

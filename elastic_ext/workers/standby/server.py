@@ -65,7 +65,7 @@ class StandbyServer:
         self._control = control
         self._environ = dict(os.environ)
         self._checks = _import_checks.ImportChecks()
-        why = _import_checks.site_reads_variables(_AT_START) or _import_checks.hidden_from(sys.modules.keys() - _AT_START)
+        why = _import_checks.site_reads_variables(_AT_START) or _import_checks.why_shadowed(sys.modules.keys() - _AT_START)
         self._unsafe: dict[str, str] = {"": why} if why else {}
         self._absent: dict[str, str] = {}
         self._oom_score = _exchange_oom_score(str(MEMORY_KILL_FIRST))
@@ -78,7 +78,7 @@ class StandbyServer:
                 return None
             message = json.loads(data)
             if message.get("version") != _protocol.VERSION:
-                sys.exit(f"expected version {_protocol.VERSION} of the protocol, got version {message.get('version')!r}")
+                sys.exit(f"expected version {_protocol.VERSION} of the standby protocol, got version {message.get('version')!r}")
             if "preload" in message:
                 with open(message["preload"], encoding="utf-8") as file:
                     request: PreloadRequest = json.load(file)
@@ -106,11 +106,11 @@ class StandbyServer:
                 self._import(name, script_dir if name in request["wanted"] else None)
                 banned = [each for each in excluded if each in sys.modules]
                 excluded = [each for each in excluded if each not in banned]  # later imports are not to blame for them
-                why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which is not to be imported")
+                why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which must not be imported")
                 if why:
                     self._unsafe[name] = why
         checks.end()
-        self._unsafe.update(_import_checks.elsewhere(request["origins"], _runner.origin_of))
+        self._unsafe.update(_import_checks.from_other_files(request["origins"], _runner.origin_of))
         gc.collect()
         gc.freeze()  # the collector must not write to shared pages
         self._answer(self._ready(time.monotonic() - began, script_dir))

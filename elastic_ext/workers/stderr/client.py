@@ -105,7 +105,7 @@ class RelayClient:
 
     def _forget_unopened(self) -> None:
         for source in self._sources:
-            source.let_end()
+            source.close_writer()
         self._link.forget_unopened()
 
     def _close_sources(self) -> None:
@@ -125,7 +125,7 @@ class RelayClient:
                     if self._link.process is not process:
                         continue
             except OSError as error:  # descriptors or threads have run out: the regular checks continue
-                logger.debug("the end of the stderr relay will not be seen at once: %s", error)
+                logger.debug("cannot watch the stderr relay, its end will be seen at the next check: %s", error)
             closing = self._wait(pidfd)
             if pidfd is not None:
                 os.close(pidfd)
@@ -159,7 +159,7 @@ class RelayClient:
             except (OSError, RuntimeError) as error:  # the link is still the dead relay's: the next check tries again
                 level = logging.DEBUG if self._cannot_start else logging.WARNING
                 self._cannot_start = True
-                logger.log(level, "the stderr relay (pid %s) has ended, and no other can be started: %s", process.pid, error)
+                logger.log(level, "the stderr relay (pid %s) has ended, and another cannot be started: %s", process.pid, error)
                 return
             self._cannot_start = False
             for source in self._sources:

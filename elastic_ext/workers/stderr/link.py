@@ -52,7 +52,7 @@ class RelayLink:
     def resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
         if self.process is not None:
-            pidfds.go_on(self.process.pid, "stderr relay")
+            pidfds.resume(self.process.pid, "stderr relay")
 
     def await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""
@@ -126,7 +126,7 @@ def start_thread(console: int, why: str) -> RelayLink:
 
 
 def _serve(ours: socket.socket, theirs: socket.socket, console: int, why: str) -> RelayLink:
-    logger.error("the workers' stderr passes through the agent itself, because its relay cannot run: %s", why)
+    logger.error("the agent itself copies the workers' stderr, because the relay process cannot run: %s", why)
     try:
         ends = theirs, os.dup(console)
         threading.Thread(target=_relay_and_close, args=ends, name="elastic_ext_relay", daemon=True).start()

@@ -262,6 +262,7 @@ class Relay:
 
 if __name__ == "__main__":
     if sys.argv[1:] != [str(VERSION)]:
-        sys.exit(f"elastic_ext: this stderr relay speaks version {VERSION}, its agent {' '.join(sys.argv[1:])}")
+        got = " ".join(sys.argv[1:])
+        sys.exit(f"elastic_ext: expected version {VERSION} of the stderr relay's protocol, got {got}; restart the agent")
     # The agent has closed everything else: this process has only the console and the socket.
     Relay(socket.socket(fileno=0), 2).run()

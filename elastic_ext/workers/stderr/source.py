@@ -28,14 +28,14 @@ class Source:
     shown: bool
     _writer: int | None  # keeps the pipe open until a worker has opened it; see `named_pipe`
 
-    def let_end(self) -> None:
+    def close_writer(self) -> None:
         """Let the pipe end when the worker does, from now on."""
         writer, self._writer = self._writer, None
         if writer is not None:
             os.close(writer)
 
     def close(self) -> None:
-        self.let_end()
+        self.close_writer()
         os.close(self.pipe)
         os.close(self.ring_fd)
 

@@ -88,7 +88,7 @@ class StderrTails:
         self._sources[local_rank] = source
         return source.path
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait, for FLUSH_S at most, until the console has all worker output so far. The agent's own lines follow it."""
         if self._relay is not None and self._sources and not self._console_is_slow:
             self._console_is_slow = self._relay.flush(FLUSH_S) is None
@@ -101,7 +101,7 @@ class StderrTails:
         if local_rank in self._files:
             tail = _file_tail(self._files[local_rank])
         else:
-            self.settle()
+            self.flush()
             source = self._sources.get(local_rank)
             tail = source.ring.read() if source is not None and source.ring.connected else None
         if tail is None:
@@ -120,7 +120,7 @@ class StderrTails:
         """Warn once, since the reason would be the same for every worker of every round."""
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
-        logger.log(level, "the end of the stderr of %s is not kept: %s", whose, error)
+        logger.log(level, "cannot keep the tail of the stderr of %s: %s", whose, error)
 
 
 def _console_can_be_relayed() -> bool:

@@ -100,18 +100,18 @@ def test_one_that_goes_on_is_enough():
 def test_the_one_behind_is_named():
     verdict = detector.assess([worker(0, 11), worker(1, 10), worker(2, 11)])
     assert verdict.culprits == (1,)
-    assert "the lowest step is 10, of rank 1" in verdict.reason
+    assert "the lowest step is 10, at rank 1" in verdict.reason
     assert detector.assess([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
 
 
 def test_the_next_look_is_when_something_can_be_different():
-    assert detector.next_look_s([worker(quiet_s=1)]) == 29  # at half of the limit
-    assert detector.next_look_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
-    assert detector.next_look_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
-    assert detector.next_look_s([worker(quiet_s=70, working=True)]) == 30
-    assert detector.next_look_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
-    assert detector.next_look_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
-    assert detector.next_look_s([]) == 30
+    assert detector.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
+    assert detector.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
+    assert detector.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
+    assert detector.next_check_s([worker(quiet_s=70, working=True)]) == 30
+    assert detector.next_check_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
+    assert detector.next_check_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
+    assert detector.next_check_s([]) == 30
 
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
@@ -244,7 +244,7 @@ def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
         ("S", 0.0, 0.0, "asleep in nfs_wait: 0% of a processor"),
         ("R", 1.0, 0.0, "busy: 100%"),
         ("R", 0.4, 0.6, "busy: 40%"),  # shares its processor with another endless loop
-        ("R", 0.02, 0.98, "starved: ready to run 98% of the time, and had 2%"),
+        ("R", 0.02, 0.98, "starved: ready to run 98% of the time, but got 2%"),
         ("S", None, None, "state S"),
     ],
 )
@@ -263,7 +263,7 @@ class Clock:
         self.words = [[0] * (progress_layout.SAVE_WANTED + 1) for _ in range(ranks)]
         self.alarms: list[str] = []
         self.looks = 0
-        self.next_look = 0.0
+        self.next_check = 0.0
         self.working = [True] * ranks
 
     def sign(self, rank: int, step: bool = True) -> None:
@@ -295,13 +295,13 @@ class Clock:
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
-        while self.next_look <= end:
-            self.now = max(self.now, self.next_look)
+        while self.next_check <= end:
+            self.now = max(self.now, self.next_check)
             verdict = detector.assess(self.workers())
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
-            self.next_look = self.now + detector.next_look_s(self.workers())
+            self.next_check = self.now + detector.next_check_s(self.workers())
         self.now = end
 
 

@@ -288,8 +288,8 @@ def watched(
     deadline = time.monotonic() + for_s
     verdict = None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
-        pause.wait(watch.next_look_s())
-        verdict = watch.look(dict(enumerate(pids))) or verdict
+        pause.wait(watch.next_check_s())
+        verdict = watch.check(dict(enumerate(pids))) or verdict
     assert verdict is not None
     return verdict
 

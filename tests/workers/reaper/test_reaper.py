@@ -238,5 +238,5 @@ def test_a_reaper_of_another_version_reads_nothing(tmp_path, monkeypatch, caplog
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     select.select([client.pidfd], [], [], 20)
     client.watch([os.getpid()])
-    assert "the reaper ended with exit code 1: if this agent is killed, its workers may outlive it" in caplog.text
+    assert "the reaper ended with exit code 1; if this agent is killed, its workers may outlive it" in caplog.text
     client.close(clean=True)

@@ -133,7 +133,7 @@ def assert_alike(tmp_path: Path, agent: "list[str]") -> "list[dict]":
 
 # ---- cold, and why
 
-HIDES = "beside the script hides a module that is imported already"
+HIDES = "beside the script would shadow a module that the standby server has imported"
 CASES = {
     "off": ({"ELASTIC_EXT_STANDBY": "off"}, [], "no warm standbys: off", "off"),
     "no bootstrap": ({"ELASTIC_EXT_BOOTSTRAP": "off"}, [], "no warm standbys: off", "off"),
@@ -205,12 +205,12 @@ def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
 def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
     warm, said = restarted(
         tmp_path,
-        "torch: the script sets TORCH_LOGS",
+        "torch: it reads TORCH_LOGS",
         begin='os.environ["TORCH_LOGS"] = "+dynamo"',
         ELASTIC_EXT_PRELOAD_EXCLUDE="wave",
     )
     assert warm == "False"
-    assert "torch: the script sets TORCH_LOGS, which is read when it is imported" in said
+    assert "torch: it reads TORCH_LOGS when it is imported, which the script sets later" in said
 
 
 @pytest.mark.long
@@ -226,7 +226,7 @@ def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
         job.wait_for(r"warm \w+ 0")
         job.wait_for("1 warm standbys wait")
         gate.open()
-        job.wait_for("without a warm standby: a library: the script sets OMP_PLACES, which is read when it is imported")
+        job.wait_for("without a warm standby: a library: it reads OMP_PLACES when it is imported, which the script sets later")
         second.open()
         assert job.finish().returncode == 0
 
@@ -253,7 +253,7 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
     begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
     warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
     assert warm == "True"
-    assert re.search(f"unsafe is not imported before workers start: .*{why}", said), said
+    assert re.search(f"unsafe is not preloaded: .*{why}", said), said
 
 
 def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):
@@ -261,7 +261,7 @@ def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(t
     begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
     warm, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
     assert warm == "True"
-    assert "is not imported before" not in said
+    assert "is not preloaded" not in said
 
 
 LEARNS = """
@@ -313,7 +313,7 @@ def test_a_module_that_the_script_takes_from_elsewhere(tmp_path, lib):
     warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
     assert warm == "True"
     assert (out.count("repository"), out.count("installed")) == (3, 0)
-    assert "packed is not imported before workers start: workers import it from" in said
+    assert "packed is not preloaded: workers import it from" in said
 
 
 def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_path, lib):
@@ -328,7 +328,7 @@ def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_
     warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
     assert warm == "True"
     assert "True False" in out
-    assert "wide is not imported before workers start: it reads LOCAL_RANK" in said
+    assert "wide is not preloaded: it reads LOCAL_RANK" in said
 
 
 def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
@@ -393,7 +393,7 @@ def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
         assert wait_gone([standby]) == []
     assert done.returncode == 0, done.all
     assert "warm False 1" in done.out
-    assert f"a standby (pid {standby}) was lost" in done.err
+    assert f"cannot release a standby (pid {standby})" in done.err
 
 
 def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
@@ -407,7 +407,7 @@ def test_standbys_give_their_memory_to_the_training(tmp_path, large_group):
         used = large_group / ("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
         standbys = [pid for pid in children(job.process.pid) if "standby/server" in command_of(pid)]
         limit.write_text(str(int(used.read_text()) + (300 << 20)))
-        job.wait_for(r"without a warm standby: \d+ MB of memory are left and standbys need 512")
+        job.wait_for(r"without a warm standby: \d+ MB of memory are free, but standbys need 512 MB")
         assert standbys
         assert wait_gone(standbys) == []
         gate.open()
@@ -431,7 +431,7 @@ def test_a_device_that_an_import_opens(tmp_path):
     finally:
         device.unlink()
     assert warm == "True"
-    assert f"device is not imported before workers start: it opens {device} when it is imported" in said
+    assert f"device is not preloaded: it opens {device} when it is imported" in said
 
 
 def test_what_is_excluded_is_not_imported(tmp_path):
@@ -444,7 +444,7 @@ def test_what_is_excluded_is_not_imported(tmp_path):
         gate.open()
         done = job.finish()
     assert "True False True" in done.out
-    assert "xml is not imported before workers start: it imports xml.dom.domreg, which is" in done.err
+    assert "xml is not preloaded: it imports xml.dom.domreg, which must not be imported" in done.err
 
 
 @pytest.fixture
@@ -457,7 +457,7 @@ def test_without_memory_there_are_none(tmp_path, small_group):
     script = make(tmp_path, "import sys; print('torch' in sys.modules)")
     done = run(["sh", "-c", enter, "sh", *AGENT, "--nproc-per-node=1", str(script)], tmp_path, **VERBOSE)
     assert done.returncode == 0, done.all
-    assert re.search(r"without a warm standby: \d+ MB of memory are left and standbys need \d+", done.err), done.err
+    assert re.search(r"without a warm standby: \d+ MB of memory are free, but standbys need \d+ MB", done.err), done.err
 
 
 # ---- nothing is left
@@ -584,7 +584,7 @@ def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path):
     )
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(nothing))
-    assert server.hear() is not None
+    assert server.receive_ready() is not None
     one, other = server.park(2)
     server.end()
     assert one.alive
@@ -599,7 +599,7 @@ def test_a_server_that_cannot_run_says_why(tmp_path):
     broken.write_text("#!/bin/sh\necho no luck >&2\nexit 7\n")
     broken.chmod(0o755)
     server = ServerProcess([str(broken), "-u"], {}, str(tmp_path / "output"))
-    assert server.hear() is None
+    assert server.receive_ready() is None
     ended = server.how_it_ended()
     assert (ended.exitcode, ended.output, str(ended)) == (7, "no luck", "exit code 7: no luck")
     assert not ended.killed
@@ -610,9 +610,9 @@ def test_a_server_refuses_another_version_of_the_protocol(tmp_path, monkeypatch)
     monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)  # of this process only
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(tmp_path / "modules"))
-    assert server.hear() is None
+    assert server.receive_ready() is None
     ended = server.how_it_ended()
-    assert (ended.exitcode, ended.output) == (1, "expected version 1 of the protocol, got version 2")
+    assert (ended.exitcode, ended.output) == (1, "expected version 1 of the standby protocol, got version 2")
     server.end()
 
 
@@ -664,7 +664,7 @@ def test_what_is_worth_preloading():
     ],
 )
 def test_what_hides_a_module(beside, expected):
-    assert rules.hidden(beside[-1:], {"json", "torch"}) == expected
+    assert rules.shadowing_file(beside[-1:], {"json", "torch"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -677,7 +677,7 @@ def test_what_hides_a_module(beside, expected):
     ],
 )
 def test_what_numactl_was_to_do(command, expected):
-    assert rules.unbound(command) == expected
+    assert rules.split_numactl(command) == expected
 
 
 @pytest.mark.parametrize(
@@ -685,20 +685,20 @@ def test_what_numactl_was_to_do(command, expected):
     [
         (None, {}, None),
         (frozenset({1}), {"OMP_NUM_THREADS": "2"}, None),
-        (frozenset({1}), {}, "OMP_NUM_THREADS is not set"),
-        (frozenset({1, 9}), {"OMP_NUM_THREADS": "2"}, "may not be used"),
+        (frozenset({1}), {}, "set OMP_NUM_THREADS"),
+        (frozenset({1, 9}), {"OMP_NUM_THREADS": "2"}, "the agent may not use"),
     ],
 )
 def test_when_a_standby_cannot_be_bound(processors, environ, expected):
-    found = rules.unbindable(processors, {0, 1}, environ)
+    found = rules.why_unbindable(processors, {0, 1}, environ)
     assert found is None if expected is None else found is not None and expected in found
 
 
 def test_room():
     enough = rules.RESERVE_BYTES + rules.SERVER_BYTES + 2 * rules.STANDBY_BYTES
-    assert rules.room(enough, 2, server_runs=False) is None
-    assert rules.room(enough - 1, 2, server_runs=False) is not None
-    assert rules.room(enough - 1, 2, server_runs=True) is None
+    assert rules.memory_shortage(enough, 2, server_runs=False) is None
+    assert rules.memory_shortage(enough - 1, 2, server_runs=False) is not None
+    assert rules.memory_shortage(enough - 1, 2, server_runs=True) is None
 
 
 def test_shared_pages_are_counted_once(tmp_path):
@@ -706,7 +706,7 @@ def test_shared_pages_are_counted_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert 64 << 20 < memory.proportional(pids) < 110 << 20
+        assert 64 << 20 < memory.proportional_set_size(pids) < 110 << 20
         process.communicate(b"")
-    assert memory.proportional(pids) == 0
+    assert memory.proportional_set_size(pids) == 0
     assert memory.available() > 0

@@ -199,7 +199,7 @@ def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, work
     go(process)
     assert process.wait(DEADLINE_S) == 0
     assert relay_pid(tails) != first
-    tails.settle()
+    tails.flush()
     assert tails.tail(0) == ("z" * TAIL_BYTES + "after\n")[-TAIL_BYTES:]
     tails.close()
     assert_same(console.rest(), b"before\n" + b"z" * 1_000_000 + b"after\n")
@@ -375,7 +375,7 @@ def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkey
         pipe.write(b"c" * 100_000)
     console.wait_for(lambda data: data == b"c" * 100_000)
     assert tails.tail(0) == "c" * TAIL_BYTES
-    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+    assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
 def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path):
@@ -391,8 +391,8 @@ def test_a_relay_of_another_version_is_replaced_by_the_agent_itself(console, mon
     with open(path, "wb", buffering=0) as pipe:
         pipe.write(b"still shown")
     console.wait_for(lambda data: data.endswith(b"still shown"))
-    assert b"this stderr relay speaks version 1, its agent 0" in console.data
-    assert "its relay cannot run: it ended with exit code 1" in caplog.text
+    assert b"expected version 1 of the stderr relay's protocol, got 0" in console.data
+    assert "the relay process cannot run: it ended with exit code 1" in caplog.text
 
 
 def test_nothing_is_left_open(console, tmp_path):

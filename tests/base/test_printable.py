@@ -226,5 +226,5 @@ def test_a_local_directory_that_an_older_version_has_claimed_stays_claimed(tmp_p
     (owner,) = (path for path in tmp_path.rglob("*") if path.is_file())
     owner.write_text(f"memory://key:{PLANTED}@bucket/x")
     claim(local, remote)
-    with pytest.raises(UsageError, match=r"belong to memory://\*\*\*@bucket/x, and"):
+    with pytest.raises(UsageError, match=r"belong to memory://\*\*\*@bucket/x, but"):
         claim(local, open_storage("memory://bucket/other"))

@@ -109,7 +109,7 @@ class JobCompanions:
         stack.callback(self.stderr.close)
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
-        self.reaper = Reaper(self.token, logs.run_dir)
+        self.reaper = Reaper(self.token, logs.run_dir, handler.presence_fds)
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:

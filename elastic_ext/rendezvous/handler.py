@@ -110,6 +110,10 @@ class Rendezvous(Protocol):
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
+    @property
+    def presence_fds(self) -> tuple[int, ...]:
+        """Descriptors for the reaper to inherit: while one process has them open, the other nodes know that this node lives."""
+
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
 

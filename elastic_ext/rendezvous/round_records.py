@@ -57,6 +57,8 @@ class Node:
         round: the round that its workers were in when it had to register again; 0 if it never had to.
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
+        link_port: of its listening socket for links (`etcd.links`), at `address`; 0: it takes none.
+        signs: how often it has shown that it lives; see `etcd.links`.
     """
 
     after: Count
@@ -75,6 +77,8 @@ class Node:
     local: bool = False
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
+    link_port: Port = 0
+    signs: Count = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ class Assignment:
         base_rank, base_role_rank: of its first worker, among all workers and among those of its role.
         role_world: number of workers with its role.
         seal: see Header.
+        neighbors: ids of the nodes that this node keeps links to.
     """
 
     round: Count
@@ -130,6 +135,7 @@ class Assignment:
     base_role_rank: Count
     role_world: Count
     seal: str = ""
+    neighbors: tuple[Name, ...] = ()
 
     def of(self, header: Header) -> bool:
         """Return whether this is an assignment to the header's round, not to another attempt to form it."""

@@ -263,7 +263,8 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
         role_world[node.role] = role_world.get(node.role, 0) + node.workers
     assignments, base, role_base = {}, 0, dict.fromkeys(role_world, 0)
     for rank, (id_, node) in enumerate(zip(action.order, nodes, strict=True)):
-        assignments[id_] = Assignment(number, rank, base, role_base[node.role], role_world[node.role], name)
+        near = neighbors(rank, action.order)
+        assignments[id_] = Assignment(number, rank, base, role_base[node.role], role_world[node.role], name, near)
         base += node.workers
         role_base[node.role] += node.workers
     first = nodes[0]
@@ -274,6 +275,15 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
 
 def _count(number: int) -> str:
     return f"{number} node" if number == 1 else f"{number} nodes"
+
+
+def neighbors(rank: int, order: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the nodes that the node of this rank keeps links to: the next one, and one half of the job away.
+
+    Two, so that a node is missed although another one dies with it; far apart, because neighbors by rank share a rack.
+    """
+    places = {(rank + distance) % len(order): None for distance in (1, len(order) // 2)}
+    return tuple(order[place] for place in places if place != rank)
 
 
 def _named(ids: Sequence[str]) -> str:

@@ -162,6 +162,10 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         logger.info("leaving the round: %s", reason)
         self._nodes.events.leaving(self.host)
 
+    @property
+    def presence_fds(self) -> tuple[int, ...]:
+        return ()
+
     def last_will(self) -> None:
         """Return None: nobody else can take a node out of torch's rendezvous."""
 

@@ -29,6 +29,7 @@ from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
+from elastic_ext.rendezvous.etcd.links import Links, listening
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
@@ -43,7 +44,7 @@ WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to
 
 
 class JobConnection:
-    """The agent's node in etcd, the thread that does its work, and the fence.
+    """The agent's node in etcd, the thread that does its work, the links to other agents, and the fence.
 
     Attributes:
         address: the address by which the other nodes reach this one.
@@ -84,6 +85,9 @@ class JobConnection:
         limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
         self.participant = Participant(client, self._dispatcher, config, self._notify, policy)
+        self.links = Links(
+            params.run_id, self.node_id, listening(self.address), self.participant.peers, self.participant.show_sign
+        )
         self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, self._notify)
 
     def _notify(self) -> None:
@@ -170,6 +174,7 @@ class JobConnection:
         if self._left:
             return
         self._left = True
+        self.links.close()  # first: the goodbye must arrive before the node is gone
         self.fence.close(LEAVE_TIMEOUT_S)
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns

@@ -126,6 +126,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         if store is None:
             return None
         fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        self._connection.links.follow(assignment.neighbors)
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
@@ -139,6 +140,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None,
             cut=cut,
+            # The agent of somebody else has no reaper: when it is killed, its workers may still run, and only the lease may tell.
+            link_port=self._connection.links.port if self.attached else 0,
+            signs=self._connection.links.signs,
         )
 
     def workers(self) -> list[Worker]:
@@ -238,6 +242,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run, but the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
+
+    @property
+    def presence_fds(self) -> tuple[int, ...]:
+        return (self._connection.links.fd,)
 
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""

@@ -12,8 +12,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
                     Written by that node; put back by the leader if somebody has overwritten it.
-                    The leader watches all of them, each node the one created before it and deletes of its own. Read by
-                    `elastic-ext`.
+                    The leader watches all of them, each node the one created before it and deletes of its own. Read by its
+                    neighbors in the round, as they link to it, and `elastic-ext`.
     last            the id of the node that was created last, as text. Lease: node.
                     Written and read by each node as it registers, so that it need not search for its predecessor.
     assign/ID       a round_records.Assignment. Lease: job.
@@ -31,7 +31,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
 
 Leases:
 
-    node    one for each agent, of `lease_ttl` seconds. Revoked by the node when it leaves, by the reaper if the agent is killed.
+    node    one for each agent, of `lease_ttl` seconds. Revoked by the node when it leaves, by the reaper if the agent is killed,
+            by a neighbor if both are.
     job     one for each job, three times as long, renewed by the leader.
 
 The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records carry the version

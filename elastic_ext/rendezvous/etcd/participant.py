@@ -33,6 +33,7 @@ from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
 from elastic_ext.rendezvous.etcd.own_watches import OwnWatches
 from elastic_ext.rendezvous.etcd.recovery import Recovery
 from elastic_ext.rendezvous.etcd.registration import Registration
+from elastic_ext.rendezvous.etcd.suspects import Peers
 from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, NoAgent
 from elastic_ext.rendezvous.reader import RecordReader
@@ -92,6 +93,7 @@ class Participant:
             leads=lambda: self.election.leader is not None,
         )
         self._watches = OwnWatches(context, self._enter_or_write, header.read)
+        self.peers = Peers(client, context.keys, context.reader)
         self._offered = ""  # key of this node's last offer
 
     # Read by the agent, from any thread.
@@ -147,6 +149,10 @@ class Participant:
     def saved(self, number: int, step: int) -> None:
         """Record that the save on demand with this number is complete."""
         self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
+
+    def show_sign(self, count: int) -> None:
+        """Record this node's count of signs of life; see `links`."""
+        self._update(lambda node: dataclasses.replace(node, signs=count))
 
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""

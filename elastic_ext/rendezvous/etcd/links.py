@@ -70,7 +70,7 @@ class PeerRecords(Protocol):
 class Message:
     """A line. job: the run id. node: the sender. to: the other node, as the sender knows it. signs: the sender's count."""
 
-    job: Name
+    job: str
     node: Name
     to: Name
     signs: Count
@@ -151,6 +151,7 @@ class Links:
             self._loop.run_until_complete(asyncio.start_server(self._accept, sock=self._listening, limit=MAX_LINE))
             self._loop.run_forever()
             self._loop.run_until_complete(_cancel_others())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
         except Exception:  # top of the thread: without links, the leases still tell
             logger.exception("the links to other agents have failed")
         finally:
@@ -175,15 +176,16 @@ class Links:
                 peer = await asyncio.to_thread(self._peers.find, node_id)
                 if peer is None or not peer.port:
                     logger.debug("no record of node %s, or no links", node_id)
-                    return None
+                    return
                 end, seen = await self._keep(peer, suspect is not None)
                 if end is End.LEFT:
                     logger.debug("node %s left on purpose", node_id)
-                    return None
+                    return
                 if end is End.LOST:
                     suspect, hurried = seen, HURRIED_TRIES
                 elif end is End.REFUSED and suspect is not None:
-                    return await self._confirm(suspect)
+                    await self._confirm(suspect)
+                    return
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
             if hurried:

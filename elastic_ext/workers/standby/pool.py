@@ -1,7 +1,8 @@
 """The warm standbys of one agent. A thread keeps them ready, new workers take them, and the thread replaces them.
 
-No start ever waits for a standby. If none is ready, or if a standby would differ from a newly started process, the worker starts
-cold, and the reason is counted and logged once.
+If none is ready, or if a standby would differ from a newly started process, the worker starts cold, and the reason is counted and
+logged once. Only a round that follows soon after another waits for standbys that are on their way: their server has begun to
+import what the workers would all have to import again.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from elastic_ext.workers.standby.waiting import WaitingStandbys
 
 logger = logging.getLogger(__name__)
 
+AWAIT_S = 10.0  # the longest wait for standbys that are on their way; imports that take longer may be stuck
+
 
 class StandbyPool:
-    """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread."""
+    """The pool, for the supervisor's thread. It shares its `_cold`, `_modules` and `_waiting` with the pool's thread.
+
+    Attributes:
+        workers_import_torch: workers of an earlier round did, so a cold start takes at least as long as that.
+    """
 
     def __init__(
         self,
@@ -51,10 +58,13 @@ class StandbyPool:
         starter = ServerStarter(spec, run_dir, self._modules)
         self._thread = PoolThread(spec, starter, self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
+        self._awaited = False  # this round has waited for standbys
+        self.workers_import_torch = False
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; log why and return None if the command needs a cold start."""
         args, processors = rules.split_numactl(args)
+        self._await_once()
         cold = self._why_cold(args, env, processors)
         while cold is None:
             standby = self._waiting.take()
@@ -72,6 +82,14 @@ class StandbyPool:
             return process
         self._cold.count_cold(cold)
         return None
+
+    def _await_once(self) -> None:
+        """Before the first worker of a round is started, wait for the standbys if they come sooner than a cold worker would."""
+        if self._awaited:
+            return
+        self._awaited = True
+        if self.workers_import_torch and self._cold.reason is None and len(self._waiting) < self._spec.workers:
+            self._thread.await_standbys(AWAIT_S)
 
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:
         command = [*self._spec.python, self._spec.bootstrap]
@@ -94,6 +112,7 @@ class StandbyPool:
     def round_started(self) -> list[int]:
         """Replace the standbys that a round's workers have taken, once all have started; return the pids of those taken."""
         self._cold.next_round = None
+        self._awaited = False
         self._thread.round_started()
         released, self._released = self._released, []
         return released

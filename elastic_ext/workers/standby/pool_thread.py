@@ -61,8 +61,8 @@ class ServerStarter:
 class PoolThread:
     """Keeps standbys ready from construction to `close`, unless `cold` holds a reason not to.
 
-    `round_started`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the thread, which are set
-    by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
+    `round_started`, `await_standbys`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the
+    thread, which are set by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
     """
 
     def __init__(
@@ -85,6 +85,9 @@ class PoolThread:
         self._busy = False  # workers run
         self._refill_at = 0.0  # monotonic
         self._closing = False
+        self._step_done = threading.Condition()  # guards the two below
+        self._asked = self._answered = 0  # number of the last question, and of the last one that a step has answered
+        self._coming = False  # at the end of the last step: standbys that are missing are on their way
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="elastic_ext_standbys", daemon=True)
         self._thread.start()
@@ -97,6 +100,15 @@ class PoolThread:
         self._busy = True
         self._cold.retry_within(REFILL_AFTER_S)
         self.wake()
+
+    def await_standbys(self, timeout_s: float) -> None:
+        """Wait while standbys that are missing are on their way. No worker runs now, so they get the processors."""
+        self._busy, self._refill_at = False, 0.0
+        with self._step_done:
+            self._asked += 1
+            asked = self._asked
+            self.wake()
+            self._step_done.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
 
     def wake(self) -> None:
         """Make the thread look at `modules` and `waiting` again."""
@@ -126,8 +138,18 @@ class PoolThread:
             self._give_up("the standbys' thread has failed")
         finally:
             self._end_all()
+            self._finish_step(self._asked)
+
+    def _finish_step(self, asked: int) -> None:
+        """Answer the questions up to number `asked`."""
+        with self._step_done:
+            self._answered = asked
+            importing = self._server is not None and self._server.importing and len(self._waiting) < self._spec.workers
+            self._coming = importing and self._cold.off is None and self._cold.unfit is None
+            self._step_done.notify_all()
 
     def _step(self) -> None:
+        asked = self._asked
         retry_s = self._cold.retry()
         if self._waiting.take_stale():
             self._end_all()
@@ -148,6 +170,7 @@ class PoolThread:
             pidfds.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(memory.available(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+        self._finish_step(asked)
         check_s = retry_s if self._server is None else MEMORY_CHECK_S
         self._wait(min((each for each in (refill_s, check_s) if each is not None), default=None))
 

@@ -12,7 +12,7 @@ WHY = {
     "checkpoints/storage/polling.py:poll": "a storage tells of no change",
     "rendezvous/c10d/several_nodes.py:_leave_round": "the backoff that was decided, as on the nodes that failed",
     "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
-    "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",
+    "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
     "workers/reaper/reaper.py:_kill_all": "a child between fork and exec; the agent is dead by then",
 }

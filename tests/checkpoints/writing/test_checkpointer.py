@@ -351,7 +351,7 @@ def test_throttled_storage_is_tried_again(tmp_path: Path, groups: RankGroups, s3
     for result in results:
         assert (result["error"], result["saved"], result["raised"]) == (None, 1, "")
     assert complete(f"{s3}/checkpoints") == ["step_00000001.g0001"]
-    assert "again in" in groups.stderr.read_text()
+    assert "retrying in" in groups.stderr.read_text()
 
 
 # Damage.

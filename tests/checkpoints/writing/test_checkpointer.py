@@ -27,7 +27,7 @@ from tests.checkpoints.rank_groups import ROOT, RankGroups
 pytest.importorskip("torchdata")
 
 JOB = ROOT / "tests" / "scripts" / "checkpointed_job.py"
-KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "20"))  # 200: make chaos
+KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "12"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
 

@@ -14,7 +14,7 @@ WHY = {
     "rendezvous/etcd/links.py:_confirm": "a dead node gives no sign; only the end of the time tells so",
     "rendezvous/etcd/links.py:_watch": "a host that cannot be reached tells nothing when it can again",
     "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
-    "workers/processes.py:look": "under a tracer a process ends before its parent learns of it",
+    "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
     "workers/reaper/reaper.py:_kill_all": "a child between fork and exec; the agent is dead by then",
 }

@@ -20,6 +20,7 @@ SEED = os.environ.get("ELASTIC_EXT_TEST_SEED")
 TIMEOUT_S = 170 + 15 * KILLS  # a kill takes 4 s on two cores that have nothing else to do
 
 
+@pytest.mark.long("c10d")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("backend", ["etcd", "c10d"])
 def test_a_job_goes_on_as_promised_whatever_is_killed(backend: str, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_told_to_leave_no_step_is_lost(tmp_path):
     assert said(tmp_path, "again", "state") == unbroken_state(tmp_path, step + 3)
 
 
-@pytest.mark.long("s3")
+@pytest.mark.long
 @pytest.mark.parametrize("directory", ["local", "s3"])
 def test_a_killed_worker_resumes_where_the_agent_says(request, tmp_path, directory):
     where = request.getfixturevalue("s3") if directory == "s3" else tmp_path / "broken"

@@ -190,7 +190,7 @@ GRID = [(what, seconds, 2) for what in OUTAGES for seconds in (5, 8, 20, LONGEST
 GRID += [(what, seconds, 10) for what in OUTAGES for seconds in (5, 20, LONGEST_S)]
 
 
-@pytest.mark.long("-20-", f"-{LONGEST_S}-", "-10", "etcd-5-2", "links-8-2", "link-", "agents-8-2")
+@pytest.mark.long("-20-", f"-{LONGEST_S}-", "-10", "etcd-5-2", "links-", "link-", "agents-8-2")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("what", "seconds", "ttl_s"), GRID)
 def test_the_job_outlives(server, tmp_path, stack, what, seconds, ttl_s):

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,10 +30,13 @@ from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
-from elastic_ext.rendezvous.etcd.links import Links, listening
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.links.links import Links, listening
+from elastic_ext.rendezvous.etcd.links.suspects import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
+from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import Limits
 
@@ -76,24 +80,18 @@ class JobConnection:
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
-        self._on_event = on_event
         self._left = False
         self.changed = InterruptibleCondition(on_wait)
+        notify = functools.partial(_notify, self.changed, on_event)
         self._dispatcher = Dispatcher()
         self.host = run_id.host_name(settings)
         self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
         limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
-        self.participant = Participant(client, self._dispatcher, config, self._notify, policy)
-        self.links = Links(
-            params.run_id, self.node_id, listening(self.address), self.participant.peers, self.participant.show_sign
-        )
-        self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, self._notify)
-
-    def _notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-        self._on_event()
+        self.participant = Participant(client, self._dispatcher, config, notify, policy)
+        peers = Peers(client, JobKeys(params.run_id), RecordReader())
+        self.links = Links(params.run_id, self.node_id, listening(self.address), peers, self.participant.show_sign)
+        self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, notify)
 
     # Waits of the main thread.
 
@@ -179,6 +177,12 @@ class JobConnection:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self._dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
+    with changed:
+        changed.notify_all()
+    on_event()
 
 
 def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:

@@ -142,7 +142,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             cut=cut,
             # The agent of somebody else has no reaper: when it is killed, its workers may still run, and only the lease may tell.
             link_port=self._connection.links.port if self.attached else 0,
-            signs=self._connection.links.signs,
+            signs=self._connection.links.presence.signs,
         )
 
     def workers(self) -> list[Worker]:

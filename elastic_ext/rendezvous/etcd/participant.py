@@ -33,7 +33,6 @@ from elastic_ext.rendezvous.etcd.own_assignment import OwnAssignment
 from elastic_ext.rendezvous.etcd.own_watches import OwnWatches
 from elastic_ext.rendezvous.etcd.recovery import Recovery
 from elastic_ext.rendezvous.etcd.registration import Registration
-from elastic_ext.rendezvous.etcd.suspects import Peers
 from elastic_ext.rendezvous.etcd.tasks import TaskRunner
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, NoAgent
 from elastic_ext.rendezvous.reader import RecordReader
@@ -93,7 +92,6 @@ class Participant:
             leads=lambda: self.election.leader is not None,
         )
         self._watches = OwnWatches(context, self._enter_or_write, header.read)
-        self.peers = Peers(client, context.keys, context.reader)
         self._offered = ""  # key of this node's last offer
 
     # Read by the agent, from any thread.

@@ -56,7 +56,7 @@ class StandbyPool:
         self._modules = PreloadedModules(spec)
         self._waiting = WaitingStandbys()
         starter = ServerStarter(spec, run_dir, self._modules)
-        self._thread = PoolThread(spec, starter, self._modules, self._waiting, self._cold, shown)
+        self._thread = PoolThread(starter, self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
         self._awaited = False  # this round has waited for standbys
         self.workers_import_torch = False

@@ -17,8 +17,9 @@ import pytest
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.etcd import links
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.etcd.links import Links
-from elastic_ext.rendezvous.etcd.suspects import Peer, Peers, judge
+from elastic_ext.rendezvous.etcd.links import presence
+from elastic_ext.rendezvous.etcd.links.links import Links, listening
+from elastic_ext.rendezvous.etcd.links.suspects import Peer, Peers, judge
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Node, encode
 from tests.etcd.proxy import Proxy
@@ -69,12 +70,13 @@ class Messages(logging.Handler):
 
 @pytest.fixture
 def messages() -> Iterator[Messages]:
-    handler, before = Messages(), links.logger.level
-    links.logger.addHandler(handler)
-    links.logger.setLevel(logging.DEBUG)
+    logger = logging.getLogger(links.__name__)
+    handler, before = Messages(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
     yield handler
-    links.logger.setLevel(before)
-    links.logger.removeHandler(handler)
+    logger.setLevel(before)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ class Agent:
         self.shows_signs = signs
         self._node = Node(0, 1, "", "127.0.0.1", 1)
         self._lease = self.client.lease_grant(60).lease_id
-        self.links = Links("job", name, links.listening("127.0.0.1"), Peers(self.client, KEYS, RecordReader()), self._doubted)
+        self.links = Links("job", name, listening("127.0.0.1"), Peers(self.client, KEYS, RecordReader()), self._doubted)
         stack.callback(self.links.close)
         self.reached_at(self.links.port)
 
@@ -172,7 +174,7 @@ def test_a_node_that_writes_nothing_is_taken_out_once(server, stack, messages):
     first.links.follow(["b"])
     first.links.follow(["c"])
     messages.until("no record of node c")
-    assert third.links.incoming == 0
+    assert third.links.presence.incoming == 0
 
 
 def test_a_goodbye_is_no_suspicion(server, stack, messages):
@@ -218,9 +220,11 @@ def test_a_stranger_raises_no_doubt(server, stack, messages, line):
 
 
 def test_idle_strangers_take_no_room_for_ever(server, stack, messages, monkeypatch):
-    monkeypatch.setattr(links, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 0.2)
     agent = Agent(stack, server.endpoint, "b")
-    idle = [stack.enter_context(socket.create_connection(("127.0.0.1", agent.links.port))) for _ in range(links.MAX_INCOMING + 5)]
+    idle = [
+        stack.enter_context(socket.create_connection(("127.0.0.1", agent.links.port))) for _ in range(presence.MAX_INCOMING + 5)
+    ]
     for each in idle:
         each.settimeout(WAIT_S)
         assert each.recv(100) == b""

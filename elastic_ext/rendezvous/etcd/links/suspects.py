@@ -43,7 +43,7 @@ def judge(known: Peer, found: Peer | None) -> Finding:
 
     Args:
         known: as it was before the link ended.
-        found: its record `links.CONFIRM_S` later; None: etcd has none.
+        found: its record `watcher.CONFIRM_S` later; None: etcd has none.
     """
     if found is None:
         return Finding(False, f"node {known.node_id} has left the job meanwhile")

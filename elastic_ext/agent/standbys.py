@@ -51,6 +51,10 @@ class WarmStarts(Companion):
         if self._pool is not None:
             self._pool.learn(self._logs.modules_file)
 
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        if self._pool is not None and any(progress.has_torch for progress in workers.read_progress()):
+            self._pool.workers_import_torch = True
+
     def skip_next_round(self, reason: str) -> None:
         """Make the workers of the next round start the usual way."""
         if self._pool is not None:

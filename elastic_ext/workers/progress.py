@@ -22,6 +22,7 @@ class Progress:
         pid: pid of the worker whose bootstrap is in place; 0: no bootstrap, so nothing is known about this worker.
         steps: optimizer steps done since the worker started.
         first_step_ns, last_step_ns: time.monotonic_ns() of these steps; 0 before the first.
+        has_torch: it has imported torch.
         stacks_armed: the signal that dumps the worker's stacks has a handler. Without one, the signal would kill the worker.
         asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that the worker has seen committed.
@@ -54,6 +55,7 @@ class Progress:
     reports: int = 0
     sign_ns: int = 0
     gaps: tuple[int, ...] = ()
+    has_torch: bool = False
 
     @property
     def first_step_done(self) -> bool | None:
@@ -105,6 +107,7 @@ class ProgressTable:
             reports=row[layout.PROGRESS],
             sign_ns=row[layout.SIGN_NS],
             gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
+            has_torch=bool(row[layout.OPTIM_HOOKED]),
         )
 
     def read_all(self) -> list[Progress]:

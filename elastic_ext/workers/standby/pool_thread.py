@@ -35,11 +35,16 @@ TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errn
 
 
 class ServerStarter:
-    """Starts one server after another for a pool and tells each what to import."""
+    """Starts one server after another for a pool and tells each what to import.
+
+    Attributes:
+        spec: what the workers are.
+        started: number of servers.
+    """
 
     def __init__(self, spec: StandbySpec, run_dir: str, modules: PreloadedModules) -> None:
         """Start no server yet. run_dir: a directory for small files."""
-        self._spec = spec
+        self.spec = spec
         self._output = os.path.join(run_dir, "standby.out")
         self._request = os.path.join(run_dir, "standby.modules")
         self._modules = modules
@@ -47,7 +52,7 @@ class ServerStarter:
 
     def start(self, environ: dict[str, str]) -> ServerProcess:
         """Start a server. Raises OSError."""
-        server = ServerProcess(self._spec.python, {**environ, TOKEN_ENV: self._spec.token}, self._output)
+        server = ServerProcess(self.spec.python, {**environ, TOKEN_ENV: self.spec.token}, self._output)
         self.started += 1
         return server
 
@@ -58,16 +63,41 @@ class ServerStarter:
         server.preload(self._request)
 
 
+class Arrival:
+    """Lets another thread wait while missing standbys are on their way. The pool's thread answers at the end of each step."""
+
+    def __init__(self) -> None:
+        self.asked = 0  # questions so far
+        self._answered = 0  # those that a step has seen from its beginning
+        self._coming = False  # the last answer
+        self._changed = threading.Condition()
+
+    def wait(self, wake: Callable[[], None], timeout_s: float) -> bool:
+        """Wait until a step that begins now says that none is coming; return False if that takes longer than timeout_s.
+
+        wake: makes the thread begin a step.
+        """
+        with self._changed:
+            self.asked = asked = self.asked + 1
+            wake()
+            return self._changed.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
+
+    def answer(self, asked: int, coming: bool) -> None:
+        """Answer the first `asked` questions."""
+        with self._changed:
+            self._answered, self._coming = asked, coming
+            self._changed.notify_all()
+
+
 class PoolThread:
     """Keeps standbys ready from construction to `close`, unless `cold` holds a reason not to.
 
-    `round_started`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the thread, which are set
-    by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
+    `round_started`, `await_standbys`, `wake` and `close` are for other threads. They share `_busy` and `_refill_at` with the
+    thread, which are set by single assignments, and `waiting`, `modules` and `cold`, which are safe to share.
     """
 
     def __init__(
         self,
-        spec: StandbySpec,
         starter: ServerStarter,
         modules: PreloadedModules,
         waiting: WaitingStandbys,
@@ -75,7 +105,6 @@ class PoolThread:
         shown: Callable[[int, int], None],
     ) -> None:
         """Start the thread. shown: called with the number of waiting standbys and the bytes that they and their server use."""
-        self._spec = spec
         self._starter = starter
         self._modules = modules
         self._waiting = waiting
@@ -85,6 +114,7 @@ class PoolThread:
         self._busy = False  # workers run
         self._refill_at = 0.0  # monotonic
         self._closing = False
+        self._arrival = Arrival()
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="elastic_ext_standbys", daemon=True)
         self._thread.start()
@@ -97,6 +127,11 @@ class PoolThread:
         self._busy = True
         self._cold.retry_within(REFILL_AFTER_S)
         self.wake()
+
+    def await_standbys(self, timeout_s: float) -> bool:
+        """Wait while missing standbys are on their way; return False if they still are after timeout_s."""
+        self._busy, self._refill_at = False, 0.0
+        return self._arrival.wait(self.wake, timeout_s)
 
     def wake(self) -> None:
         """Make the thread look at `modules` and `waiting` again."""
@@ -125,9 +160,13 @@ class PoolThread:
             logger.exception("warm standbys are off: their thread has failed")
             self._give_up("the standbys' thread has failed")
         finally:
-            self._end_all()
+            try:
+                self._end_all()
+            finally:
+                self._arrival.answer(self._arrival.asked, False)
 
     def _step(self) -> None:
+        asked = self._arrival.asked
         retry_s = self._cold.retry()
         if self._waiting.take_stale():
             self._end_all()
@@ -148,6 +187,7 @@ class PoolThread:
             pidfds.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(memory.available(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+        self._arrival.answer(asked, self._standbys_are_coming())
         check_s = retry_s if self._server is None else MEMORY_CHECK_S
         self._wait(min((each for each in (refill_s, check_s) if each is not None), default=None))
 
@@ -174,21 +214,21 @@ class PoolThread:
     # The server.
 
     def _start_server(self) -> None:
-        reason = rules.memory_shortage(memory.available(), self._spec.workers, server_runs=False)
+        reason = rules.memory_shortage(memory.available(), self._starter.spec.workers, server_runs=False)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)
             return
         if self._starter.started >= MAX_SERVERS:
             self._give_up(f"{MAX_SERVERS} standby servers have failed")
             return
-        environ = {name: value for name, value in self._spec.environ().items() if name not in PER_WORKER}
+        environ = {name: value for name, value in self._starter.spec.environ().items() if name not in PER_WORKER}
         self._waiting.start_in(environ)
         try:
             self._server = self._starter.start(environ)
         except OSError as error:
             if error.errno in TEMPORARY_ERRORS:
                 raise
-            self._give_up(f"{self._spec.python[0]} cannot be started: {error}")
+            self._give_up(f"{self._starter.spec.python[0]} cannot be started: {error}")
             return
         self._starter.preload(self._server)
 
@@ -204,7 +244,7 @@ class PoolThread:
         if outcome.unsafe:
             self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
             return
-        beside = rules.shadowing_file(facts.listed(self._spec.folder), ready["names"])
+        beside = rules.shadowing_file(facts.listed(self._starter.spec.folder), ready["names"])
         hides = f"{beside} beside the script would shadow a module that the standby server has imported"
         self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
         self._refill_at = 0.0
@@ -215,7 +255,7 @@ class PoolThread:
 
     def _server_ended(self, server: ServerProcess) -> None:
         ended = server.how_it_ended()
-        reason = masked(str(ended), self._spec.environ())
+        reason = masked(str(ended), self._starter.spec.environ())
         logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
         if not ended.killed:  # another server would end the same way
@@ -223,16 +263,20 @@ class PoolThread:
 
     # The standbys.
 
+    def _standbys_are_coming(self) -> bool:
+        importing = self._server is not None and self._server.importing and len(self._waiting) < self._starter.spec.workers
+        return importing and self._cold.off is None and self._cold.unfit is None
+
     def _refill_due(self) -> float | None:
         """Return the seconds until standbys are due to be forked; None if none are missing or none can be forked."""
-        missing = self._spec.workers - len(self._waiting)
+        missing = self._starter.spec.workers - len(self._waiting)
         if self._server is None or self._server.importing or self._cold.unfit or self._cold.off or missing <= 0:
             return None
         return max(0.0, self._refill_at - time.monotonic())
 
     def _refill(self) -> None:
         assert self._server is not None
-        missing = self._spec.workers - len(self._waiting)
+        missing = self._starter.spec.workers - len(self._waiting)
         reason = rules.memory_shortage(memory.available(), missing, server_runs=True)
         if reason is not None:
             self._give_up(reason, ColdReason.MEMORY)

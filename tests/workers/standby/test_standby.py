@@ -231,6 +231,31 @@ def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
         assert job.finish().returncode == 0
 
 
+SOON = """
+import fcntl, os, signal, sys
+warm, attempt = "torch" in sys.modules, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+gate = open("gate")
+if not attempt:
+    fcntl.flock(gate, fcntl.LOCK_EX)
+import torch
+print("warm", warm, attempt, flush=True)
+if not attempt:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_fault_while_the_server_still_imports_comes_back_by_a_standby(tmp_path):
+    """Its last import ends only after the worker has died, and takes a second more."""
+    (tmp_path / "gate").write_text("")
+    (tmp_path / "late.py").write_text(
+        "import fcntl, time\nwith open('gate') as gate: fcntl.flock(gate, fcntl.LOCK_SH)\ntime.sleep(1)"
+    )
+    command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(make(tmp_path, SOON))]
+    done = run(command, tmp_path, ELASTIC_EXT_PRELOAD="late", **VERBOSE)
+    assert done.returncode == 0, done.all
+    assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("True", "1")], done.all
+
+
 UNSAFE = {
     "starts a thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
     "reads LOCAL_RANK": "import os\nrank = int(os.environ.get('LOCAL_RANK', 0))",

@@ -104,7 +104,7 @@ def _end(code: int) -> NoReturn:
     """End the process with this code, after threads and exit handlers.
 
     A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open.
-    Any other program may have files to flush, and a tracer results to save: there the interpreter ends the process.
+    Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     if not _is_launcher() or sys.gettrace() is not None or any(not thread.daemon for thread in threads):

@@ -1,9 +1,10 @@
 """How long does a restart take? From a fault to the first all_reduce of the next attempt on all ranks; gloo workers.
 
-    python benchmarks/restart.py [--repeat 5] [--rows sigkill,exit,raise,sigsegv,ignore,ddp,fsdp,eight]
+    python benchmarks/restart.py [--repeat 5] [--rows sigkill,early,exit,raise,sigsegv,ignore,ddp,fsdp,eight]
 
-"warm" is our agent with defaults, once its standbys are ready; "cold" is the same with standby=off. The rows ddp and fsdp end
-after two optimizer steps. The row eight has 8 workers, the others 2.
+"warm" is our agent with defaults, once its standbys are ready; "cold" is the same with standby=off. In the row early the fault
+does not wait for them: it comes with the first collectives, while they still import. The rows ddp and fsdp end after two
+optimizer steps. The row eight has 8 workers, the others 2.
 
 Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up at all (see
 restart_reliability.py). Both agents run the same script with the same --max-restarts=3; they take turns, and take turns at being
@@ -42,10 +43,12 @@ class Row:
     title: str
     work: str = "none"
     workers: int = 2
+    early: bool = False  # the fault does not wait for standbys
 
 
 ROWS = {
     "sigkill": Row("kill", "SIGKILL"),
+    "early": Row("kill", "SIGKILL in the first second", early=True),
     "exit": Row("exit", "sys.exit(3)"),
     "raise": Row("raise", "raise RuntimeError"),
     "sigsegv": Row("segv", "SIGSEGV"),
@@ -124,7 +127,7 @@ class Side:
 
 def one_try(agent: str, row: str) -> Recovery | None:
     job = ROWS[row]
-    warm = agent == "warm"
+    warm = agent == "warm" and not job.early
     ended = jobs.run_faulty(agent, job.fault, TIMEOUT_S, job.work, job.workers, warm, **VARIABLES.get(agent, {}))
     found = recovery(ended.stamps, job.workers)
     if found is None:

@@ -383,3 +383,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    if not torch.cuda.is_initialized():  # gloo's threads may abort an interpreter that ends beside them (pytorch issue 190489)
+        sys.stdout.flush()
+        os._exit(0)

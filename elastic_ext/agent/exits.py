@@ -51,6 +51,8 @@ USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other
 # Exceptions that end a job without a verdict.
 _ERROR_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
 
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.agent.__main__")  # as `python -m` names them
+
 _preset = "design"
 _verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
 
@@ -99,17 +101,28 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _end(code: int) -> NoReturn:
-    """End the process as the interpreter would, but do not take its modules apart: with torch that takes a quarter of a second.
+    """End the process with this code, after threads and exit handlers.
 
-    A thread that the interpreter would wait for may still use them; then leave it to the interpreter.
+    A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open.
+    Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
-    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
+    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if not _is_launcher() or sys.gettrace() is not None or any(not thread.daemon for thread in threads):
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
-            stream.flush()
-    os._exit(code)
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, or there is none
+                stream.flush()
+    finally:  # even if a signal comes
+        os._exit(code)
+
+
+def _is_launcher() -> bool:
+    """Return whether the main program of this process is torchrun or our agent's, rather than a program that starts a job."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name in LAUNCHERS if spec is not None else Path(getattr(main, "__file__", "")).name == "torchrun"
 
 
 def publish(verdict: Mapping[str, object], path: str | None) -> None:

@@ -86,6 +86,8 @@ ENDING = """
 import atexit, sys, threading
 from elastic_ext.agent import exits
 from elastic_ext.base.errors import NodeRefused
+if sys.argv[1]:
+    __file__, __spec__ = sys.argv[1], None
 exits.install_excepthook("design")
 atexit.register(print, "an exit handler")
 print("a line that waits in a buffer")
@@ -95,15 +97,15 @@ raise NodeRefused("this host was refused")
 THREAD = """
 release = threading.Event()
 threading.Thread(target=lambda: (release.wait(), print("a thread has ended"))).start()
-atexit.register(release.set)
 threading._register_atexit(release.set)
 """
 
 
 @pytest.mark.parametrize("more", ["", THREAD], ids=["alone", "with a thread that the interpreter waits for"])
-def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(more):
-    code = ENDING.format(more=more)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+@pytest.mark.parametrize("main", ["", "/bin/torchrun"], ids=["program", "torchrun"])
+def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(main, more):
+    command = [sys.executable, "-c", ENDING.format(more=more), main]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 69
     assert "NodeRefused: this host was refused" in done.stderr
     printed = ["a line that waits in a buffer", *(["a thread has ended"] if more else []), "an exit handler"]

@@ -32,6 +32,7 @@ def restart_reliability(record: dict[str, Any]) -> Rows:
 def restart(record: dict[str, Any]) -> Rows:
     titles = {
         "sigkill": "SIGKILL",
+        "early": "SIGKILL in the first second",
         "exit": "`sys.exit(3)`",
         "raise": "`raise RuntimeError`",
         "sigsegv": "SIGSEGV",

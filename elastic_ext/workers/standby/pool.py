@@ -1,8 +1,8 @@
 """The warm standbys of one agent. A thread keeps them ready, new workers take them, and the thread replaces them.
 
 If none is ready, or if a standby would differ from a newly started process, the worker starts cold, and the reason is counted and
-logged once. Only a round that follows soon after another waits for standbys that are on their way: their server has begun to
-import what the workers would all have to import again.
+logged once. A start waits for a standby only where another round has ended while the server still imports: it has begun with what
+all workers would have to import again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ext.workers.standby.waiting import WaitingStandbys
 
 logger = logging.getLogger(__name__)
 
-AWAIT_S = 10.0  # the longest wait for standbys that are on their way; imports that take longer may be stuck
+AWAIT_S = 30.0  # for standbys that are on their way; imports that take longer may be stuck, and are not waited for again
 
 
 class StandbyPool:
@@ -58,14 +58,15 @@ class StandbyPool:
         starter = ServerStarter(spec, run_dir, self._modules)
         self._thread = PoolThread(starter, self._modules, self._waiting, self._cold, shown)
         self._released: list[int] = []  # pids, since the last round was started
-        self._awaited = False  # this round has waited for standbys
+        self._patient = True  # no wait for standbys has been too long
         self.workers_import_torch = False
 
     def start(self, args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any) -> subprocess.Popen[bytes] | None:
         """Release a standby to run this command; log why and return None if the command needs a cold start."""
         args, processors = rules.split_numactl(args)
-        self._await_once()
         cold = self._why_cold(args, env, processors)
+        if cold is NOT_READY and self._await():
+            cold = self._why_cold(args, env, processors)
         while cold is None:
             standby = self._waiting.take()
             if standby is None:
@@ -83,13 +84,11 @@ class StandbyPool:
         self._cold.count_cold(cold)
         return None
 
-    def _await_once(self) -> None:
-        """Before the first worker of a round is started, wait for the standbys if they come sooner than a cold worker would."""
-        if self._awaited:
-            return
-        self._awaited = True
-        if self.workers_import_torch and self._cold.reason is None and len(self._waiting) < self._spec.workers:
-            self._thread.await_standbys(AWAIT_S)
+    def _await(self) -> bool:
+        """Wait for standbys if they come sooner than a cold worker would. Return whether any has come."""
+        if self.workers_import_torch and self._patient:
+            self._patient = self._thread.await_standbys(AWAIT_S)
+        return bool(len(self._waiting))
 
     def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:
         command = [*self._spec.python, self._spec.bootstrap]
@@ -97,13 +96,15 @@ class StandbyPool:
             return Cold(ColdReason.WRAPPED, f"another command wraps the worker's: {args[0]}")
         if (reason := self._cold.reason) is not None:
             return reason
+        unbindable = rules.why_unbindable(processors, os.sched_getaffinity(0), env)
+        if unbindable is not None:
+            return Cold(ColdReason.PROCESSORS, unbindable)
         if not len(self._waiting):
             return NOT_READY
         if (changed := self._waiting.differs(env)) is not None:
             self._thread.wake()
             return Cold(ColdReason.CHANGED, f"{changed} has changed since the standbys were started")
-        unbindable = rules.why_unbindable(processors, os.sched_getaffinity(0), env)
-        return Cold(ColdReason.PROCESSORS, unbindable) if unbindable is not None else None
+        return None
 
     def skip_next_round(self, reason: str) -> None:
         """Make the next round start cold."""
@@ -112,7 +113,6 @@ class StandbyPool:
     def round_started(self) -> list[int]:
         """Replace the standbys that a round's workers have taken, once all have started; return the pids of those taken."""
         self._cold.next_round = None
-        self._awaited = False
         self._thread.round_started()
         released, self._released = self._released, []
         return released

@@ -72,12 +72,15 @@ class Arrival:
         self._coming = False  # the last answer
         self._changed = threading.Condition()
 
-    def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
-        """Wait until a step that begins now says that none is coming. wake: makes the thread begin one."""
+    def wait(self, wake: Callable[[], None], timeout_s: float) -> bool:
+        """Wait until a step that begins now says that none is coming; return False if that takes longer than timeout_s.
+
+        wake: makes the thread begin a step.
+        """
         with self._changed:
             self.asked = asked = self.asked + 1
             wake()
-            self._changed.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
+            return self._changed.wait_for(lambda: self._answered >= asked and not self._coming, timeout_s)
 
     def answer(self, asked: int, coming: bool) -> None:
         """Answer the first `asked` questions."""
@@ -125,10 +128,10 @@ class PoolThread:
         self._cold.retry_within(REFILL_AFTER_S)
         self.wake()
 
-    def await_standbys(self, timeout_s: float) -> None:
-        """Wait while standbys that are missing are on their way. No worker runs now, so they get the processors."""
+    def await_standbys(self, timeout_s: float) -> bool:
+        """Wait while missing standbys are on their way; return False if they still are after timeout_s."""
         self._busy, self._refill_at = False, 0.0
-        self._arrival.wait(self.wake, timeout_s)
+        return self._arrival.wait(self.wake, timeout_s)
 
     def wake(self) -> None:
         """Make the thread look at `modules` and `waiting` again."""
@@ -157,8 +160,10 @@ class PoolThread:
             logger.exception("warm standbys are off: their thread has failed")
             self._give_up("the standbys' thread has failed")
         finally:
-            self._end_all()
-            self._arrival.answer(self._arrival.asked, False)
+            try:
+                self._end_all()
+            finally:
+                self._arrival.answer(self._arrival.asked, False)
 
     def _step(self) -> None:
         asked = self._arrival.asked

@@ -109,7 +109,8 @@ class JobCompanions:
         stack.callback(self.stderr.close)
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
-        self.reaper = Reaper(self.token, logs.run_dir, handler.presence_fds)
+        self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
+        handler.has_reaper = self.reaper.pidfd is not None
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:

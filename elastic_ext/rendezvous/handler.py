@@ -38,6 +38,7 @@ class Rendezvous(Protocol):
         settings: this agent's settings, read once.
         torch_conf: the user's --rdzv-conf, as torch parsed it.
         attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (see `foreign_agent`).
+        has_reaper: our agent sets it when a reaper runs that ends the workers if the agent is killed.
         round: number of the current round, from 1; 0 before the first. It is the same on every node and never reused in a job.
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
@@ -49,6 +50,7 @@ class Rendezvous(Protocol):
     settings: Settings
     torch_conf: Mapping[str, Any]
     attached: bool
+    has_reaper: bool
     round: int
     host: str
     node_id: str
@@ -111,8 +113,8 @@ class Rendezvous(Protocol):
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
     @property
-    def presence_fds(self) -> tuple[int, ...]:
-        """Descriptors for the reaper to inherit: while one process has them open, the other nodes know that this node lives."""
+    def link_fds(self) -> tuple[int, ...]:
+        """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""

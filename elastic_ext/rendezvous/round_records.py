@@ -57,8 +57,7 @@ class Node:
         round: the round that its workers were in when it had to register again; 0 if it never had to.
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
-        link_port: of its listening socket for links (`etcd.links`), at `address`; 0: it takes none.
-        signs: how often it has shown that it lives; see `etcd.links`.
+        link_port: of its listening socket for links (`etcd.links`), at `address`; 0: nobody may link to it.
     """
 
     after: Count
@@ -78,7 +77,6 @@ class Node:
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
     link_port: Port = 0
-    signs: Count = 0
 
 
 @dataclass(frozen=True)

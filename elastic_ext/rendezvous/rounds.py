@@ -282,7 +282,7 @@ def neighbors(rank: int, order: Sequence[str]) -> tuple[str, ...]:
 
     Two, so that a node is missed although another one dies with it; far apart, because neighbors by rank share a rack.
     """
-    places = {(rank + distance) % len(order): None for distance in (1, len(order) // 2)}
+    places = {(rank + distance) % len(order): None for distance in (1, max(2, len(order) // 2))}
     return tuple(order[place] for place in places if place != rank)
 
 

@@ -163,7 +163,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.events.leaving(self.host)
 
     @property
-    def presence_fds(self) -> tuple[int, ...]:
+    def link_fds(self) -> tuple[int, ...]:
         return ()
 
     def last_will(self) -> None:

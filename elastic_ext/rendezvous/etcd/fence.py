@@ -23,6 +23,9 @@ that time: the leader was in the outage too, and gives the members longer than t
 Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
 (`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
 
+A node that may have been declared dead (`links`) gives up: it closes at once unless all others are in trouble, and its workers
+get no grace.
+
 Not covered: all members of the round are cut off from etcd while a node outside it is not. Spares are not in the round's store.
 """
 
@@ -98,6 +101,7 @@ class Fence:
         self._written = WELL  # this node's last written state; a written BACK counts as WELL
         self._late = False  # in this trouble half of the lease time has passed
         self._all_down_at: float | None = None  # start of the last look in this trouble that saw all nodes in trouble
+        self._given_up = False  # in this round; see `give_up`
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
@@ -107,9 +111,23 @@ class Fence:
         """Guard the workers of this round; None: this node is in no round."""
         with self._wake:
             self._round = round_
-            self.closed = False
+            self.closed = self._given_up = False
             self._written = WELL  # nobody has written anything into a new store
             self._wake.notify()
+
+    def give_up(self, reason: str) -> None:
+        """Close for the rest of this round, unless all others are in trouble. Any thread may call this; it returns at once."""
+        logger.warning("elastic_ext: the other nodes may continue without this one: %s", reason)
+        with self._wake:
+            self._given_up = True
+            self._wake.notify()
+
+    @property
+    def stop_by(self) -> float | None:
+        """The monotonic time by which the workers must be gone; None while the fence is open."""
+        if not self.closed:
+            return None
+        return time.monotonic() if self._given_up else self._lease()[1]
 
     def close(self, timeout_s: float = 3.0) -> None:
         """End the thread. It may be in a store call that never returns: after timeout_s, abandon it."""
@@ -126,6 +144,11 @@ class Fence:
                 _, alive_until = self._lease()
                 share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
+                if self._given_up and round_ is not None:
+                    if self.closed:
+                        self._wake.wait()  # for the next round
+                        continue
+                    share = 0.0
                 if round_ is None or (share > TROUBLE_SHARE and self._written == WELL):
                     endless = round_ is None or share == float("inf")
                     self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
@@ -146,6 +169,7 @@ class Fence:
         with self._wake:
             if self._round is not round_:
                 return  # the round of this look is over
+            self._given_up = self._given_up and closed
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed

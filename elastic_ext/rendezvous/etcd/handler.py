@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from torch.distributed import PrefixStore, TCPStore
@@ -61,7 +62,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """newest_checkpoint: see AgentPolicy. Raises UsageError: see `JobConnection`."""
         self.settings = settings
         self.torch_conf = dict(params.config)
-        self.attached = False
+        self.attached = self.has_reaper = False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
@@ -140,9 +141,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None,
             cut=cut,
-            # The agent of somebody else has no reaper: when it is killed, its workers may still run, and only the lease may tell.
-            link_port=self._connection.links.port if self.attached else 0,
-            signs=self._connection.links.presence.signs,
+            # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
+            link_port=self._connection.links.port if self.has_reaper else 0,
         )
 
     def workers(self) -> list[Worker]:
@@ -176,7 +176,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone, killed if necessary; None if they get the usual grace."""
-        return self._participant.lease[1] if self._connection.fence.closed else None
+        return time.monotonic() if self._participant.registration.deleted else self._connection.fence.stop_by
 
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; return at once."""
@@ -244,8 +244,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.break_round(f"{self.host} leaves: {reason}")
 
     @property
-    def presence_fds(self) -> tuple[int, ...]:
-        return (self._connection.links.fd,)
+    def link_fds(self) -> tuple[int, ...]:
+        return self._connection.links.fds
 
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""

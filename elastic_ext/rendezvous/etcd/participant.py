@@ -148,10 +148,6 @@ class Participant:
         """Record that the save on demand with this number is complete."""
         self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
 
-    def show_sign(self, count: int) -> None:
-        """Record this node's count of signs of life; see `links`."""
-        self._update(lambda node: dataclasses.replace(node, signs=count))
-
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
         self._change_header(
@@ -200,7 +196,7 @@ class Participant:
     # Everything below runs on the rendezvous thread.
 
     def _ready(self, node: Node) -> None:
-        self.registration.node = node
+        self.registration.node, self.registration.deleted = node, False
         self._assignment.joined = None
         self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 

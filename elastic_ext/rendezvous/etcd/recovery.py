@@ -105,6 +105,7 @@ class Recovery:
     def on_own_key_deleted(self, batch: Batch) -> None:
         """Take in events of the watch for deletes of the node's own key."""
         if batch.revision > self._registration.created and self._registration.node is not None:
+            self._registration.deleted = True
             self.restore_soon()
 
     def lease_lost(self) -> None:

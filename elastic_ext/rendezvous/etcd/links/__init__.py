@@ -6,17 +6,24 @@ host lives on and closes their connections. So each agent keeps a link to one or
 (`rounds.neighbors`), and suspects a node whose link ends without a goodbye. It then connects again:
 
     the node answers              something reset the link: nothing happens
-    accepted, but no answer       the agent is dead and its reaper still works: the end of this connection is the next event
-    refused                       neither lives: unless the node has written a sign of life to etcd, its lease is revoked
+    accepted, but no answer       the reaper still runs, or the agent is frozen: the end of this connection is the next event
+    refused                       probably dead: the agent writes its doubt to etcd, where a living node removes it at once. If
+                                  it is still there after CONFIRM_S, the record of the node is deleted and its lease revoked
     anything else                 the network may be cut: only the lease can tell
 
+The record is deleted in a transaction that compares the doubt. So a node either removes the doubt or is removed, and learns
+which.
+
 Invariants:
-    The listening socket is open as long as the agent or its reaper lives: the reaper inherits it.
-    A node whose incoming link ends without a goodbye writes a sign of life to etcd at once: it counts them in its record. So
-    if something between two living hosts resets and then refuses connections, a node that reaches etcd within CONFIRM_S is
-    not declared dead. If it is too late, it registers again, and the next round waits until it has stopped its workers, as
-    after any record that was deleted. Through its other links a node tells the new count: an old sign must not hide its death.
+    The listening socket is open as long as the agent or its reaper lives: the reaper inherits it. Nobody links to an agent that
+    has no reaper, because its workers could outlive it.
+    A node that reaches etcd within CONFIRM_S is not declared dead, whatever something between the hosts resets or refuses.
+    A node that is declared dead though it lives learns that from its next event from etcd, and kills its workers without grace.
+    A node that has lost a link and does not reach etcd within CONFIRM_S does the same, because it may have been declared dead
+    (unless all others are in trouble, too: see `fence`).
     One node declares another dead once at most; after that, only its lease counts.
 
-A host that loses its power closes nothing: there, only the lease tells.
+Only the lease tells of a host that loses its power, which closes nothing, and of a node that dies before anybody has linked to
+it. Not covered: something refuses connections to a node without resetting any of its links, and cuts it from etcd at the same
+time. Its workers then run until its lease ends, next to a round of the others.
 """

@@ -6,21 +6,30 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from typing import Protocol
 
-from elastic_ext.rendezvous.etcd.links.presence import Presence
+from elastic_ext.rendezvous.etcd.links.presence import OwnRecords, Presence
 from elastic_ext.rendezvous.etcd.links.watcher import PeerRecords, Watcher
-from elastic_ext.rendezvous.round_server import listening_on
+from elastic_ext.rendezvous.round_server import listening_socket
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 
 
-def listening(address: str) -> socket.socket:
+class Records(OwnRecords, PeerRecords, Protocol):
+    """What links need from etcd; see `peers.Peers`."""
+
+
+def listen_at(address: str) -> socket.socket:
     """Return a listening socket that the other nodes reach by `address`."""
-    found = listening_on(address, 0)
-    return found if found is not None else socket.create_server(("", 0))
+    found = listening_socket(address, 0)
+    if found is not None:
+        return found
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 class Links:
@@ -32,40 +41,47 @@ class Links:
     """
 
     def __init__(
-        self, job: str, node_id: str, listening: socket.socket, peers: PeerRecords, on_doubt: Callable[[int], None]
+        self, job: str, node_id: str, server: socket.socket, records: Records, on_given_up: Callable[[str], None]
     ) -> None:
-        """Listen for other agents.
+        """Accept links.
 
         Args:
-            listening: a listening socket; closed by `close`.
-            on_doubt: called on the thread of the links when another agent may suspect this one, with the new count of signs,
-                which must go to etcd; it must return at once.
+            server: a listening socket; closed at the end.
+            on_given_up: called on the thread of the links, with the reason, when the others may have declared this node dead;
+                it must return at once.
         """
-        self.port: int = listening.getsockname()[1]
-        self.presence = Presence(job, node_id, on_doubt)
-        self._listening = listening
-        self._watcher = Watcher(job, node_id, peers)
+        self.port: int = server.getsockname()[1]
+        self.presence = Presence(job, node_id, records, on_given_up)
+        self._server = server
+        self._watcher = Watcher(job, node_id, records, self.presence.check_etcd)
         self._watches: dict[str, asyncio.Task[None]] = {}  # by node id
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_log_error)
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-links", daemon=True)
         self._thread.start()
 
     @property
-    def fd(self) -> int:
-        """The descriptor of the listening socket, for the reaper to inherit."""
-        return self._listening.fileno()
+    def fds(self) -> tuple[int, ...]:
+        """The descriptor of the listening socket, for the reaper to inherit; none once it is closed."""
+        fd = self._server.fileno()
+        return (fd,) if fd >= 0 else ()
 
     def follow(self, node_ids: Collection[str]) -> None:
         """Keep links to these nodes and to no others. Any thread may call this; it returns at once."""
         wanted = frozenset(node_ids)
         self._call(lambda: self._follow(wanted))
 
+    def answer(self) -> None:
+        """Answer a doubt about this node. Any thread may call this; it returns at once."""
+        self._call(lambda: self._spawn(self.presence.answer()))
+
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Say goodbye to all and end. A second call does nothing."""
-        self._call(self._loop.stop)
+        self._call(self._closing.set)
         self._thread.join(timeout_s)
 
-    def _call(self, work: Callable[[], None]) -> None:
+    def _call(self, work: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(work)
         except RuntimeError:
@@ -75,28 +91,33 @@ class Links:
 
     def _run(self) -> None:
         try:
-            self._listening.setblocking(False)
-            self._loop.run_until_complete(self.presence.listen(self._listening))
-            self._loop.run_forever()
-            self._loop.run_until_complete(_cancel_others())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._server.setblocking(False)
+            self._loop.run_until_complete(self._serve())
         except Exception:  # top of the thread: without links, the leases still tell
             logger.exception("the links to other agents have failed")
         finally:
-            self._listening.close()
+            self._server.close()
             self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self.presence.listen(self._server)
+        await self._closing.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()  # each says goodbye
+        await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S) if others else None
+        server.close()
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        return self._loop.create_task(work)
 
     def _follow(self, wanted: frozenset[str]) -> None:
         for node_id in self._watches.keys() - wanted:
             self._watches.pop(node_id).cancel()
         kept = {node_id for node_id, task in self._watches.items() if not task.done()}
         for node_id in wanted - kept - self._watcher.accused:
-            self._watches[node_id] = self._loop.create_task(self._watcher.watch(node_id))
+            self._watches[node_id] = self._spawn(self._watcher.watch(node_id))
 
 
-async def _cancel_others() -> None:
-    """Cancel all other tasks: each says goodbye."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+def _log_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    logger.debug("a link: %s: %s", context.get("message"), context.get("exception"))

@@ -1,4 +1,4 @@
-"""Shows the others that this node lives: it answers their links, and writes a sign of life when one of them may doubt it."""
+"""Shows the others that this node lives: it answers their links and their doubts."""
 
 from __future__ import annotations
 
@@ -6,64 +6,102 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
-from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Message, decode, encode
+from elastic_ext.etcd import EtcdError
+from elastic_ext.rendezvous.etcd.links.calls import in_thread
+from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
 MAX_INCOMING = 64  # a node has one or two; more are strangers
+BACKLOG = 16
+CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
+ANSWERS = 5  # attempts; a node whose last one fails may have been declared dead
+
+
+class OwnRecords(Protocol):
+    """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
+
+    def reachable(self, timeout_s: float) -> bool:
+        """Return whether etcd answers and has a record of this node."""
+
+    def answer(self) -> bool:
+        """Remove the doubt about this node; return False if it was declared dead. Raises EtcdError."""
 
 
 class Presence:
-    """This node's side of the links from other nodes. For the thread of the links, except `signs`.
+    """This node's side of the links from other nodes. For the thread of the links.
 
     Attributes:
-        signs: number of signs of life so far.
         incoming: number of connections from others.
     """
 
-    def __init__(self, job: str, node_id: str, on_doubt: Callable[[int], None]) -> None:
-        """on_doubt: called with the new number of signs, which must go to etcd; it must return at once."""
-        self.signs = self.incoming = 0
-        self._job, self._node_id, self._on_doubt = job, node_id, on_doubt
-        self._linked: dict[asyncio.StreamWriter, str] = {}  # the others' ids
+    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str], None]) -> None:
+        """on_given_up: called with the reason when the others may have declared this node dead; it must return at once."""
+        self.incoming = 0
+        self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
+        self._checking = self._answering = False
 
-    async def listen(self, listening: socket.socket) -> None:
+    async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Begin to accept links."""
-        await asyncio.start_server(self._accept, sock=listening, limit=MAX_LINE)
+        return await asyncio.start_server(self._accept, sock=listening, limit=MAX_LINE, backlog=BACKLOG)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.incoming >= MAX_INCOMING:
             writer.close()
             return
         self.incoming += 1
+        linked = False
+        silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
         try:
-            message = decode(await asyncio.wait_for(reader.readline(), HELLO_TIMEOUT_S))
-            if (message.job, message.to) != (self._job, self._node_id):
-                raise ValueError(f"it is for node {message.to} of job {message.job}")
-            self._linked[writer] = message.node
-            writer.write(self._message(message.node))
+            keep_alive(writer.get_extra_info("socket"))
+            hello = decode(await reader.readline())
+            silent.cancel()
+            if (hello.job, hello.to) != (self._job, self._node_id):
+                raise ValueError(f"it is for node {hello.to} of job {hello.job}")
+            writer.write(encode(Hello(self._job, self._node_id, hello.node)))
+            linked = True
             if await reader.readline() == BYE:
-                logger.debug("node %s has ended its link", self._linked.pop(writer))
-        except (*ENDS, asyncio.TimeoutError) as error:
+                logger.debug("node %s has ended its link", hello.node)
+                linked = False
+        except ENDS as error:
             logger.debug("a connection from outside ended: %s", error)
         except asyncio.CancelledError:
-            self._linked.pop(writer, None)
             writer.write(BYE)
             raise
         finally:
+            silent.cancel()
             self.incoming -= 1
             writer.close()
-            if self._linked.pop(writer, None) is not None:
-                self._show_sign()
+        if linked:
+            await self.check_etcd()
 
-    def _show_sign(self) -> None:
-        """Count a sign of life, and tell it to all who watch this node."""
-        self.signs += 1
-        self._on_doubt(self.signs)
-        for writer, node_id in self._linked.items():
-            writer.write(self._message(node_id))
+    async def check_etcd(self) -> None:
+        """After a link has ended: if this node cannot be reached and does not reach etcd, the others may give it up."""
+        if self._checking:
+            return
+        self._checking = True
+        try:
+            if not await in_thread(lambda: self._records.reachable(CONFIRM_S)):
+                self._on_given_up("a link to another node has ended, and etcd does not answer")
+        finally:
+            self._checking = False
 
-    def _message(self, to: str) -> bytes:
-        return encode(Message(self._job, self._node_id, to, self.signs))
+    async def answer(self) -> None:
+        """Answer a doubt about this node."""
+        if self._answering:
+            return
+        self._answering = True
+        try:
+            for _ in range(ANSWERS):
+                try:
+                    if not await in_thread(self._records.answer):
+                        self._on_given_up("another node has declared this one dead")
+                    return
+                except EtcdError as error:
+                    logger.debug("cannot answer a doubt now: %s", error)
+            self._on_given_up("another node doubts that this one lives, and etcd takes no answer")
+        finally:
+            self._answering = False

@@ -5,30 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import replace
+import time
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Protocol
 
 from elastic_ext.etcd import EtcdError
-from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Message, decode, encode
-from elastic_ext.rendezvous.etcd.links.suspects import Peer, judge
+from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
+from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
+from elastic_ext.rendezvous.etcd.links.peers import Peer
+from elastic_ext.rendezvous.etcd.links.presence import CONFIRM_S
 
 logger = logging.getLogger(__name__)
 
-CONFIRM_S = 0.3  # for a sign of life from a node that lives; it needs milliseconds
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 5.0  # between attempts to reach a node
 HURRIED_TRIES = 5  # after a link has ended, before the next pause: a reaper may accept connections for a moment
 
 
 class PeerRecords(Protocol):
-    """What links need from etcd; see `suspects.Peers`. The calls block, and raise EtcdError."""
+    """What links need from etcd; see `peers.Peers`. The calls block, and raise EtcdError."""
 
     def find(self, node_id: str) -> Peer | None:
         """Return a node's record."""
 
-    def remove(self, peer: Peer) -> None:
-        """Take a dead node out of the job."""
+    def doubt(self, peer: Peer) -> int:
+        """Write the doubt whether a node lives; return its revision."""
+
+    def remove(self, peer: Peer, doubted: int) -> bool:
+        """Take a node out of the job unless it has answered; return whether that was done."""
 
 
 class End(Enum):
@@ -37,7 +42,7 @@ class End(Enum):
     LEFT = "the other agent said goodbye"
     LOST = "the connection was a link, and ended without a goodbye"
     UNANSWERED = "the connection ended before the other agent answered"
-    REFUSED = "nothing listens there, or somebody else does"
+    REFUSED = "nothing listens there, or another agent does"
     UNREACHABLE = "no connection came about"
 
 
@@ -48,29 +53,33 @@ class Watcher:
         accused: nodes that this one has declared dead. If one is seen again, that was wrong: from then on only its lease counts.
     """
 
-    def __init__(self, job: str, node_id: str, peers: PeerRecords) -> None:
+    def __init__(self, job: str, node_id: str, peers: PeerRecords, on_lost: Callable[[], Awaitable[None]]) -> None:
+        """on_lost: called when a link has ended without a goodbye."""
         self.accused: set[str] = set()
-        self._job, self._node_id, self._peers = job, node_id, peers
+        self._job, self._node_id, self._peers, self._on_lost = job, node_id, peers, on_lost
+        self._checks: set[asyncio.Future[None]] = set()
 
     async def watch(self, node_id: str) -> None:
         """Keep a link to this node until it has left or is dead; if it is, take it out of the job."""
-        suspect: Peer | None = None  # the node as it was when its link ended
-        hurried = 0
+        suspected, hurried = False, 0
         while True:
             try:
-                peer = await asyncio.to_thread(self._peers.find, node_id)
-                if peer is None or not peer.port:
-                    logger.debug("no record of node %s, or no links", node_id)
-                    return
-                end, seen = await self._keep(peer, suspect is not None)
-                if end is End.LEFT:
-                    logger.debug("node %s left on purpose", node_id)
-                    return
-                if end is End.LOST:
-                    suspect, hurried = seen, HURRIED_TRIES
-                elif end is End.REFUSED and suspect is not None:
-                    await self._confirm(suspect)
-                    return
+                peer = await in_thread(lambda: self._peers.find(node_id))
+                if peer is not None:
+                    began = time.monotonic()
+                    end = await self._keep(peer, suspected)
+                    if end is End.LEFT:
+                        logger.debug("node %s left on purpose", node_id)
+                        return
+                    if end is End.REFUSED and suspected:
+                        if await self._confirm(peer):
+                            return
+                        suspected = False
+                    if end is End.LOST:
+                        suspected = True
+                        lasted = time.monotonic() - began > RETRY_S  # else something ends each link soon, and hurry is no use
+                        hurried = HURRIED_TRIES if lasted else max(1, hurried)
+                        self._check()
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
             if hurried:
@@ -78,56 +87,74 @@ class Watcher:
             else:
                 await asyncio.sleep(RETRY_S)
 
-    async def _keep(self, peer: Peer, suspected: bool) -> tuple[End, Peer]:
-        """Keep a link to a node until it ends. Return the node as it was then."""
+    def _check(self) -> None:
+        """Call `on_lost` beside this watch."""
+        check = asyncio.ensure_future(self._on_lost())
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _keep(self, peer: Peer, suspected: bool) -> End:
+        """Keep a link to a node until it ends."""
+        if not peer.port:
+            return End.UNREACHABLE
         connected = await _connect(peer)
         if isinstance(connected, End):
-            return connected, peer
+            return connected
         reader, writer = connected
         answered = False
         try:
-            writer.write(encode(Message(self._job, self._node_id, peer.node_id, 0)))
-            while (line := await reader.readline()) != BYE:
-                message = decode(line)
-                if (message.job, message.node, message.to) != (self._job, peer.node_id, self._node_id):
-                    return End.REFUSED, peer  # another agent has taken over the port
-                if not answered:
-                    logger.log(logging.INFO if suspected else logging.DEBUG, "linked to node %s", peer.node_id)
-                answered, peer = True, replace(peer, signs=message.signs)
-            return End.LEFT, peer
+            writer.write(encode(Hello(self._job, self._node_id, peer.node_id)))
+            hello = decode(await reader.readline())
+            answered = (hello.job, hello.node, hello.to) == (self._job, peer.node_id, self._node_id)
+            if not answered:
+                return End.REFUSED  # another agent has taken over the port
+            logger.log(logging.INFO if suspected else logging.DEBUG, "linked to node %s", peer.node_id)
+            return End.LEFT if await reader.readline() == BYE else End.LOST
         except ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
-            return End.LOST if answered else End.UNANSWERED, peer
+            return End.LOST if answered else End.UNANSWERED
         except asyncio.CancelledError:
             writer.write(BYE)
             raise
         finally:
             writer.close()
 
-    async def _confirm(self, suspect: Peer) -> None:
-        """Take a node out of the job unless it shows that it lives."""
-        await asyncio.sleep(CONFIRM_S)  # no event tells that no sign will come
-        finding = judge(suspect, await asyncio.to_thread(self._peers.find, suspect.node_id))
-        logger.log(logging.WARNING if finding.dead else logging.INFO, "elastic_ext: %s", finding.reason)
-        if finding.dead:
-            await asyncio.to_thread(self._peers.remove, suspect)
+    async def _confirm(self, suspect: Peer) -> bool:
+        """Take a node out of the job unless it answers. Return whether it is out."""
+        doubted = await in_thread(lambda: self._peers.doubt(suspect))
+        await asyncio.sleep(CONFIRM_S)  # no event tells that no answer will come
+        removed = await in_thread(lambda: self._peers.remove(suspect, doubted))
+        where = f"its link has ended, and {suspect.address}:{suspect.port} refuses connections"
+        if removed:
             self.accused.add(suspect.node_id)
+            logger.warning("elastic_ext: node %s is taken for dead and out of the job: %s", suspect.node_id, where)
+        else:
+            logger.info("node %s lives or has left: %s, but etcd has heard of it since", suspect.node_id, where)
+        return removed
 
 
 async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | End:
     """Connect to a node. REFUSED only if each of its addresses refuses."""
-    loop = asyncio.get_running_loop()
     refused = 0
     try:
-        found = await loop.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM)
+        found = await in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
     except OSError:
         return End.UNREACHABLE
-    for family, _, _, _, (host, *_) in found:
+    for family, _, _, _, address in found:
+        connection = socket.socket(family, socket.SOCK_STREAM)
         try:
-            opening = asyncio.open_connection(str(host), peer.port, family=family, limit=MAX_LINE)
-            return await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
+            connection.setblocking(False)
+            keep_alive(connection)
+            loop = asyncio.get_running_loop()
+            await within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
+            return await asyncio.open_connection(sock=connection, limit=MAX_LINE)
         except ConnectionRefusedError:
             refused += 1
-        except (OSError, asyncio.TimeoutError) as error:
-            logger.debug("no link to node %s at %s: %s", peer.node_id, host, error)
+            connection.close()
+        except (OSError, TimeoutError) as error:
+            logger.debug("no link to node %s at %s: %s", peer.node_id, address[0], error)
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
     return End.REFUSED if refused == len(found) else End.UNREACHABLE

@@ -1,0 +1,115 @@
+"""The records of other nodes in etcd, and the doubt whether one of them lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_ext.etcd import (
+    FROM_NOW,
+    Batch,
+    Compacted,
+    Compare,
+    Delete,
+    EtcdClient,
+    EtcdError,
+    LeaseLost,
+    Put,
+    Watch,
+    unchanged,
+)
+from elastic_ext.etcd.watch import Item
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.reader import RecordReader
+
+DOUBT, DEAD = "doubt", "dead"  # values of the key
+CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease tells, too, so nothing depends on an answer
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another node, as its record in etcd describes it.
+
+    Attributes:
+        address, port: of its listening socket for links; port 0: nobody may link to it.
+        created: create revision of its record.
+        lease_id: of its record.
+    """
+
+    node_id: str
+    address: str
+    port: int
+    created: int
+    lease_id: int
+
+
+def watch_doubts(client: EtcdClient, key: str, on_doubt: Callable[[], None]) -> None:
+    """Call `on_doubt` when this key, of the doubt about this node, may have changed, until the client is closed.
+
+    on_doubt: called on the thread of the client's watches; it must return at once.
+    """
+
+    def take(item: Item) -> None:
+        if isinstance(item, Compacted):  # events may have been missed
+            Watch(client, key, start_revision=FROM_NOW, callback=take)
+        if isinstance(item, (Batch, Compacted)):
+            on_doubt()
+
+    Watch(client, key, start_revision=FROM_NOW, callback=take)
+
+
+class Peers:
+    """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError."""
+
+    def __init__(
+        self, client: EtcdClient, keys: JobKeys, reader: RecordReader, node_id: str, lease_id: Callable[[], int | None]
+    ) -> None:
+        """node_id: this node. lease_id: returns that of this node; None: it has left."""
+        self._client, self._keys, self._reader = client, keys, reader
+        self._node_id, self._lease_id = node_id, lease_id
+
+    def find(self, node_id: str) -> Peer | None:
+        """Return this node; None if etcd has no readable record of it."""
+        kv = self._client.get(self._keys.node(node_id), timeout_s=CALL_TIMEOUT_S).kv
+        node = self._reader.node(kv) if kv is not None else None
+        if kv is None or node is None:
+            return None
+        return Peer(node_id, node.address, node.link_port, kv.create_revision, kv.lease_id)
+
+    def reachable(self, timeout_s: float) -> bool:
+        """Return whether etcd answers within this time and has a record of this node."""
+        try:
+            return self._client.get(self._keys.node(self._node_id), timeout_s=timeout_s).kv is not None
+        except EtcdError:
+            return False
+
+    def doubt(self, peer: Peer) -> int:
+        """Write the doubt whether a node lives; return the revision of that. Raises LeaseLost: this node itself has left."""
+        lease_id = self._lease_id()
+        if lease_id is None:
+            raise LeaseLost("this node has left the job")
+        put = Put(self._keys.doubt(peer.node_id), DOUBT, lease_id=lease_id)
+        return self._client.txn([], [put], timeout_s=CALL_TIMEOUT_S).revision
+
+    def answer(self) -> bool:
+        """Remove the doubt about this node, if any. Return False if this node was declared dead."""
+        key = self._keys.doubt(self._node_id)
+        while (kv := self._client.get(key, timeout_s=CALL_TIMEOUT_S).kv) is not None:
+            if kv.value == DEAD.encode():
+                return False
+            if self._client.txn([unchanged(key, kv.mod_revision)], [Delete(key)], timeout_s=CALL_TIMEOUT_S).succeeded:
+                break
+        return True
+
+    def remove(self, peer: Peer, doubted: int) -> bool:
+        """Take a node out of the job if it has not answered the doubt. Return whether that was done."""
+        lease_id = self._lease_id()
+        if lease_id is None:
+            raise LeaseLost("this node has left the job")
+        node, doubt = self._keys.node(peer.node_id), self._keys.doubt(peer.node_id)
+        silent = [unchanged(doubt, doubted), Compare(node, "create", "=", peer.created)]
+        put = Put(doubt, DEAD, lease_id=lease_id)
+        if not self._client.txn(silent, [Delete(node), put], timeout_s=CALL_TIMEOUT_S).succeeded:
+            return False
+        self._client.lease_revoke(peer.lease_id, timeout_s=CALL_TIMEOUT_S)  # what else it has written
+        return True

@@ -63,7 +63,7 @@ def train_on_s(ttl_s: float) -> float:
 def may_train_on(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Return whether no other node can go on without a node in trouble.
 
-    others: their states; None: the store does not answer. all_down_at: see Fence.
+    others: their states; None: the store does not answer. all_down_at: see Trouble.
     """
     if others is None or not all(each in (TROUBLE, BACK) for each in others):
         return False
@@ -83,6 +83,19 @@ class RoundStore:
     nodes: int
 
 
+@dataclass
+class Trouble:
+    """The last trouble of this node in the round.
+
+    Attributes:
+        late: half of the lease time has passed in it.
+        all_down_at: start of the last look in it that saw all nodes in trouble.
+    """
+
+    late: bool = False
+    all_down_at: float | None = None
+
+
 class Fence:
     """A thread beside the rendezvous thread: its store calls may hang on a cut link, and nothing else must wait for them.
 
@@ -99,8 +112,7 @@ class Fence:
         self._round: RoundStore | None = None
         self._store: tuple[RoundStore, TCPStore] | None = None  # with its round; open from the first trouble on
         self._written = WELL  # this node's last written state; a written BACK counts as WELL
-        self._late = False  # in this trouble half of the lease time has passed
-        self._all_down_at: float | None = None  # start of the last look in this trouble that saw all nodes in trouble
+        self._trouble = Trouble()
         self._given_up = False  # in this round; see `give_up`
         self._ended = False
         self._wake = threading.Condition()
@@ -164,8 +176,8 @@ class Fence:
         state = self._state(share)
         others = self._swap_states(round_, state)
         if state == TROUBLE and others is not None and all(each == TROUBLE for each in others):
-            self._all_down_at = began
-        closed = share <= CLOSE_SHARE and not may_train_on(others, self._all_down_at, time.monotonic(), self._ttl_s)
+            self._trouble.all_down_at = began
+        closed = share <= CLOSE_SHARE and not may_train_on(others, self._trouble.all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_:
                 return  # the round of this look is over
@@ -181,10 +193,10 @@ class Fence:
 
     def _state(self, share: float) -> str:
         if share > TROUBLE_SHARE:
-            return BACK if self._late and self._all_down_at is not None else WELL
+            return BACK if self._trouble.late and self._trouble.all_down_at is not None else WELL
         if self._written == WELL:
-            self._late, self._all_down_at = False, None
-        self._late = self._late or share <= 1 - LATE_SHARE
+            self._trouble = Trouble()
+        self._trouble.late = self._trouble.late or share <= 1 - LATE_SHARE
         return TROUBLE
 
     def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:

@@ -53,7 +53,7 @@ class Links:
         self.port: int = server.getsockname()[1]
         self.presence = Presence(job, node_id, records, on_given_up)
         self._server = server
-        self._watcher = Watcher(job, node_id, records, self.presence.check_etcd)
+        self._watcher = Watcher(job, node_id, records)
         self._watches: dict[str, asyncio.Task[None]] = {}  # by node id
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_log_error)

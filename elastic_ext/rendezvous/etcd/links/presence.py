@@ -76,16 +76,16 @@ class Presence:
             self.incoming -= 1
             writer.close()
         if linked:
-            await self.check_etcd()
+            await self._check_etcd()
 
-    async def check_etcd(self) -> None:
-        """After a link has ended: if this node cannot be reached and does not reach etcd, the others may give it up."""
+    async def _check_etcd(self) -> None:
+        """After a link from another node has ended: if this one does not reach etcd either, it may be declared dead."""
         if self._checking:
             return
         self._checking = True
         try:
             if not await in_thread(lambda: self._records.reachable(CONFIRM_S)):
-                self._on_given_up("a link to another node has ended, and etcd does not answer")
+                self._on_given_up("a link from another node has ended, and etcd does not answer")
         finally:
             self._checking = False
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Protocol
 
@@ -53,11 +52,9 @@ class Watcher:
         accused: nodes that this one has declared dead. If one is seen again, that was wrong: from then on only its lease counts.
     """
 
-    def __init__(self, job: str, node_id: str, peers: PeerRecords, on_lost: Callable[[], Awaitable[None]]) -> None:
-        """on_lost: called when a link has ended without a goodbye."""
+    def __init__(self, job: str, node_id: str, peers: PeerRecords) -> None:
         self.accused: set[str] = set()
-        self._job, self._node_id, self._peers, self._on_lost = job, node_id, peers, on_lost
-        self._checks: set[asyncio.Future[None]] = set()
+        self._job, self._node_id, self._peers = job, node_id, peers
 
     async def watch(self, node_id: str) -> None:
         """Keep a link to this node until it has left or is dead; if it is, take it out of the job."""
@@ -79,19 +76,12 @@ class Watcher:
                         suspected = True
                         lasted = time.monotonic() - began > RETRY_S  # else something ends each link soon, and hurry is no use
                         hurried = HURRIED_TRIES if lasted else max(1, hurried)
-                        self._check()
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
             if hurried:
                 hurried -= 1
             else:
                 await asyncio.sleep(RETRY_S)
-
-    def _check(self) -> None:
-        """Call `on_lost` beside this watch."""
-        check = asyncio.ensure_future(self._on_lost())
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
 
     async def _keep(self, peer: Peer, suspected: bool) -> End:
         """Keep a link to a node until it ends."""

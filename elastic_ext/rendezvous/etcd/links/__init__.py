@@ -19,8 +19,8 @@ Invariants:
     has no reaper, because its workers could outlive it.
     A node that reaches etcd within CONFIRM_S is not declared dead, whatever something between the hosts resets or refuses.
     A node that is declared dead though it lives learns that from its next event from etcd, and kills its workers without grace.
-    A node that has lost a link from another one and does not reach etcd within CONFIRM_S does the same, because it may have been declared dead
-    (unless all others are in trouble, too: see `fence`).
+    A node that has lost a link from another one and does not reach etcd within CONFIRM_S does the same, because it may have
+    been declared dead (unless all others are in trouble, too: see `fence`).
     One node declares another dead once at most; after that, only its lease counts.
 
 Only the lease tells of a host that loses its power, which closes nothing, and of a node that dies before anybody has linked to

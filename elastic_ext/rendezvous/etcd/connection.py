@@ -32,7 +32,7 @@ from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
-from elastic_ext.rendezvous.etcd.links.peers import Peers, watch_doubts
+from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
@@ -92,7 +92,6 @@ class JobConnection:
         self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, notify)
         records = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
         self.links = Links(params.run_id, self.node_id, listen_at(self.address), records, self.fence.give_up)
-        watch_doubts(client, JobKeys(params.run_id).doubt(self.node_id), self.links.answer)
 
     # Waits of the main thread.
 

@@ -23,8 +23,8 @@ that time: the leader was in the outage too, and gives the members longer than t
 Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
 (`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
 
-A node that may have been declared dead (`links`) gives up: it closes at once unless all others are in trouble, and its workers
-get no grace.
+A node that may have been declared dead (`links`) gives up: it closes at once, and its workers get no grace. It does not if it
+knows from its last look that all nodes are in trouble, unless it was certainly declared dead.
 
 Not covered: all members of the round are cut off from etcd while a node outside it is not. Spares are not in the round's store.
 """
@@ -127,12 +127,23 @@ class Fence:
             self._written = WELL  # nobody has written anything into a new store
             self._wake.notify()
 
-    def give_up(self, reason: str) -> None:
-        """Close for the rest of this round, unless all others are in trouble. Any thread may call this; it returns at once."""
-        logger.warning("elastic_ext: the other nodes may continue without this one: %s", reason)
+    def give_up(self, reason: str, certain: bool) -> None:
+        """Close for the rest of this round, if there is one. Any thread may call this; it returns at once.
+
+        certain: the others do continue without this node; otherwise they may, and cannot while all are in trouble.
+        """
         with self._wake:
-            self._given_up = True
+            if self._round is None or self._given_up or (not certain and self._all_are_down()):
+                return
+            self.closed = self._given_up = True
             self._wake.notify()
+        logger.error("elastic_ext: the other nodes may continue without this one: %s; stopping its workers", reason)
+        self._on_change()
+
+    def _all_are_down(self) -> bool:
+        """Return whether all nodes were in trouble at the last look, and this one still is."""
+        at = self._trouble.all_down_at
+        return self._written == TROUBLE and at is not None and time.monotonic() < at + 2 * POLL_SHARE * self._ttl_s
 
     @property
     def stop_by(self) -> float | None:
@@ -156,11 +167,9 @@ class Fence:
                 _, alive_until = self._lease()
                 share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
-                if self._given_up and round_ is not None:
-                    if self.closed:
-                        self._wake.wait()  # for the next round
-                        continue
-                    share = 0.0
+                if self._given_up:
+                    self._wake.wait()  # for the next round
+                    continue
                 if round_ is None or (share > TROUBLE_SHARE and self._written == WELL):
                     endless = round_ is None or share == float("inf")
                     self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
@@ -179,9 +188,8 @@ class Fence:
             self._trouble.all_down_at = began
         closed = share <= CLOSE_SHARE and not may_train_on(others, self._trouble.all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
-            if self._round is not round_:
+            if self._round is not round_ or self._given_up:
                 return  # the round of this look is over
-            self._given_up = self._given_up and closed
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
             changed, self.closed = closed != self.closed, closed

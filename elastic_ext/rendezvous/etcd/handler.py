@@ -28,6 +28,7 @@ from elastic_ext.rendezvous.round_server import serve
 logger = logging.getLogger(__name__)
 
 BACKEND = "ext_etcd"
+DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
@@ -176,7 +177,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone, killed if necessary; None if they get the usual grace."""
-        return time.monotonic() if self._participant.registration.deleted else self._connection.fence.stop_by
+        now = time.monotonic()
+        if now < self._participant.registration.deleted_at + DELETED_S:
+            return now
+        return self._connection.fence.stop_by
 
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; return at once."""

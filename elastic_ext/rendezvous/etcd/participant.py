@@ -196,7 +196,7 @@ class Participant:
     # Everything below runs on the rendezvous thread.
 
     def _ready(self, node: Node) -> None:
-        self.registration.node, self.registration.deleted = node, False
+        self.registration.node = node
         self._assignment.joined = None
         self.tasks.run(self._enter_or_write)  # retried on its own; a retry keeps what the node has since changed in its record
 

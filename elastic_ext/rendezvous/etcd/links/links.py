@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Collection, Coroutine
 from typing import Protocol
 
+from elastic_ext.etcd import ClientClosed, EtcdError, Watch
+from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.etcd.links.presence import OwnRecords, Presence
 from elastic_ext.rendezvous.etcd.links.watcher import PeerRecords, Watcher
 from elastic_ext.rendezvous.round_server import listening_socket
@@ -16,10 +18,14 @@ from elastic_ext.rendezvous.round_server import listening_socket
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
+REOPEN_S = 1.0
 
 
 class Records(OwnRecords, PeerRecords, Protocol):
     """What links need from etcd; see `peers.Peers`."""
+
+    def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
+        """Watch the doubts about this node."""
 
 
 def listen_at(address: str) -> socket.socket:
@@ -41,18 +47,19 @@ class Links:
     """
 
     def __init__(
-        self, job: str, node_id: str, server: socket.socket, records: Records, on_given_up: Callable[[str], None]
+        self, job: str, node_id: str, server: socket.socket, records: Records, on_given_up: Callable[[str, bool], None]
     ) -> None:
         """Accept links.
 
         Args:
             server: a listening socket; closed at the end.
-            on_given_up: called on the thread of the links, with the reason, when the others may have declared this node dead;
-                it must return at once.
+            on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
         self.port: int = server.getsockname()[1]
         self.presence = Presence(job, node_id, records, on_given_up)
-        self._server = server
+        self._server, self._records = server, records
+        self._doubts: Watch | None = None
+        self._answers: asyncio.Task[None] | None = None  # keeps the task alive
         self._watcher = Watcher(job, node_id, records)
         self._watches: dict[str, asyncio.Task[None]] = {}  # by node id
         self._loop = asyncio.new_event_loop()
@@ -72,10 +79,6 @@ class Links:
         wanted = frozenset(node_ids)
         self._call(lambda: self._follow(wanted))
 
-    def answer(self) -> None:
-        """Answer a doubt about this node. Any thread may call this; it returns at once."""
-        self._call(lambda: self._spawn(self.presence.answer()))
-
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Say goodbye to all and end. A second call does nothing."""
         self._call(self._closing.set)
@@ -93,20 +96,38 @@ class Links:
         try:
             self._server.setblocking(False)
             self._loop.run_until_complete(self._serve())
-        except Exception:  # top of the thread: without links, the leases still tell
+            self._server.close()
+        except Exception:  # top of the thread. The socket stays open, so that nobody takes this node for dead
             logger.exception("the links to other agents have failed")
         finally:
-            self._server.close()
             self._loop.close()
 
     async def _serve(self) -> None:
         server = await self.presence.listen(self._server)
+        self._watch_doubts()
         await self._closing.wait()
+        if self._doubts is not None:
+            self._doubts.close()
+        server.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()  # each says goodbye
         await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S) if others else None
-        server.close()
+
+    def _watch_doubts(self) -> None:
+        def take(item: Item) -> None:  # on the thread of the client's watches
+            self._call(lambda: self._on_doubt(item))
+
+        self._doubts = self._records.watch_doubts(take)
+
+    def _on_doubt(self, item: Item) -> None:
+        """Answer. Also when the watch has begun, since a doubt may have been missed before; when it has ended, open another."""
+        if isinstance(item, EtcdError):
+            if not isinstance(item, ClientClosed):
+                logger.info("the watch for doubts about this node has ended: %s; opening another", item)
+                self._loop.call_later(REOPEN_S, self._watch_doubts)
+            return
+        self._answers = self._spawn(self.presence.answer())
 
     def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         return self._loop.create_task(work)

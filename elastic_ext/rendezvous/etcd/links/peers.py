@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_ext.etcd import (
     FROM_NOW,
-    Batch,
-    Compacted,
     Compare,
     Delete,
     EtcdClient,
@@ -43,21 +42,6 @@ class Peer:
     lease_id: int
 
 
-def watch_doubts(client: EtcdClient, key: str, on_doubt: Callable[[], None]) -> None:
-    """Call `on_doubt` when this key, of the doubt about this node, may have changed, until the client is closed.
-
-    on_doubt: called on the thread of the client's watches; it must return at once.
-    """
-
-    def take(item: Item) -> None:
-        if isinstance(item, Compacted):  # events may have been missed
-            Watch(client, key, start_revision=FROM_NOW, callback=take)
-        if isinstance(item, (Batch, Compacted)):
-            on_doubt()
-
-    Watch(client, key, start_revision=FROM_NOW, callback=take)
-
-
 class Peers:
     """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError."""
 
@@ -76,12 +60,13 @@ class Peers:
             return None
         return Peer(node_id, node.address, node.link_port, kv.create_revision, kv.lease_id)
 
-    def reachable(self, timeout_s: float) -> bool:
-        """Return whether etcd answers within this time and has a record of this node."""
-        try:
-            return self._client.get(self._keys.node(self._node_id), timeout_s=timeout_s).kv is not None
-        except EtcdError:
-            return False
+    def reach(self) -> None:
+        """Return when etcd has answered."""
+        self._client.get(self._keys.node(self._node_id), timeout_s=CALL_TIMEOUT_S)
+
+    def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
+        """Watch the doubts about this node. on_item: called on the thread of the client's watches; it must return at once."""
+        return Watch(self._client, self._keys.doubt(self._node_id), start_revision=FROM_NOW, callback=on_item)
 
     def doubt(self, peer: Peer) -> int:
         """Write the doubt whether a node lives; return the revision of that. Raises LeaseLost: this node itself has left."""
@@ -111,5 +96,6 @@ class Peers:
         put = Put(doubt, DEAD, lease_id=lease_id)
         if not self._client.txn(silent, [Delete(node), put], timeout_s=CALL_TIMEOUT_S).succeeded:
             return False
-        self._client.lease_revoke(peer.lease_id, timeout_s=CALL_TIMEOUT_S)  # what else it has written
+        with contextlib.suppress(EtcdError):  # what else it has written goes when the lease ends
+            self._client.lease_revoke(peer.lease_id, timeout_s=CALL_TIMEOUT_S)
         return True

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ext.etcd import EtcdError
-from elastic_ext.rendezvous.etcd.links.calls import in_thread
+from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
 from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
 
 logger = logging.getLogger(__name__)
@@ -18,14 +20,15 @@ HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
 MAX_INCOMING = 64  # a node has one or two; more are strangers
 BACKLOG = 16
 CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
-ANSWERS = 5  # attempts; a node whose last one fails may have been declared dead
+DOUBTED_S = 1.5  # after the end of a link, for how long this node may be declared dead: watcher.SUSPECT_S, CONFIRM_S, some more
+REACH_S = 0.45  # for an answer of etcd in that time
 
 
 class OwnRecords(Protocol):
     """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
 
-    def reachable(self, timeout_s: float) -> bool:
-        """Return whether etcd answers and has a record of this node."""
+    def reach(self) -> None:
+        """Return when etcd has answered. Raises EtcdError."""
 
     def answer(self) -> bool:
         """Remove the doubt about this node; return False if it was declared dead. Raises EtcdError."""
@@ -38,11 +41,14 @@ class Presence:
         incoming: number of connections from others.
     """
 
-    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str], None]) -> None:
-        """on_given_up: called with the reason when the others may have declared this node dead; it must return at once."""
+    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str, bool], None]) -> None:
+        """on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
+        return at once.
+        """
         self.incoming = 0
         self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
-        self._checking = self._answering = False
+        self._doubted_until = -math.inf
+        self._checking = self._answering = self._asked_again = False
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Begin to accept links."""
@@ -59,9 +65,11 @@ class Presence:
             keep_alive(writer.get_extra_info("socket"))
             hello = decode(await reader.readline())
             silent.cancel()
-            if (hello.job, hello.to) != (self._job, self._node_id):
-                raise ValueError(f"it is for node {hello.to} of job {hello.job}")
+            if hello.job != self._job:
+                raise ValueError(f"it is for job {hello.job}")
             writer.write(encode(Hello(self._job, self._node_id, hello.node)))
+            if hello.to != self._node_id:
+                raise ValueError(f"it is for node {hello.to}, whose port this was")
             linked = True
             if await reader.readline() == BYE:
                 logger.debug("node %s has ended its link", hello.node)
@@ -79,29 +87,34 @@ class Presence:
             await self._check_etcd()
 
     async def _check_etcd(self) -> None:
-        """After a link from another node has ended: if this one does not reach etcd either, it may be declared dead."""
+        """After a link from another node has ended: give up if this one does not reach etcd either while it may be doubted."""
+        self._doubted_until = time.monotonic() + DOUBTED_S
         if self._checking:
             return
         self._checking = True
         try:
-            if not await in_thread(lambda: self._records.reachable(CONFIRM_S)):
-                self._on_given_up("a link from another node has ended, and etcd does not answer")
+            while time.monotonic() < self._doubted_until:
+                try:
+                    await within(REACH_S, asyncio.ensure_future(in_thread(self._records.reach)))
+                except (EtcdError, TimeoutError):
+                    self._on_given_up("a link from another node has ended, and etcd does not answer", False)
+                    return
+                await asyncio.sleep(CONFIRM_S)
         finally:
             self._checking = False
 
     async def answer(self) -> None:
-        """Answer a doubt about this node."""
+        """Answer a doubt about this node, and those that come meanwhile."""
+        self._asked_again = True
         if self._answering:
             return
         self._answering = True
         try:
-            for _ in range(ANSWERS):
-                try:
-                    if not await in_thread(self._records.answer):
-                        self._on_given_up("another node has declared this one dead")
-                    return
-                except EtcdError as error:
-                    logger.debug("cannot answer a doubt now: %s", error)
-            self._on_given_up("another node doubts that this one lives, and etcd takes no answer")
+            while self._asked_again:
+                self._asked_again = False
+                if not await in_thread(self._records.answer):
+                    self._on_given_up("another node has declared this one dead", True)
+        except EtcdError as error:
+            self._on_given_up(f"another node may doubt that this one lives, and etcd takes no answer: {error}", False)
         finally:
             self._answering = False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastic_ext.etcd import EtcdError
 from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 5.0  # between attempts to reach a node
-HURRIED_TRIES = 5  # after a link has ended, before the next pause: a reaper may accept connections for a moment
+HURRIED_TRIES = 5  # without a pause, after a link that has lasted longer than RETRY_S
+SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; see `presence.DOUBTED_S`
 
 
 class PeerRecords(Protocol):
@@ -58,32 +60,33 @@ class Watcher:
 
     async def watch(self, node_id: str) -> None:
         """Keep a link to this node until it has left or is dead; if it is, take it out of the job."""
-        suspected, hurried = False, 0
+        lost_at, hurried = -math.inf, HURRIED_TRIES
         while True:
+            end, began = End.UNREACHABLE, time.monotonic()
             try:
                 peer = await in_thread(lambda: self._peers.find(node_id))
                 if peer is not None:
-                    began = time.monotonic()
-                    end = await self._keep(peer, suspected)
+                    end = await self._keep(peer)
+                    suspected = time.monotonic() < lost_at + SUSPECT_S
                     if end is End.LEFT:
                         logger.debug("node %s left on purpose", node_id)
                         return
-                    if end is End.REFUSED and suspected:
-                        if await self._confirm(peer):
-                            return
-                        suspected = False
-                    if end is End.LOST:
-                        suspected = True
-                        lasted = time.monotonic() - began > RETRY_S  # else something ends each link soon, and hurry is no use
-                        hurried = HURRIED_TRIES if lasted else max(1, hurried)
+                    if end is End.REFUSED and suspected and await self._confirm(peer):
+                        return
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
-            if hurried:
+            except Exception:  # top of a task: the others go on, and the lease of this node still tells
+                logger.exception("the link to node %s has failed", node_id)
+            now = time.monotonic()
+            if end is End.LOST:
+                lost_at = now
+                hurried = HURRIED_TRIES if now - began > RETRY_S else hurried
+            if hurried and now < lost_at + SUSPECT_S:
                 hurried -= 1
             else:
                 await asyncio.sleep(RETRY_S)
 
-    async def _keep(self, peer: Peer, suspected: bool) -> End:
+    async def _keep(self, peer: Peer) -> End:
         """Keep a link to a node until it ends."""
         if not peer.port:
             return End.UNREACHABLE
@@ -98,7 +101,7 @@ class Watcher:
             answered = (hello.job, hello.node, hello.to) == (self._job, peer.node_id, self._node_id)
             if not answered:
                 return End.REFUSED  # another agent has taken over the port
-            logger.log(logging.INFO if suspected else logging.DEBUG, "linked to node %s", peer.node_id)
+            logger.debug("linked to node %s", peer.node_id)
             return End.LEFT if await reader.readline() == BYE else End.LOST
         except ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
@@ -123,28 +126,30 @@ class Watcher:
         return removed
 
 
+async def _open(family: int, address: tuple[Any, ...]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    connection, loop = socket.socket(family, socket.SOCK_STREAM), asyncio.get_running_loop()
+    try:
+        connection.setblocking(False)
+        keep_alive(connection)
+        await within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
+        return await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+    except BaseException:
+        connection.close()
+        raise
+
+
 async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | End:
     """Connect to a node. REFUSED only if each of its addresses refuses."""
     refused = 0
     try:
         found = await in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
-    except OSError:
+    except (OSError, UnicodeError):
         return End.UNREACHABLE
     for family, _, _, _, address in found:
-        connection = socket.socket(family, socket.SOCK_STREAM)
         try:
-            connection.setblocking(False)
-            keep_alive(connection)
-            loop = asyncio.get_running_loop()
-            await within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
-            return await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+            return await _open(family, address)
         except ConnectionRefusedError:
             refused += 1
-            connection.close()
         except (OSError, TimeoutError) as error:
             logger.debug("no link to node %s at %s: %s", peer.node_id, address[0], error)
-            connection.close()
-        except BaseException:
-            connection.close()
-            raise
     return End.REFUSED if refused == len(found) else End.UNREACHABLE

@@ -575,7 +575,7 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
 
 
 def settled(look: "Callable[[], dict[str, int]]", expected: "list[dict[str, int]]") -> "dict[str, int]":
-    """What is used, without what is open for a moment only: a leak is still there after 5 s. Without an expected value, the least."""
+    """What is used, without what is open for a moment: a leak is still there after 5 s. With nothing expected, the least seen."""
     deadline = time.monotonic() + (5 if expected else 0.5)
     seen = [look()]
     while not (expected and seen[-1] == expected[0]) and time.monotonic() < deadline:

@@ -165,7 +165,7 @@ def main() -> None:
         spread = f"{min(each.stall):.3f} to {max(each.stall):.3f}"
         row = {"first_stall_s": each.stall[0], "stall_s": later, "whole_s": measure.median(each.whole)}
         rows.append([name, *(measure.shown(value, 3) for value in row.values()), spread])
-        record[name] = {key: measure.rounded(value) for key, value in row.items()}
+        record[name] = {key: measure.rounded(value, 6) for key, value in row.items()}
     async_s, own_s = (record[name]["stall_s"] for name in ("dcp.async_save", "elastic_ext"))
     record["ratio_async"] = measure.rounded(measure.ratio(async_s, own_s), 2)
     record["ratio_plain"] = measure.rounded(measure.ratio(record["torch.save"]["stall_s"], own_s), 2)

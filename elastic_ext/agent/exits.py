@@ -97,10 +97,10 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
     _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = exit_code_of(error)
     if code is not None:
-        _end(code)
+        end(code)
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End the process with this code, after threads and exit handlers.
 
     A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open.

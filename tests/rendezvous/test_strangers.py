@@ -238,12 +238,20 @@ def listening(pids: list[int]) -> dict[int, list[str]]:
                 by_inode[words[9]] = socket.inet_ntop(family, packed)
     found: dict[int, list[str]] = {}
     for pid in pids:
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                if (address := by_inode.get(link.removeprefix("socket:[").rstrip("]"))) is not None:
-                    found.setdefault(pid, []).append(address)
+        for link in open_files(pid):
+            if (address := by_inode.get(link.removeprefix("socket:[").rstrip("]"))) is not None:
+                found.setdefault(pid, []).append(address)
     return found
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process has open, without what it closes while we look; nothing of a process that has ended."""
+    links = []
+    with contextlib.suppress(FileNotFoundError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return links
 
 
 def descendants(pid: int) -> list[int]:

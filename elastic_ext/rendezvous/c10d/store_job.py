@@ -227,7 +227,10 @@ class RetryingJob:
         self._lost = False
 
     def call(self, work: Callable[[StoreJob], T], again: bool = True) -> T | None:
-        """Return what `work` returns; None if the store is lost. again: whether to try a second time."""
+        """Return what `work` returns; None if the store is lost.
+
+        again: whether to try a second time. False: this node leaves; its answer may be lost because the store's host ends, too.
+        """
         try:
             try:
                 answer = work(self._job)
@@ -239,7 +242,9 @@ class RetryingJob:
                 self._job.reconnect()
                 answer = work(self._job)
         except StoreLost as error:
-            if not self._lost:
+            if not again:
+                logger.debug("the rendezvous store did not answer as this node left: %s", error)
+            elif not self._lost:
                 logger.warning("the rendezvous store is lost; from now on each node judges failures for itself: %s", error)
             self._lost = True
             return None

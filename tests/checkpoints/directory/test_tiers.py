@@ -205,7 +205,7 @@ def test_a_replaced_node_has_all_resume_from_the_remote_directory(nodes, tmp_pat
     lost.process.wait()
     replaced = nodes.start("c", 10**6)
     for job in (first, replaced):
-        job.wait_for("resuming from")
+        job.wait_for(r"resuming from \S+, step")
     (path,) = resumptions(first)
     assert resumptions(replaced) == [path]
     assert path.startswith(nodes.remote)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -564,13 +565,23 @@ def test_many_warm_restarts_leave_nothing_behind(tmp_path):
         for attempt in range(RESTARTS):
             job.wait_for(up(attempt), 2)
             job.wait_for("2 warm standbys wait", waited + attempt)
-            counts.append(used(job.process.pid, run_dir))
+            counts.append(settled(lambda: used(job.process.pid, run_dir), counts[1:2]))
             os.kill(of_attempt(job.out, attempt)[attempt % 2]["pid"], signal.SIGKILL)
         done = job.finish()
     assert done.returncode == 0, done.all
     assert all(each["warm"] for each in reports(done.out) if each["attempt"]), done.all
     assert counts[1:] == [counts[1]] * (RESTARTS - 1)
     assert not run_dir.exists()
+
+
+def settled(look: "Callable[[], dict[str, int]]", expected: "list[dict[str, int]]") -> "dict[str, int]":
+    """What is used, without what is open for a moment: a leak is still there after 5 s. With nothing expected, the least seen."""
+    deadline = time.monotonic() + (5 if expected else 0.5)
+    seen = [look()]
+    while not (expected and seen[-1] == expected[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        seen.append(look())
+    return seen[-1] if expected else min(seen, key=lambda each: each["descriptors"])
 
 
 def open_files(pid: int) -> "list[str]":

@@ -61,9 +61,11 @@ class Reaping(Companion):
 
     def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
         self._reaper, self._handler = reaper, handler
+        handler.has_reaper = reaper.pidfd is not None
 
     def workers_started(self, workers: LocalWorkers) -> None:
         self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
+        self._handler.has_reaper = self._reaper.pidfd is not None
 
 
 class JobCompanions:
@@ -110,7 +112,6 @@ class JobCompanions:
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
-        handler.has_reaper = self.reaper.pidfd is not None
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:

@@ -178,6 +178,29 @@ def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
     assert watched.in_job()
 
 
+def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
+    """A second doubt in place of the first would undo it, and the first, repeated, the second."""
+    doubting = [Agent(stack, server.endpoint, name).records for name in "ac"]
+    Agent(stack, server.endpoint, "b", answers=False)
+    found = [(records, records.find("b")) for records in doubting]
+    doubts = [records.doubt(peer) for records, peer in found]
+    assert doubts[0] == doubts[1]
+    assert [records.remove(peer, doubt) for (records, peer), doubt in zip(found, doubts, strict=True)] == [True, False]
+
+
+def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
+    """It has registered again. What it was told before does not end its next round."""
+    doubting = Agent(stack, server.endpoint, "a").records
+    Agent(stack, server.endpoint, "b", answers=False)
+    peer = doubting.find("b")
+    assert doubting.remove(peer, doubting.doubt(peer))
+    again = Agent(stack, server.endpoint, "b", answers=False)
+    peer = doubting.find("b")
+    assert doubting.remove(peer, doubting.doubt(peer))
+    assert not again.records.answer()
+    assert again.records.answer()
+
+
 def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messages, monkeypatch):
     """After a few links in a hurry there is a pause."""
     pauses = queue.Queue[float]()

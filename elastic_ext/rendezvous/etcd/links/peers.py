@@ -69,33 +69,48 @@ class Peers:
         return Watch(self._client, self._keys.doubt(self._node_id), start_revision=FROM_NOW, callback=on_item)
 
     def doubt(self, peer: Peer) -> int:
-        """Write the doubt whether a node lives; return the revision of that. Raises LeaseLost: this node itself has left."""
-        lease_id = self._lease_id()
-        if lease_id is None:
-            raise LeaseLost("this node has left the job")
-        put = Put(self._keys.doubt(peer.node_id), DOUBT, lease_id=lease_id)
-        return self._client.txn([], [put], timeout_s=CALL_TIMEOUT_S).revision
+        """Write the doubt whether a node lives, unless another node has; return its revision.
+
+        A second doubt never replaces the first: two nodes that watch the same one would each undo the other's.
+
+        Raises LeaseLost: this node itself has left.
+        """
+        key, put = self._keys.doubt(peer.node_id), self._put_doubt(peer, DOUBT)
+        while True:
+            kv = self._client.get(key, timeout_s=CALL_TIMEOUT_S).kv
+            if kv is not None and kv.value == DOUBT.encode():
+                return kv.mod_revision
+            before = 0 if kv is None else kv.mod_revision  # "dead" is from an earlier time: the node has registered again
+            written = self._client.txn([unchanged(key, before)], [put], timeout_s=CALL_TIMEOUT_S)
+            if written.succeeded:
+                return written.revision
 
     def answer(self) -> bool:
-        """Remove the doubt about this node, if any. Return False if this node was declared dead."""
+        """Remove the doubt about this node, if any. Return False if this node was declared dead, once."""
         key = self._keys.doubt(self._node_id)
         while (kv := self._client.get(key, timeout_s=CALL_TIMEOUT_S).kv) is not None:
+            as_read = [unchanged(key, kv.mod_revision)]
             if kv.value == DEAD.encode():
+                with contextlib.suppress(EtcdError):  # what matters is known
+                    self._client.txn(as_read, [Delete(key)], timeout_s=CALL_TIMEOUT_S)
                 return False
-            if self._client.txn([unchanged(key, kv.mod_revision)], [Delete(key)], timeout_s=CALL_TIMEOUT_S).succeeded:
+            if self._client.txn(as_read, [Delete(key)], timeout_s=CALL_TIMEOUT_S).succeeded:
                 break
         return True
 
     def remove(self, peer: Peer, doubted: int) -> bool:
         """Take a node out of the job if it has not answered the doubt. Return whether that was done."""
-        lease_id = self._lease_id()
-        if lease_id is None:
-            raise LeaseLost("this node has left the job")
         node, doubt = self._keys.node(peer.node_id), self._keys.doubt(peer.node_id)
         silent = [unchanged(doubt, doubted), Compare(node, "create", "=", peer.created)]
-        put = Put(doubt, DEAD, lease_id=lease_id)
+        put = self._put_doubt(peer, DEAD)
         if not self._client.txn(silent, [Delete(node), put], timeout_s=CALL_TIMEOUT_S).succeeded:
             return False
         with contextlib.suppress(EtcdError):  # what else it has written goes when the lease ends
             self._client.lease_revoke(peer.lease_id, timeout_s=CALL_TIMEOUT_S)
         return True
+
+    def _put_doubt(self, peer: Peer, value: str) -> Put:
+        lease_id = self._lease_id()
+        if lease_id is None:
+            raise LeaseLost("this node has left the job")
+        return Put(self._keys.doubt(peer.node_id), value, lease_id=lease_id)

@@ -84,7 +84,7 @@ class Supervisor(TorchAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
-        exits.install_excepthook(self._settings.exit_codes)
+        exits.install(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
             self._companions = JobCompanions(
@@ -141,6 +141,7 @@ class Supervisor(TorchAgent):
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
                     self._handler.finished()
+                    exits.set_succeeded()
                     return result
                 self._restart(MEMBERSHIP)
                 continue

@@ -11,7 +11,7 @@ WHY = {
     "checkpoints/copying/throttle.py:__init__": "the copy's bandwidth is bounded",
     "checkpoints/storage/polling.py:poll": "a storage tells of no change",
     "rendezvous/c10d/several_nodes.py:_leave_round": "the backoff that was decided, as on the nodes that failed",
-    "rendezvous/etcd/links/presence.py:_check_etcd": "nothing tells when etcd stops answering this node; a second, after a reset",
+    "rendezvous/etcd/links/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/etcd/links/watcher.py:_confirm": "a dead node does not answer; only the end of the time tells so",
     "rendezvous/etcd/links/watcher.py:watch": "a host that cannot be reached tells nothing when it can again",
     "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",

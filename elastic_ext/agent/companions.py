@@ -61,11 +61,14 @@ class Reaping(Companion):
 
     def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
         self._reaper, self._handler = reaper, handler
-        handler.has_reaper = reaper.pidfd is not None
+        handler.reaper_runs = self._reaper_runs
+
+    def _reaper_runs(self) -> bool:
+        self._reaper.revive()
+        return self._reaper.pidfd is not None
 
     def workers_started(self, workers: LocalWorkers) -> None:
         self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
-        self._handler.has_reaper = self._reaper.pidfd is not None
 
 
 class JobCompanions:

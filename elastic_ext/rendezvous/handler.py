@@ -38,7 +38,7 @@ class Rendezvous(Protocol):
         settings: this agent's settings, read once.
         torch_conf: the user's --rdzv-conf, as torch parsed it.
         attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (see `foreign_agent`).
-        has_reaper: our agent sets it when a reaper runs that ends the workers if the agent is killed.
+        reaper_runs: returns whether a reaper runs that ends the workers if the agent is killed; our agent sets it.
         round: number of the current round, from 1; 0 before the first. It is the same on every node and never reused in a job.
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
@@ -50,7 +50,7 @@ class Rendezvous(Protocol):
     settings: Settings
     torch_conf: Mapping[str, Any]
     attached: bool
-    has_reaper: bool
+    reaper_runs: Callable[[], bool]
     round: int
     host: str
     node_id: str

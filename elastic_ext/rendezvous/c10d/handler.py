@@ -42,6 +42,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.torch_conf = dict(params.config)
         self.host = run_id.host_name(settings)
         self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id

@@ -63,7 +63,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """newest_checkpoint: see AgentPolicy. Raises UsageError: see `JobConnection`."""
         self.settings = settings
         self.torch_conf = dict(params.config)
-        self.attached = self.has_reaper = False
+        self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
@@ -143,7 +144,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             local=self.settings.local_dir is not None,
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
-            link_port=self._connection.links.port if self.has_reaper else 0,
+            link_port=self._connection.links.port if self.reaper_runs() else 0,
         )
 
     def workers(self) -> list[Worker]:
@@ -169,7 +170,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def round_over(self) -> RoundEnd | None:
         """Return why the workers of the current round must stop; None while it runs."""
         if self._connection.fence.closed:
-            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may continue without it")
+            return RoundEnd(
+                EndKind.CUT_OFF, "the other nodes may continue without this one, which is cut off from etcd or was declared dead"
+            )
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
             return RoundEnd(EndKind.CUT_OFF, f"this node can no longer take part in the job: {failure}")

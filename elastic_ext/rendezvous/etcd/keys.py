@@ -14,7 +14,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Written by that node; put back by the leader if somebody has overwritten it.
                     The leader watches all of them, each node the one created before it and deletes of its own. Read by its
                     neighbors in the round, as they link to it, and `elastic-ext`.
-    doubts/ID       "doubt": does node ID live? Or "dead": its record was deleted. Lease: node, of the node that doubts.
+    doubts/ID       "doubt": does node ID live? Or "dead CREATED": its record of that create revision was deleted.
+                    Lease: node, of the node that doubts.
                     Written by a node whose link to node ID has ended. Deleted by node ID, which watches it. See `links`.
     last            the id of the node that was created last, as text. Lease: node.
                     Written and read by each node as it registers, so that it need not search for its predecessor.

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,9 +21,12 @@ from elastic_ext.rendezvous.etcd import links
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.links import presence, watcher
 from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
-from elastic_ext.rendezvous.etcd.links.peers import Peers
+from elastic_ext.rendezvous.etcd.links.messages import Hello
+from elastic_ext.rendezvous.etcd.links.messages import encode as encode_hello
+from elastic_ext.rendezvous.etcd.links.peers import DEAD, Peers, Standing
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Node, encode
+from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -77,7 +80,10 @@ def stack() -> Iterator[ExitStack]:
 
 
 class Deaf(Peers):
-    """Of a node that hears of no doubts."""
+    """Of a node that hears of no doubts: it is frozen, or dead."""
+
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        return Standing(False, frozenset(others))
 
     def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
         return Watch(self._client, "/elsewhere", start_revision=FROM_NOW, callback=lambda item: None)
@@ -90,13 +96,12 @@ class Agent:
         reasons: why it has given up.
     """
 
-    def __init__(self, stack: ExitStack, endpoint: str, name: str, answers: bool = True) -> None:
-        """answers: it hears of doubts."""
+    def __init__(self, stack: ExitStack, endpoint: str, name: str, answers: bool = True, kind: type[Peers] = Peers) -> None:
+        """answers: it hears of doubts. kind: of its records."""
         self.client = stack.enter_context(EtcdClient(endpoint, timeout_s=2.0))
         self.name, self.reasons = name, queue.Queue[str]()
         self.lease = self.client.lease_grant(60).lease_id
-        kind = Peers if answers else Deaf
-        self.records = kind(self.client, KEYS, RecordReader(), name, lambda: self.lease)
+        self.records = (kind if answers else Deaf)(self.client, KEYS, RecordReader(), name, lambda: self.lease)
         given_up = lambda reason, certain: self.reasons.put(f"{reason}, {certain}")  # noqa: E731
         self.links = Links("job", name, listen_at("127.0.0.1"), self.records, given_up)
         stack.callback(self.links.close)
@@ -149,7 +154,7 @@ def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
     messages.until("node b is taken for dead")
     assert not watched.in_job()
     # It lived after all, and learns of it. It comes back, and from now on only its lease tells.
-    assert not watched.records.answer()
+    assert Peers.answer(watched.records).dead
     again = Agent(stack, server.endpoint, "b")
     for ids in ([], ["b"], ["c"]):
         watching.links.follow(ids)
@@ -183,9 +188,9 @@ def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
     doubting = [Agent(stack, server.endpoint, name).records for name in "ac"]
     Agent(stack, server.endpoint, "b", answers=False)
     found = [(records, records.find("b")) for records in doubting]
-    doubts = [records.doubt(peer) for records, peer in found]
+    doubts = [records.doubt(peer, WAIT_S) for records, peer in found]
     assert doubts[0] == doubts[1]
-    assert [records.remove(peer, doubt) for (records, peer), doubt in zip(found, doubts, strict=True)] == [True, False]
+    assert [records.remove(peer, doubt, WAIT_S) for (records, peer), doubt in zip(found, doubts, strict=True)] == [True, False]
 
 
 def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
@@ -193,12 +198,94 @@ def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
     doubting = Agent(stack, server.endpoint, "a").records
     Agent(stack, server.endpoint, "b", answers=False)
     peer = doubting.find("b")
-    assert doubting.remove(peer, doubting.doubt(peer))
+    assert doubting.remove(peer, doubting.doubt(peer, WAIT_S), WAIT_S)
     again = Agent(stack, server.endpoint, "b", answers=False)
     peer = doubting.find("b")
-    assert doubting.remove(peer, doubting.doubt(peer))
-    assert not again.records.answer()
-    assert again.records.answer()
+    assert doubting.remove(peer, doubting.doubt(peer, WAIT_S), WAIT_S)
+    assert Peers.answer(again.records).dead
+    assert not Peers.answer(again.records).dead
+
+
+class Counting(Peers):
+    """Counts the answers."""
+
+    answers = 0
+
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        self.answers += 1
+        return super().answer(others)
+
+
+def test_a_doubt_is_answered_once(server, stack, messages):
+    """Not again when the answer itself is told, and not for what was said of an earlier record."""
+    watched = Agent(stack, server.endpoint, "b", kind=Counting)
+    doubts = KEYS.doubt("b")
+    for number, value in enumerate(["doubt", "doubt", f"{DEAD} 1"]):
+        until(lambda: watched.records.answers >= number + 1)  # noqa: B023 - called at once
+        watched.client.put(doubts, value)
+        until(lambda: watched.client.get(doubts).kv is None)
+    assert watched.records.answers == 4  # one as the watch began
+    assert watched.reasons.empty()
+
+
+def test_who_is_out_of_the_job_can_declare_nobody_dead(server, stack):
+    """Neither doubts it nor waits for it: see `Presence`."""
+    doubting = Agent(stack, server.endpoint, "a")
+    watched = Agent(stack, server.endpoint, "b", kind=Counting)
+    peer = doubting.records.find("b")
+    doubted = doubting.records.doubt(peer, WAIT_S)
+    doubting.client.delete(KEYS.node("a"))
+    until(lambda: watched.client.get(KEYS.doubt("b")).kv is None)
+    watched.client.put(KEYS.doubt("b"), "doubt")
+    assert doubting.records.doubt(peer, WAIT_S) != doubted
+    assert not doubting.records.remove(peer, doubted, WAIT_S)
+    until(lambda: watched.client.get(KEYS.doubt("b")).kv is None)
+    assert doubting.records.doubt(peer, WAIT_S) is None
+    before = watched.records.answers
+    with socket.create_connection(("127.0.0.1", watched.links.port)) as link:
+        link.sendall(encode_hello(Hello("job", "a", "b")))
+        assert link.recv(100)
+    until(lambda: watched.records.answers > before and not watched.links.presence._looking)
+    assert watched.records.answers == before + 1
+
+
+def test_a_reset_makes_nobody_a_suspect(server, stack, messages, monkeypatch):
+    """A dead process closes its connections. Something on the way resets them, and may refuse others for a while."""
+    pauses = queue.Queue[float]()
+    sleep = asyncio.sleep
+
+    async def pause(seconds):
+        if seconds == watcher.RETRY_S:
+            pauses.put(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(watcher.asyncio, "sleep", pause)
+    _, watched, between = linked(stack, server.endpoint, messages, answers=False)
+    between.reset()
+    assert pauses.get(timeout=WAIT_S)
+    assert watched.in_job()
+
+
+def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(server, stack, messages):
+    """Something has reset all its connections. Without the first agent nobody could declare it dead."""
+    to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
+    watching, watched, between = linked(stack, server.endpoint, messages, second=to_etcd.endpoint)
+    to_etcd.deaf()
+    between.reset()
+    between.start()
+    messages.until("linked to node b")
+    until(lambda: not watched.links.presence._looking)
+    assert watched.reasons.empty()
+    assert watching.in_job()
+
+
+def test_a_decision_that_comes_too_late_is_dropped(server, stack, messages, monkeypatch):
+    """The other node stops looking for it."""
+    monkeypatch.setattr(watcher, "DECIDE_S", 0.2)  # the doubt takes longer
+    _, watched, between = linked(stack, server.endpoint, messages, answers=False)
+    between.stop()
+    messages.until("node b lives or has left")
+    assert watched.in_job()
 
 
 def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messages, monkeypatch):
@@ -366,17 +453,15 @@ def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: 
         job.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[1]) if line["world"] == 2]
     with EtcdClient(server.endpoint) as client:
-        (wrong,) = [
-            kv.key.decode().rpartition("/")[2]
-            for kv in client.get_prefix(KEYS.nodes).kvs
-            if f"-{jobs[1].process.pid}-".encode() in kv.key
-        ]
-        records = Peers(client, KEYS, RecordReader(), "another", lambda: client.lease_grant(60).lease_id)
+        ids = [kv.key.decode().rpartition("/")[2] for kv in client.get_prefix(KEYS.nodes).kvs]
+        other, wrong = (next(id_ for id_ in ids if f"-{job.process.pid}-" in id_) for job in jobs)
+        records = Peers(client, KEYS, RecordReader(), other, lambda: client.lease_grant(60).lease_id)
         peer = records.find(wrong)
         assert peer is not None
         os.kill(jobs[1].process.pid, signal.SIGSTOP)
-        doubted = records.doubt(peer)
-        assert records.remove(peer, doubted)
+        doubted = records.doubt(peer, WAIT_S)
+        assert doubted is not None
+        assert records.remove(peer, doubted, WAIT_S)
         os.kill(jobs[1].process.pid, signal.SIGCONT)
     assert wait_gone([worker]) == []
     jobs[1].wait_for("may continue without this one: another node has declared this one dead")

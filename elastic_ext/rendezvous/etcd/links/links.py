@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Coroutine
 from typing import Protocol
 
-from elastic_ext.etcd import ClientClosed, EtcdError, Watch
+from elastic_ext.etcd import AuthError, Batch, ClientClosed, EtcdError, UnsupportedVersion, Watch
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.etcd.links.presence import OwnRecords, Presence
 from elastic_ext.rendezvous.etcd.links.watcher import PeerRecords, Watcher
@@ -42,7 +42,7 @@ class Links:
     """This agent's links, from its start until it leaves the job. One thread runs all of them.
 
     Attributes:
-        port: of the listening socket.
+        port: of the listening socket; 0: nobody must link to this node.
         presence: the links from other nodes.
     """
 
@@ -122,11 +122,17 @@ class Links:
 
     def _on_doubt(self, item: Item) -> None:
         """Answer. Also when the watch has begun, since a doubt may have been missed before; when it has ended, open another."""
+        if isinstance(item, (AuthError, UnsupportedVersion)):  # another watch would end the same way
+            logger.warning("no links from the next round on: the doubts about this node cannot be watched: %s", item)
+            self.port = 0
+            return
         if isinstance(item, EtcdError):
             if not isinstance(item, ClientClosed):
                 logger.info("the watch for doubts about this node has ended: %s; opening another", item)
                 self._loop.call_later(REOPEN_S, self._watch_doubts)
             return
+        if isinstance(item, Batch) and item.events[-1].kind == "delete":
+            return  # answered
         self._answers = self._spawn(self.presence.answer())
 
     def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from elastic_ext.etcd import EtcdError
 from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
 from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
+from elastic_ext.rendezvous.etcd.links.peers import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +21,16 @@ HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
 MAX_INCOMING = 64  # a node has one or two; more are strangers
 BACKLOG = 16
 CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
-DOUBTED_S = 1.5  # after the end of a link, for how long this node may be declared dead: watcher.SUSPECT_S, CONFIRM_S, some more
+DECIDE_S = 2.0  # after the end of its link, a node is declared dead within this time or not at all
+DOUBTED_S = DECIDE_S + 1.0  # for how long this node looks whether it was: the two sides may see the end at different times
 REACH_S = 0.45  # for an answer of etcd in that time
 
 
 class OwnRecords(Protocol):
     """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
 
-    def reach(self) -> None:
-        """Return when etcd has answered. Raises EtcdError."""
-
-    def answer(self) -> bool:
-        """Remove the doubt about this node; return False if it was declared dead. Raises EtcdError."""
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        """Remove the doubt about this node, and look for others. Raises EtcdError."""
 
 
 class Presence:
@@ -47,8 +46,8 @@ class Presence:
         """
         self.incoming = 0
         self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
-        self._doubted_until = -math.inf
-        self._checking = self._answering = self._asked_again = False
+        self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
+        self._looking = self._answering = self._asked_again = False
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Begin to accept links."""
@@ -70,6 +69,7 @@ class Presence:
             writer.write(encode(Hello(self._job, self._node_id, hello.node)))
             if hello.to != self._node_id:
                 raise ValueError(f"it is for node {hello.to}, whose port this was")
+            self._lost.pop(hello.node, None)
             linked = True
             if await reader.readline() == BYE:
                 logger.debug("node %s has ended its link", hello.node)
@@ -84,24 +84,45 @@ class Presence:
             self.incoming -= 1
             writer.close()
         if linked:
-            await self._check_etcd()
+            self._lost[hello.node] = time.monotonic() + DOUBTED_S
+            await self._look()
 
-    async def _check_etcd(self) -> None:
-        """After a link from another node has ended: give up if this one does not reach etcd either while it may be doubted."""
-        self._doubted_until = time.monotonic() + DOUBTED_S
-        if self._checking:
+    async def _look(self) -> None:
+        """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.
+
+        A node that is linked again, or is out of the job itself, declares nobody dead.
+        """
+        if self._looking:
             return
-        self._checking = True
+        self._looking = True
         try:
-            while time.monotonic() < self._doubted_until:
-                try:
-                    await within(REACH_S, asyncio.ensure_future(in_thread(self._records.reach)))
-                except (EtcdError, TimeoutError):
-                    self._on_given_up("a link from another node has ended, and etcd does not answer", False)
-                    return
+            while self._lost and await self._look_once(tuple(self._lost)):
                 await asyncio.sleep(CONFIRM_S)
         finally:
-            self._checking = False
+            self._lost.clear()
+            self._looking = False
+
+    async def _look_once(self, lost: tuple[str, ...]) -> bool:
+        """Return whether to look again. lost: the nodes that may have declared this one dead."""
+        began, failed = time.monotonic(), ""
+        try:
+            standing = await within(REACH_S, asyncio.ensure_future(in_thread(partial(self._records.answer, lost))))
+        except (EtcdError, TimeoutError):
+            failed = "etcd does not answer"
+        except Exception as error:  # top of a task
+            logger.exception("cannot look whether another node has declared this one dead")
+            failed = f"etcd cannot be asked: {error}"
+        if failed:
+            if self._lost.keys().isdisjoint(lost):  # all are linked again
+                return bool(self._lost)
+            self._on_given_up(f"a link from another node has ended, and {failed}", False)
+            return False
+        if standing.dead:
+            self._give_up_dead()
+        # The last look at each begins after the end of its time.
+        for node_id in [each for each in lost if each not in standing.in_job or self._lost.get(each, began) <= began]:
+            self._lost.pop(node_id, None)
+        return bool(self._lost)
 
     async def answer(self) -> None:
         """Answer a doubt about this node, and those that come meanwhile."""
@@ -112,9 +133,14 @@ class Presence:
         try:
             while self._asked_again:
                 self._asked_again = False
-                if not await in_thread(self._records.answer):
-                    self._on_given_up("another node has declared this one dead", True)
-        except EtcdError as error:
+                if (await in_thread(self._records.answer)).dead:
+                    self._give_up_dead()
+        except Exception as error:  # top of a task
+            if not isinstance(error, EtcdError):
+                logger.exception("cannot answer the doubt about this node")
             self._on_given_up(f"another node may doubt that this one lives, and etcd takes no answer: {error}", False)
         finally:
             self._answering = False
+
+    def _give_up_dead(self) -> None:
+        self._on_given_up("another node has declared this one dead", True)

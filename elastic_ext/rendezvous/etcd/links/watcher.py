@@ -14,14 +14,14 @@ from elastic_ext.etcd import EtcdError
 from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
 from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
 from elastic_ext.rendezvous.etcd.links.peers import Peer
-from elastic_ext.rendezvous.etcd.links.presence import CONFIRM_S
+from elastic_ext.rendezvous.etcd.links.presence import CONFIRM_S, DECIDE_S
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 5.0  # between attempts to reach a node
 HURRIED_TRIES = 5  # without a pause, after a link that has lasted longer than RETRY_S
-SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; see `presence.DOUBTED_S`
+SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; see `presence.DECIDE_S`
 
 
 class PeerRecords(Protocol):
@@ -30,10 +30,10 @@ class PeerRecords(Protocol):
     def find(self, node_id: str) -> Peer | None:
         """Return a node's record."""
 
-    def doubt(self, peer: Peer) -> int:
-        """Write the doubt whether a node lives; return its revision."""
+    def doubt(self, peer: Peer, timeout_s: float) -> int | None:
+        """Write the doubt whether a node lives; return its revision; None: it is gone."""
 
-    def remove(self, peer: Peer, doubted: int) -> bool:
+    def remove(self, peer: Peer, doubted: int, timeout_s: float) -> bool:
         """Take a node out of the job unless it has answered; return whether that was done."""
 
 
@@ -41,7 +41,8 @@ class End(Enum):
     """How an attempt to keep a link ended."""
 
     LEFT = "the other agent said goodbye"
-    LOST = "the connection was a link, and ended without a goodbye"
+    LOST = "the connection was a link, and the other side closed it without a goodbye"
+    RESET = "the connection was a link, and something on the way reset it, or it timed out"
     UNANSWERED = "the connection ended before the other agent answered"
     REFUSED = "nothing listens there, or another agent does"
     UNREACHABLE = "no connection came about"
@@ -60,30 +61,33 @@ class Watcher:
 
     async def watch(self, node_id: str) -> None:
         """Keep a link to this node until it has left or is dead; if it is, take it out of the job."""
-        lost_at, hurried = -math.inf, HURRIED_TRIES
+        peer: Peer | None = None
+        lost_at, hurried, hurry_until = -math.inf, HURRIED_TRIES, -math.inf
         while True:
             end, began = End.UNREACHABLE, time.monotonic()
             try:
-                peer = await in_thread(lambda: self._peers.find(node_id))
+                peer = peer or await in_thread(lambda: self._peers.find(node_id))
                 if peer is not None:
                     end = await self._keep(peer)
                     suspected = time.monotonic() < lost_at + SUSPECT_S
                     if end is End.LEFT:
                         logger.debug("node %s left on purpose", node_id)
                         return
-                    if end is End.REFUSED and suspected and await self._confirm(peer):
+                    if end is End.REFUSED and suspected and await self._confirm(peer, lost_at + DECIDE_S):
                         return
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
             except Exception:  # top of a task: the others go on, and the lease of this node still tells
                 logger.exception("the link to node %s has failed", node_id)
             now = time.monotonic()
-            if end is End.LOST:
-                lost_at = now
+            if end in (End.LOST, End.RESET):
+                lost_at = now if end is End.LOST else lost_at
+                hurry_until = now + SUSPECT_S
                 hurried = HURRIED_TRIES if now - began > RETRY_S else hurried
-            if hurried and now < lost_at + SUSPECT_S:
-                hurried -= 1
+            if hurried and now < hurry_until:
+                hurried -= 1  # at the same address: etcd may be as slow as the network
             else:
+                peer = None
                 await asyncio.sleep(RETRY_S)
 
     async def _keep(self, peer: Peer) -> End:
@@ -102,22 +106,26 @@ class Watcher:
             if not answered:
                 return End.REFUSED  # another agent has taken over the port
             logger.debug("linked to node %s", peer.node_id)
-            return End.LEFT if await reader.readline() == BYE else End.LOST
+            line = await reader.readline()
+            # The kernel of a dead process closes its connections: nothing is unread on them, so it does not reset them.
+            return End.LEFT if line == BYE else End.RESET if line else End.LOST
         except ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
-            return End.LOST if answered else End.UNANSWERED
+            return End.RESET if answered else End.UNANSWERED
         except asyncio.CancelledError:
             writer.write(BYE)
             raise
         finally:
             writer.close()
 
-    async def _confirm(self, suspect: Peer) -> bool:
-        """Take a node out of the job unless it answers. Return whether it is out."""
-        doubted = await in_thread(lambda: self._peers.doubt(suspect))
-        await asyncio.sleep(CONFIRM_S)  # no event tells that no answer will come
-        removed = await in_thread(lambda: self._peers.remove(suspect, doubted))
-        where = f"its link has ended, and {suspect.address}:{suspect.port} refuses connections"
+    async def _confirm(self, suspect: Peer, by: float) -> bool:
+        """Take a node out of the job unless it answers. Return whether it is out. by: a monotonic time; do nothing after it."""
+        removed, where = False, f"its link has ended, and {suspect.address}:{suspect.port} refuses connections"
+        doubted = await in_thread(lambda: self._peers.doubt(suspect, by - time.monotonic()))
+        if doubted is not None:
+            await asyncio.sleep(CONFIRM_S)  # no event tells that no answer will come
+            left_s = by - time.monotonic()
+            removed = left_s > 0 and await in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
         if removed:
             self.accused.add(suspect.node_id)
             logger.warning("elastic_ext: node %s is taken for dead and out of the job: %s", suspect.node_id, where)

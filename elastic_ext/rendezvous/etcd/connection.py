@@ -29,7 +29,7 @@ from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.fence import Fence
+from elastic_ext.rendezvous.etcd.fence import Fence, RoundStore
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
 from elastic_ext.rendezvous.etcd.links.peers import Peers
@@ -90,8 +90,8 @@ class JobConnection:
         config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
         self.participant = Participant(client, self._dispatcher, config, notify, policy)
         self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, notify)
-        records = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
-        self.links = Links(params.run_id, self.node_id, listen_at(self.address), records, self.fence.give_up)
+        self._peers = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
+        self.links = Links(params.run_id, self.node_id, listen_at(self.address), self._peers, self.fence.give_up)
 
     # Waits of the main thread.
 
@@ -159,6 +159,12 @@ class JobConnection:
         raise RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 
     # The end.
+
+    def enter_round(self, header: Header, assignment: Assignment) -> None:
+        """Guard the workers of this round, and link to its neighbors."""
+        self._peers.since = self.participant.registration.created
+        self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        self.links.follow(assignment.neighbors)
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""

@@ -18,7 +18,6 @@ from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
-from elastic_ext.rendezvous.etcd.fence import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -128,8 +127,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         store = self._server or self._stores.connect(header, self.round_over)
         if store is None:
             return None
-        fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
-        self._connection.links.follow(assignment.neighbors)
+        self._connection.enter_round(header, assignment)
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 

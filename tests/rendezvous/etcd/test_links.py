@@ -219,7 +219,7 @@ class Counting(Peers):
 def test_a_doubt_is_answered_once(server, stack, messages):
     """Not again when the answer itself is told, and not for what was said of an earlier record."""
     watched = Agent(stack, server.endpoint, "b", kind=Counting)
-    doubts = KEYS.doubt("b")
+    doubts, watched.records.since = KEYS.doubt("b"), 2
     for number, value in enumerate(["doubt", "doubt", f"{DEAD} 1"]):
         until(lambda: watched.records.answers >= number + 1)  # noqa: B023 - called at once
         watched.client.put(doubts, value)

@@ -13,7 +13,6 @@ from elastic_ext.etcd import (
     EtcdClient,
     EtcdError,
     Get,
-    KeyValue,
     LeaseLost,
     Put,
     Watch,
@@ -53,7 +52,11 @@ class Standing:
 
 
 class Peers:
-    """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError."""
+    """The calls to etcd that links need. They block; any thread may make them. They raise EtcdError.
+
+    Attributes:
+        since: create revision of this node's record when it entered the current round; what was said of earlier ones is over.
+    """
 
     def __init__(
         self, client: EtcdClient, keys: JobKeys, reader: RecordReader, node_id: str, lease_id: Callable[[], int | None]
@@ -61,6 +64,7 @@ class Peers:
         """node_id: this node. lease_id: returns that of this node; None: it has left."""
         self._client, self._keys, self._reader = client, keys, reader
         self._node_id, self._lease_id = node_id, lease_id
+        self.since = 0
 
     def find(self, node_id: str) -> Peer | None:
         """Return this node; None if etcd has no readable record of it."""
@@ -77,14 +81,14 @@ class Peers:
     def answer(self, others: Collection[str] = ()) -> Standing:
         """Remove the doubt about this node, if any. others: nodes to look for at the same time."""
         key, asked = self._keys.doubt(self._node_id), tuple(others)
-        gets = [Get(key), Get(self._keys.node(self._node_id)), *(Get(self._keys.node(each)) for each in asked)]
+        gets = [Get(key), *(Get(self._keys.node(each)) for each in asked)]
         while True:
-            doubt, own, *nodes = (each.kv for each in self._client.txn([], gets, timeout_s=CALL_TIMEOUT_S).readings)
+            doubt, *nodes = (each.kv for each in self._client.txn([], gets, timeout_s=CALL_TIMEOUT_S).readings)
             in_job = frozenset(node_id for node_id, kv in zip(asked, nodes, strict=True) if kv is not None)
             if doubt is None:
                 return Standing(False, in_job)
             as_read = [unchanged(key, doubt.mod_revision)]
-            if _is_dead(doubt.value, own):
+            if self._is_dead(doubt.value):
                 with contextlib.suppress(EtcdError):  # what matters is known
                     self._client.txn(as_read, [Delete(key)], timeout_s=CALL_TIMEOUT_S)
                 return Standing(True, in_job)
@@ -134,10 +138,7 @@ class Peers:
             raise LeaseLost("this node has left the job")
         return Put(self._keys.doubt(peer.node_id), value, lease_id=lease_id)
 
-
-def _is_dead(value: bytes, own: KeyValue | None) -> bool:
-    """Return whether a key of doubts says that this node was declared dead since it registered. own: its record."""
-    word, _, created = value.decode(errors="replace").partition(" ")
-    if word != DEAD:
-        return False
-    return own is None or not created.isdigit() or own.create_revision <= int(created)
+    def _is_dead(self, value: bytes) -> bool:
+        """Return whether a key of doubts says that this node was declared dead in the current round."""
+        word, _, created = value.decode(errors="replace").partition(" ")
+        return word == DEAD and (not created.isdigit() or int(created) >= self.since)

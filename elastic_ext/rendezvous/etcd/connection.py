@@ -90,8 +90,8 @@ class JobConnection:
         config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
         self.participant = Participant(client, self._dispatcher, config, notify, policy)
         self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, notify)
-        self._peers = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
-        self.links = Links(params.run_id, self.node_id, listen_at(self.address), self._peers, self.fence.give_up)
+        records = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
+        self.links = Links(params.run_id, self.node_id, listen_at(self.address), records, self.fence.give_up)
 
     # Waits of the main thread.
 
@@ -162,9 +162,8 @@ class JobConnection:
 
     def enter_round(self, header: Header, assignment: Assignment) -> None:
         """Guard the workers of this round, and link to its neighbors."""
-        self._peers.since = self.participant.registration.created
         self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
-        self.links.follow(assignment.neighbors)
+        self.links.follow(assignment.neighbors, self.participant.registration.created)
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""

@@ -24,6 +24,8 @@ REOPEN_S = 1.0
 class Records(OwnRecords, PeerRecords, Protocol):
     """What links need from etcd; see `peers.Peers`."""
 
+    since: int
+
     def watch_doubts(self, on_item: Callable[[Item], None]) -> Watch:
         """Watch the doubts about this node."""
 
@@ -74,8 +76,12 @@ class Links:
         fd = self._server.fileno()
         return (fd,) if fd >= 0 else ()
 
-    def follow(self, node_ids: Collection[str]) -> None:
-        """Keep links to these nodes and to no others. Any thread may call this; it returns at once."""
+    def follow(self, node_ids: Collection[str], created: int = 0) -> None:
+        """Keep links to these nodes and to no others. Any thread may call this; it returns at once.
+
+        created: create revision of this node's record in the round that it has entered.
+        """
+        self._records.since = created
         wanted = frozenset(node_ids)
         self._call(lambda: self._follow(wanted))
 

@@ -61,11 +61,7 @@ class Reaping(Companion):
 
     def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
         self._reaper, self._handler = reaper, handler
-        handler.reaper_runs = self._reaper_runs
-
-    def _reaper_runs(self) -> bool:
-        self._reaper.revive()
-        return self._reaper.pidfd is not None
+        handler.reaper_runs = reaper.runs
 
     def workers_started(self, workers: LocalWorkers) -> None:
         self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())

@@ -126,6 +126,8 @@ def end(code: int) -> NoReturn:
     thread that came back from torch's code meanwhile, such as from a call to a store that dies with the job, would abort it.
     Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
+    global _succeeded
+    _succeeded = False  # or an exit handler would end it with 0
     if not _may_end_at_once():
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
     try:

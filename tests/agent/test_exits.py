@@ -134,8 +134,10 @@ exits.set_succeeded()
         ("/bin/torchrun", "", 0, False),
         ("", "", 0, True),
         ("/bin/torchrun", "raise ValueError", 1, True),
+        ("/bin/torchrun", "exits.end(75)", 75, False),
+        ("", "exits.end(75)", 75, True),
     ],
-    ids=["torchrun", "program", "a failure after the success"],
+    ids=["torchrun", "program", "a failure after the success", "a code after the success", "a code in a program"],
 )
 def test_a_launcher_does_not_take_itself_apart_after_a_success(main, more, code, taken_apart):
     """Or a thread that comes back from a store call meanwhile would abort it: exit code -6 of a job that has succeeded."""

@@ -162,8 +162,9 @@ class JobConnection:
 
     def enter_round(self, header: Header, assignment: Assignment) -> None:
         """Guard the workers of this round, and link to its neighbors."""
-        self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        # First: what was said of earlier rounds must not end this one.
         self.links.follow(assignment.neighbors, self.participant.registration.created)
+        self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""

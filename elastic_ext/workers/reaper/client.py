@@ -95,6 +95,10 @@ class Reaper:
             self._start()
         self._send_round()
 
+    def runs(self) -> bool:
+        """Return whether the reaper process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def revive(self) -> None:
         """Restart the reaper if it was killed (its pidfd is then readable); continue it if it was stopped."""
         if self._process is None:

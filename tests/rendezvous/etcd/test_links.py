@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,6 +80,20 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+def pauses(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[float]:
+    """The pauses of watchers that try no longer in a hurry."""
+    found = queue.Queue[float]()
+    sleep = asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        if seconds == watcher.RETRY_S:
+            found.put(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(watcher.asyncio, "sleep", pause)
+    return found
+
+
 class Deaf(Peers):
     """Of a node that hears of no doubts: it is frozen, or dead."""
 
@@ -131,7 +146,7 @@ def test_a_reset_between_living_hosts_costs_nothing(server, stack, messages):
     """The link and new connections are refused for a while: the node answers in etcd, and is watched again later."""
     _, watched, between = linked(stack, server.endpoint, messages)
     between.stop()
-    messages.until("node b lives or has left")
+    messages.until("node b stays in the job")
     assert watched.in_job()
     assert watched.reasons.empty()
     between.start()
@@ -179,7 +194,7 @@ def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
     messages.until("linked to node b")
     between.stop()
     for _ in range(2):
-        messages.until("node b lives or has left")
+        messages.until("node b stays in the job")
     assert watched.in_job()
 
 
@@ -251,18 +266,10 @@ def test_who_is_out_of_the_job_can_declare_nobody_dead(server, stack):
 
 def test_a_reset_makes_nobody_a_suspect(server, stack, messages, monkeypatch):
     """A dead process closes its connections. Something on the way resets them, and may refuse others for a while."""
-    pauses = queue.Queue[float]()
-    sleep = asyncio.sleep
-
-    async def pause(seconds):
-        if seconds == watcher.RETRY_S:
-            pauses.put(seconds)
-        await sleep(seconds)
-
-    monkeypatch.setattr(watcher.asyncio, "sleep", pause)
+    paused = pauses(monkeypatch)
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.reset()
-    assert pauses.get(timeout=WAIT_S)
+    assert paused.get(timeout=WAIT_S)
     assert watched.in_job()
 
 
@@ -279,32 +286,87 @@ def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(serve
     assert watching.in_job()
 
 
+def linked_by_hand(agent: Agent, name: str) -> socket.socket:
+    """A link from a node of this name."""
+    link = socket.create_connection(("127.0.0.1", agent.links.port))
+    link.sendall(encode_hello(Hello("job", name, agent.name)))
+    assert link.recv(100)
+    return link
+
+
+def test_the_end_of_an_earlier_link_is_no_loss(server, stack, messages):
+    to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
+    watched = Agent(stack, to_etcd.endpoint, "b")
+    first, second = (stack.enter_context(linked_by_hand(watched, "a")) for _ in range(2))
+    to_etcd.deaf()
+    first.close()
+    messages.until("node a has lost its link")
+    assert not watched.links.presence._lost
+    second.close()
+    assert "etcd does not answer" in watched.reasons.get(timeout=WAIT_S)
+
+
+def test_it_looks_until_nobody_can_declare_it_dead_any_more(server, stack, messages, monkeypatch):
+    """Although etcd does not answer: the fence may not let it give up, because nobody reaches etcd."""
+    monkeypatch.setattr(presence, "REACH_S", 0.1)
+    to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
+    watched = Agent(stack, to_etcd.endpoint, "b")
+    link = linked_by_hand(watched, "a")
+    to_etcd.deaf()
+    link.close()
+    for _ in range(3):
+        assert "etcd does not answer" in watched.reasons.get(timeout=WAIT_S)
+    until(lambda: not watched.links.presence._looking)
+
+
+def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messages):
+    """Its lease had ended in an outage; the link lasted."""
+    _, watched, between = linked(stack, server.endpoint, messages, answers=False)
+    watched.client.lease_revoke(watched.lease)
+    watched.lease = watched.client.lease_grant(60).lease_id
+    watched.reached_at(between.port)
+    between.stop()
+    messages.until("node b is taken for dead")
+
+
+def test_a_node_that_was_linked_again_is_no_suspect(server, stack, messages, monkeypatch):
+    """Its first link was closed. Then something resets the second one, and refuses others."""
+    paused = pauses(monkeypatch)
+    watching, watched = Agent(stack, server.endpoint, "a"), Agent(stack, server.endpoint, "b", answers=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        watched.reached_at(listening.getsockname()[1])
+        watching.links.follow(["b"])
+        for number in range(2):
+            link, _ = listening.accept()
+            link.recv(1000)
+            link.sendall(encode_hello(Hello("job", "b", "a")))
+            messages.until("linked to node b")
+            if number:
+                listening.close()
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            link.close()
+    assert paused.get(timeout=WAIT_S)
+    assert watched.in_job()
+
+
 def test_a_decision_that_comes_too_late_is_dropped(server, stack, messages, monkeypatch):
     """The other node stops looking for it."""
     monkeypatch.setattr(watcher, "DECIDE_S", 0.2)  # the doubt takes longer
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.stop()
-    messages.until("node b lives or has left")
+    messages.until("node b stays in the job")
     assert watched.in_job()
 
 
 def test_something_that_ends_each_link_soon_causes_no_storm(server, stack, messages, monkeypatch):
     """After a few links in a hurry there is a pause."""
-    pauses = queue.Queue[float]()
-    sleep = asyncio.sleep
-
-    async def pause(seconds):
-        if seconds == watcher.RETRY_S:
-            pauses.put(seconds)
-        await sleep(seconds)
-
-    monkeypatch.setattr(watcher.asyncio, "sleep", pause)
+    paused = pauses(monkeypatch)
     watching, watched, between = linked(stack, server.endpoint, messages)
     for _ in range(watcher.HURRIED_TRIES + 1):
         between.stop()
         between.start()
         messages.until("linked to node b")
-    assert not pauses.empty()
+    assert not paused.empty()
     assert watched.in_job()
     assert watched.reasons.empty()
     assert watching.reasons.empty()

@@ -141,4 +141,4 @@ class Peers:
     def _is_dead(self, value: bytes) -> bool:
         """Return whether a key of doubts says that this node was declared dead in the current round."""
         word, _, created = value.decode(errors="replace").partition(" ")
-        return word == DEAD and (not created.isdigit() or int(created) >= self.since)
+        return word == DEAD and (not created.isdecimal() or int(created) >= self.since)

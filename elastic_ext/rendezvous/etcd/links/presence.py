@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
@@ -46,6 +47,7 @@ class Presence:
         """
         self.incoming = 0
         self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
+        self._open = Counter[str]()  # links from each node
         self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
         self._looking = self._answering = self._asked_again = False
 
@@ -58,7 +60,7 @@ class Presence:
             writer.close()
             return
         self.incoming += 1
-        linked = False
+        linked, goodbye = "", False
         silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
         try:
             keep_alive(writer.get_extra_info("socket"))
@@ -69,11 +71,11 @@ class Presence:
             writer.write(encode(Hello(self._job, self._node_id, hello.node)))
             if hello.to != self._node_id:
                 raise ValueError(f"it is for node {hello.to}, whose port this was")
-            self._lost.pop(hello.node, None)
-            linked = True
-            if await reader.readline() == BYE:
-                logger.debug("node %s has ended its link", hello.node)
-                linked = False
+            linked = hello.node
+            self._open[linked] += 1
+            self._lost.pop(linked, None)
+            goodbye = await reader.readline() == BYE
+            logger.debug("node %s has %s", linked, "ended its link" if goodbye else "lost its link")
         except ENDS as error:
             logger.debug("a connection from outside ended: %s", error)
         except asyncio.CancelledError:
@@ -83,8 +85,11 @@ class Presence:
             silent.cancel()
             self.incoming -= 1
             writer.close()
-        if linked:
-            self._lost[hello.node] = time.monotonic() + DOUBTED_S
+        if not linked:
+            return
+        self._open[linked] -= 1
+        if not goodbye and not self._open[linked]:  # the end of an earlier link may be seen after a new one is there
+            self._lost[linked] = time.monotonic() + DOUBTED_S
             await self._look()
 
     async def _look(self) -> None:
@@ -96,33 +101,38 @@ class Presence:
             return
         self._looking = True
         try:
-            while self._lost and await self._look_once(tuple(self._lost)):
-                await asyncio.sleep(CONFIRM_S)
+            while self._lost:
+                await self._look_once(tuple(self._lost))
+                if self._lost:
+                    await asyncio.sleep(CONFIRM_S)
         finally:
-            self._lost.clear()
             self._looking = False
 
-    async def _look_once(self, lost: tuple[str, ...]) -> bool:
-        """Return whether to look again. lost: the nodes that may have declared this one dead."""
-        began, failed = time.monotonic(), ""
+    async def _look_once(self, lost: tuple[str, ...]) -> None:
+        """lost: the nodes that may have declared this one dead."""
+        began, in_job, failed = time.monotonic(), frozenset(lost), ""
         try:
-            standing = await within(REACH_S, asyncio.ensure_future(in_thread(partial(self._records.answer, lost))))
+            in_job = await within(REACH_S, asyncio.ensure_future(in_thread(partial(self._answered, lost))))
         except (EtcdError, TimeoutError):
             failed = "etcd does not answer"
         except Exception as error:  # top of a task
             logger.exception("cannot look whether another node has declared this one dead")
             failed = f"etcd cannot be asked: {error}"
-        if failed:
-            if self._lost.keys().isdisjoint(lost):  # all are linked again
-                return bool(self._lost)
+        if failed and not self._lost.keys().isdisjoint(lost):  # otherwise all are linked again
             self._on_given_up(f"a link from another node has ended, and {failed}", False)
-            return False
-        if standing.dead:
-            self._give_up_dead()
         # The last look at each begins after the end of its time.
-        for node_id in [each for each in lost if each not in standing.in_job or self._lost.get(each, began) <= began]:
+        for node_id in [each for each in lost if each not in in_job or self._lost.get(each, began) <= began]:
             self._lost.pop(node_id, None)
-        return bool(self._lost)
+
+    def _answered(self, others: tuple[str, ...] = ()) -> frozenset[str]:
+        """Answer a doubt; return those of the others that are in the job.
+
+        In a thread of its own, which may go on when nobody waits for it any more: what it reads is told all the same.
+        """
+        standing = self._records.answer(others)
+        if standing.dead:
+            self._on_given_up("another node has declared this one dead", True)
+        return standing.in_job
 
     async def answer(self) -> None:
         """Answer a doubt about this node, and those that come meanwhile."""
@@ -133,14 +143,10 @@ class Presence:
         try:
             while self._asked_again:
                 self._asked_again = False
-                if (await in_thread(self._records.answer)).dead:
-                    self._give_up_dead()
+                await in_thread(self._answered)
         except Exception as error:  # top of a task
             if not isinstance(error, EtcdError):
                 logger.exception("cannot answer the doubt about this node")
             self._on_given_up(f"another node may doubt that this one lives, and etcd takes no answer: {error}", False)
         finally:
             self._answering = False
-
-    def _give_up_dead(self) -> None:
-        self._on_given_up("another node has declared this one dead", True)

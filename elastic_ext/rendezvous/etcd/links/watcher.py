@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 5.0  # between attempts to reach a node
-HURRIED_TRIES = 5  # without a pause, after a link that has lasted longer than RETRY_S
+HURRIED_TRIES = 5  # after a link that has lasted longer than RETRY_S
+HURRY_S = 0.2  # between those, but before the first
 SUSPECT_S = 1.0  # after the end of its link, for how long a node is suspected; see `presence.DECIDE_S`
 
 
@@ -73,19 +74,22 @@ class Watcher:
                     if end is End.LEFT:
                         logger.debug("node %s left on purpose", node_id)
                         return
-                    if end is End.REFUSED and suspected and await self._confirm(peer, lost_at + DECIDE_S):
-                        return
+                    if end is End.REFUSED and suspected:
+                        if await self._confirm(peer, lost_at + DECIDE_S):
+                            return
+                        peer = None  # it may have registered again
             except EtcdError as error:
                 logger.debug("no link to node %s now: %s", node_id, error)
             except Exception:  # top of a task: the others go on, and the lease of this node still tells
                 logger.exception("the link to node %s has failed", node_id)
             now = time.monotonic()
             if end in (End.LOST, End.RESET):
-                lost_at = now if end is End.LOST else lost_at
+                lost_at = now if end is End.LOST else -math.inf  # it was linked again, so it lives
                 hurry_until = now + SUSPECT_S
                 hurried = HURRIED_TRIES if now - began > RETRY_S else hurried
             if hurried and now < hurry_until:
                 hurried -= 1  # at the same address: etcd may be as slow as the network
+                await asyncio.sleep(0 if end in (End.LOST, End.RESET) else HURRY_S)
             else:
                 peer = None
                 await asyncio.sleep(RETRY_S)
@@ -125,12 +129,16 @@ class Watcher:
         if doubted is not None:
             await asyncio.sleep(CONFIRM_S)  # no event tells that no answer will come
             left_s = by - time.monotonic()
-            removed = left_s > 0 and await in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
+            try:
+                removed = left_s > 0 and await in_thread(lambda: self._peers.remove(suspect, doubted, left_s))
+            except EtcdError:
+                self.accused.add(suspect.node_id)  # it may be done
+                raise
         if removed:
             self.accused.add(suspect.node_id)
             logger.warning("elastic_ext: node %s is taken for dead and out of the job: %s", suspect.node_id, where)
         else:
-            logger.info("node %s lives or has left: %s, but etcd has heard of it since", suspect.node_id, where)
+            logger.info("node %s stays in the job: %s, but it has answered in etcd, or etcd is too slow", suspect.node_id, where)
         return removed
 
 

@@ -57,6 +57,8 @@ class Node:
         round: the round that its workers were in when it had to register again; 0 if it never had to.
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
+        quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
+        addresses, silent: meanwhile, see `failures.cuts.Reach`; silent has only the addresses.
     """
 
     after: Count
@@ -75,6 +77,9 @@ class Node:
     local: bool = False
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
+    quiet: Count = 0
+    addresses: tuple[Name, ...] = ()
+    silent: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)

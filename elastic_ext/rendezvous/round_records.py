@@ -58,7 +58,8 @@ class Node:
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
         quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
-        addresses, silent: meanwhile, see `failures.cuts.Reach`; silent has only the addresses.
+        addresses: its own that its workers use meanwhile.
+        silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
     """
 
     after: Count

@@ -263,11 +263,16 @@ def _has_reported(node: Node, round_: int) -> bool:
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the nodes of the next round by rank: old members in their old order, then new ones by topology and time of joining.
 
-    The order is stable, so that caches and shards stay where they are. If there are too many nodes, the last to come wait.
+    The order is stable, so that caches and shards stay where they are; only a node that another one cannot reach is not first. If
+    there are too many nodes, the last to come wait.
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
-    return tuple(sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_])))
+    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    # The first one serves the store of the round, which all must reach.
+    silent = {address for id_ in chosen for address in view.nodes[id_].silent}
+    first = next((id_ for id_ in by_rank if view.nodes[id_].address not in silent), by_rank[0])
+    return (first, *(id_ for id_ in by_rank if id_ != first))
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:

@@ -124,6 +124,14 @@ def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
 
 
+@pytest.mark.parametrize(
+    ("silent", "first"), [({}, "abc"), ({"c": "a"}, "bac"), ({"c": "a", "a": "cb"}, "abc"), ({"b": "x"}, "abc")]
+)
+def test_a_node_that_another_one_cannot_reach_does_not_serve_the_store(silent, first):
+    nodes = {id_: dataclasses.replace(node(3), address=id_, silent=tuple(silent.get(id_, ""))) for id_ in "abc"}
+    assert rounds.order(view(BROKEN, nodes, "abc"), list("cab"), 3) == tuple(first)
+
+
 OF_TWO = Header(3, State.RUNNING, nodes=2)
 OUTAGE = {"returning_until": 10.0}
 BACK = "node b may come back after the outage"

@@ -140,6 +140,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None,
             cut=cut,
+            silent=self._stores.silent,
         )
 
     def workers(self) -> list[Worker]:

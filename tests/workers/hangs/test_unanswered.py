@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import signal
@@ -17,9 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.workers import progress_layout
 from elastic_ext.workers.hangs import unanswered
 from elastic_ext.workers.hangs.detector import WorkerStatus
 from elastic_ext.workers.hangs.unanswered import Connection, Reach, Unanswered
+from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 from tests.networks import SERVER, Network, network
@@ -120,6 +124,7 @@ time.sleep(1000)
 CONNECT = """
 import os, socket, sys
 from elastic_ext.workers.hangs import tcp_connections, unanswered
+from tests.workers.hangs.test_unanswered import told
 address = sys.argv[1], int(sys.argv[2])
 late = socket.socket()
 late.setblocking(False)
@@ -129,13 +134,40 @@ for line in sys.stdin:
     if line == "send\\n":
         first.sendall(b"x")
         late.connect_ex(address)
-    reach = unanswered.reach_of(tcp_connections.by_rank({7: os.getpid()}))
-    print(*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered), flush=True)
+    print(told(unanswered.reach_of(tcp_connections.by_rank({7: os.getpid()}))), flush=True)
+"""
+WATCH = """
+import sys
+from tests.workers.hangs.test_unanswered import claim, told
+print(told(claim(int(sys.argv[1]), sys.argv[2])))
 """
 
 
+def told(reach: Reach) -> str:
+    return " ".join([*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered)])
+
+
+def claim(pid: int, path: str) -> Reach:
+    """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
+    board = ProgressTable(path, 1)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
+        words[progress_layout.PID], words[progress_layout.STEPS] = pid, 3
+        words[progress_layout.SIGN_NS] = time.monotonic_ns()
+    unanswered.UNANSWERED_S = 1.5
+    watch, pause = HangWatch(board, {0: 7}, None), threading.Event()
+    while watch.reach is None:
+        pause.wait(watch.next_check_s())
+        watch.check({0: pid})
+    assert not watch.stalled
+    return watch.reach
+
+
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces, which only root may")
+
+
+@as_root
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "peer-stopped"])
-def test_only_a_peer_whose_kernel_is_away_does_not_answer(cut):
+def test_only_a_peer_whose_kernel_is_away_does_not_answer(tmp_path, cut):
     with network(2) as net:
         one, other = net.hosts
         command = [*other.inside, sys.executable, "-c", ACCEPT, other.address, "2"]
@@ -145,35 +177,44 @@ def test_only_a_peer_whose_kernel_is_away_does_not_answer(cut):
             command = [*one.inside, sys.executable, "-c", CONNECT, other.address, port]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
                 try:
-                    told = until_told(client, lambda: net.cut(one, other) if cut else os.kill(server.pid, signal.SIGSTOP), cut)
+                    assert told_by(client, "") == "connected"
+                    if cut:
+                        net.cut(one, other)
+                    else:
+                        os.kill(server.pid, signal.SIGSTOP)
+                    looks = until_told(client, cut)
+                    command = [*one.inside, sys.executable, "-c", WATCH, str(client.pid), str(tmp_path / "progress")]
+                    claimed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split()
                 finally:
                     client.kill()
                     server.kill()
-    assert told[0] == one.address
-    if cut:
-        rank, address, for_s = told[1].split(":")
-        assert (rank, address, len(told)) == ("7", other.address, 2)
-        assert float(for_s) > 1
-    else:
-        assert len(told) == 1
+    for found, least_s in ((looks, 1.0), (claimed, 1.5)):
+        assert found[0] == one.address
+        assert len(found) == 1 + cut
+        if cut:
+            rank, address, for_s = found[1].split(":")
+            assert (rank, address) == ("7", other.address)
+            assert float(for_s) > least_s
 
 
-def until_told(client: subprocess.Popen[str], disturb, cut: bool) -> list[str]:
-    """Have the client send, then look until it misses an answer, or for longer than that takes."""
+def told_by(client: subprocess.Popen[str], order: str) -> str:
     assert client.stdin is not None
     assert client.stdout is not None
-    assert client.stdout.readline() == "connected\n"
-    disturb()
-    begun, order, pause = time.monotonic(), "send", threading.Event()
-    while True:
+    if order:
         client.stdin.write(f"{order}\n")
         client.stdin.flush()
-        told = client.stdout.readline().split()
-        if len(told) > 1 or (not cut and time.monotonic() > begun + 3):
-            return told
+    return client.stdout.readline().removesuffix("\n")
+
+
+def until_told(client: subprocess.Popen[str], cut: bool) -> list[str]:
+    """Have the client send, then look until it misses an answer, or for longer than that takes."""
+    begun, pause = time.monotonic(), threading.Event()
+    found = told_by(client, "send").split()
+    while len(found) == 1 and (cut or time.monotonic() < begun + 2):
         assert time.monotonic() < begun + 30
-        order = "look"
         pause.wait(0.1)
+        found = told_by(client, "look").split()
+    return found
 
 
 # Whole jobs.
@@ -207,6 +248,7 @@ def finished(tmp_path: Path, jobs: list[Job]) -> list[Finished]:
     return [job.finish() for job in jobs]
 
 
+@as_root
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [(1, 2), (0, 2)], ids=["two-that-wait", "the-stores-host"])
 def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_leaves(tmp_path, cut):
@@ -233,6 +275,7 @@ def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_
     assert (verdict["host"], sorted(verdict["cut"])) == (f"h{other}", sorted((f"h{one}", f"h{other}")))
 
 
+@as_root
 @pytest.mark.long
 def test_a_job_that_needs_both_hosts_restarts_and_goes_on_once_they_reach_each_other(tmp_path):
     with job_of_three(tmp_path, "3") as (net, ranks, jobs):

@@ -89,7 +89,7 @@ class Rendezvous(Protocol):
     def report_quiet(self, reach: Reach | None) -> None:
         """Tell that all workers of this node are quiet, and who does not answer them; None: no longer.
 
-        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED, on etcd only.
+        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
         """
 
     def conclude(self, report: Report) -> JobVerdict:

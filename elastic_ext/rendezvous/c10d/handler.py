@@ -150,7 +150,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         return self._nodes.events.saves
 
     def report_quiet(self, reach: Reach | None) -> None:
-        """Do nothing: claims are only counted here, so a round without progress ends after the limits of `detector`."""
+        self._nodes.events.quiet(reach)
 
     def request_save(self, reason: str) -> None:
         self._nodes.events.request_save()

@@ -221,22 +221,26 @@ def until_told(client: subprocess.Popen[str], cut: bool) -> list[str]:
 
 
 @contextmanager
-def job_of_three(tmp_path: Path, nodes: str) -> Iterator[tuple[Network, dict[int, int], list[Job]]]:
+def job_of_three(tmp_path: Path, backend: str, nodes: str) -> Iterator[tuple[Network, dict[int, int], list[Job]]]:
     """A job with one worker on each of three hosts, after its first steps; the hosts by rank, and the agents by host."""
     with ExitStack() as stack:
         net = stack.enter_context(network(3))
-        etcd = stack.enter_context(EtcdServer(tmp_path / "etcd", address=SERVER, inside=net.inside))
+        if backend == "ext_etcd":
+            endpoint = stack.enter_context(EtcdServer(tmp_path / "etcd", address=SERVER, inside=net.inside)).endpoint
+            conf = "last_call=30"
+        else:
+            endpoint, conf = f"{net.hosts[0].address}:29400", "last_call_timeout=5,is_host={}"
         jobs = []
         for number, host in enumerate(net.hosts):
-            where = [f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", f"--local-addr={host.address}", f"--nnodes={nodes}"]
-            command = [*host.inside, *TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=3", SCRIPTS / "hang_job.py"]
+            where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--local-addr={host.address}", f"--nnodes={nodes}"]
+            how = [f"--rdzv-backend={backend}", f"--rdzv-conf={conf.format(int(number == 0))}", "--max-restarts=3"]
+            command = [*host.inside, *TORCHRUN, *where, *how, SCRIPTS / "hang_job.py"]
             env = {
                 "STOP": str(tmp_path / "stop"),
                 "GLOO_SOCKET_IFNAME": "net0",
                 "ELASTIC_EXT_HANG": "on",
                 "ELASTIC_EXT_NODE_NAME": f"h{number}",
                 "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{number}"),
-                "ELASTIC_EXT_LAST_CALL": "30",
             }
             jobs.append(stack.enter_context(Job(command, tmp_path, **env)))
         ranks = {json.loads(job.wait_for(r'{"rank".*')[0][0])["rank"]: number for number, job in enumerate(jobs)}
@@ -250,13 +254,17 @@ def finished(tmp_path: Path, jobs: list[Job]) -> list[Finished]:
 
 @as_root
 @pytest.mark.long
-@pytest.mark.parametrize("cut", [(1, 2), (0, 2)], ids=["two-that-wait", "the-stores-host"])
-def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_leaves(tmp_path, cut):
+@pytest.mark.parametrize(
+    ("backend", "cut"),
+    [("ext_etcd", (1, 2)), ("ext_etcd", (0, 2)), ("ext_c10d", (1, 2))],
+    ids=["etcd", "etcd-the-stores-host", "c10d"],
+)
+def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_leaves(tmp_path, backend, cut):
     """With the limits that users have: the first hang would take a minute, the second one, before any step, half an hour.
 
     cut: by rank. Rank 0 serves the store of the round; another one takes its place before the second hang.
     """
-    with job_of_three(tmp_path, "2:3") as (net, ranks, jobs):
+    with job_of_three(tmp_path, backend, "2:3") as (net, ranks, jobs):
         one, other = (ranks[rank] for rank in cut)
         net.cut(net.hosts[one], net.hosts[other])
         left = jobs[other].finish()
@@ -266,7 +274,7 @@ def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_
         done = finished(tmp_path, stay)
     pair = rf"rank \d on (h{one}|h{other}) gets no answer from (h{one}|h{other}), the host of rank \d"
     for each in (left, *done):
-        assert len(re.findall(r"is over: .* gets no answer from node h\d", each.err)) == 2, each.err
+        assert len(re.findall(r"is over: .* gets no answer from (node h\d|another one)", each.err)) == 2, each.err
         assert re.search(f"restart: {pair}.*restart 1 of 3", each.err), each.err
         assert re.search(f"{pair}.*; h{other} leaves", each.err), each.err
     assert left.returncode == 69
@@ -278,7 +286,7 @@ def test_two_of_three_hosts_that_cannot_reach_each_other_are_named_and_then_one_
 @as_root
 @pytest.mark.long
 def test_a_job_that_needs_both_hosts_restarts_and_goes_on_once_they_reach_each_other(tmp_path):
-    with job_of_three(tmp_path, "3") as (net, ranks, jobs):
+    with job_of_three(tmp_path, "ext_etcd", "3") as (net, ranks, jobs):
         pair = net.hosts[ranks[1]], net.hosts[ranks[2]]
         net.cut(*pair)
         for job in jobs:

@@ -13,6 +13,7 @@ from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.hangs import detector, stacks
 from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
+from elastic_ext.workers.hangs.quiet_watch import QuietWatch
 from elastic_ext.workers.hangs.unanswered import Reach
 from elastic_ext.workers.hangs.watch import HangWatch
 
@@ -30,16 +31,16 @@ class HangHandling(Companion):
         reach: the hosts that did not answer them then.
     """
 
-    def __init__(self, watch: HangWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
+    def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, Stuck] = {}
         self.reach = NOTHING_KNOWN
-        self._watch, self._handler, self._recorder = watch, handler, recorder
+        self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
 
     @property
     def stalled(self) -> bool:
         """Whether all workers of this node stall, or are quiet, as of the last check: the job may hang."""
-        return self._watch.stalled or self._watch.reach is not None
+        return self._watch.stalled or self._quiet.reach is not None
 
     @property
     def step_s(self) -> Mapping[int, float]:
@@ -48,10 +49,11 @@ class HangHandling(Companion):
 
     def next_check_s(self) -> float:
         """Return the seconds until the next check is due."""
-        return self._watch.next_check_s()
+        return min(self._watch.next_check_s(), self._quiet.next_check_s())
 
     def check(self, workers: LocalWorkers) -> None:
-        stalled_before, imminent_before, reach_before = self._watch.stalled, self._watch.imminent, self._watch.reach
+        self._check_quiet(workers)
+        stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
         assessment = self._watch.check(workers.running_pids())
         if assessment is None:
             return
@@ -62,13 +64,14 @@ class HangHandling(Companion):
                 self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if assessment.stalled or stalled_before:
             self._handler.report_stall(assessment.stalled)
-        self._report_quiet(reach_before)
         if assessment.stalled != stalled_before:
             logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
 
-    def _report_quiet(self, before: Reach | None) -> None:
-        """Tell the other nodes what has changed: who does not answer, not for how long."""
-        reach = self._watch.reach
+    def _check_quiet(self, workers: LocalWorkers) -> None:
+        """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long."""
+        before = self._quiet.reach
+        self._quiet.check(workers.running_pids())
+        reach = self._quiet.reach
         silent = {each.address for each in reach.unanswered} if reach is not None else set()
         known = {each.address for each in before.unanswered} if before is not None else set()
         if (reach is None) != (before is None) or silent != known:
@@ -79,7 +82,7 @@ class HangHandling(Companion):
 
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
-        reach = self._watch.read_reach(workers.running_pids())
+        reach = self._quiet.read_reach(workers.running_pids())
         self.reach = _recorded(reach)
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
         culprits = detector.culprits(list(stuck.values()))

@@ -24,6 +24,8 @@ from elastic_ext.workers.hangs.detector import LONG_PHASES, Activity, WorkerStat
 UNANSWERED_S = 15.0
 RETRANSMISSIONS = 3  # R1 of RFC 1122, 4.2.3.5: from then on, not loss but the path is suspected
 LONGEST_FACTOR = 2.0  # times a usual gap between signs of life
+STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
+MIN_CHECK_S = 0.1
 MAX_ADDRESSES = 32  # of a node, and that do not answer it
 
 
@@ -129,7 +131,7 @@ def is_quiet(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
 
 def needs_stats(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
     """Return whether all workers have been quiet for so long that their process stats are needed."""
-    return all(each.quiet_s >= detector.STATS_SHARE * limit_s for each in workers)
+    return all(each.quiet_s >= STATS_SHARE * limit_s for each in workers)
 
 
 def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach | None) -> float:
@@ -140,4 +142,4 @@ def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach |
     quiet_s = min((each.quiet_s for each in workers), default=0.0)
     until = [share * limit_s - quiet_s for share in (0.5, 1.0)]
     until += [limit_s - each.for_s for each in reach.unanswered] if reach is not None else []
-    return max(detector.MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))
+    return max(MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ext.workers.hangs import detector, process_stats, stacks, step_times, tcp_connections, unanswered
+from elastic_ext.workers.hangs import detector, process_stats, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers.hangs.step_times import StepMark
-from elastic_ext.workers.hangs.unanswered import Reach
 from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
@@ -27,13 +26,11 @@ class HangWatch:
 
     Attributes:
         stalled: all workers of this node stalled at the last check. imminent: they soon will.
-        reach: the hosts that did not answer these workers at the last check; None: not all of them were quiet (see `unanswered`).
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
         """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
         self.stalled = self.imminent = False
-        self.reach: Reach | None = None
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._quiet_from
@@ -59,8 +56,7 @@ class HangWatch:
             self._restart_count(now)
         self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
         workers = self._status(pids, now)
-        short_s = unanswered.limit_s(workers, self._fixed_s)
-        if workers and (detector.needs_stats(workers, self._fixed_s) or unanswered.needs_stats(workers, short_s)):
+        if workers and detector.needs_stats(workers, self._fixed_s):
             self._read_stats(pids, now)
             workers = self._status(pids, now)
             if any(worker.debugged for worker in workers):
@@ -69,10 +65,7 @@ class HangWatch:
             self._stall = None
         assessment = detector.assess(workers, self._fixed_s)
         self.stalled, self.imminent = assessment.stalled, assessment.imminent
-        reach = self._reach_if_quiet(workers, pids, now, short_s)
-        self.reach = unanswered.lasting(reach, short_s) if reach is not None else None
-        next_s = min(detector.next_check_s(workers, self._fixed_s), unanswered.next_check_s(workers, short_s, reach))
-        self._next_check = now + next_s
+        self._next_check = now + detector.next_check_s(workers, self._fixed_s)
         return assessment
 
     def _restart_count(self, now: float) -> None:
@@ -111,19 +104,6 @@ class HangWatch:
 
     def _quiet_s(self, progress: Progress, now: float) -> float:
         return now - max(progress.sign_ns / 1e9, self._quiet_from)
-
-    def _reach_if_quiet(
-        self, workers: Sequence[WorkerStatus], pids: Mapping[int, int], now: float, limit_s: float
-    ) -> Reach | None:
-        if self._stall is None:
-            return None
-        recent = [self._stall.complete(*pair, now, limit_s) for pair in zip(workers, pids, strict=True)]
-        return self.read_reach(pids) if unanswered.is_quiet(recent, limit_s) else None
-
-    def read_reach(self, pids: Mapping[int, int]) -> Reach:
-        """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
-        found = tcp_connections.by_rank({self._ranks[local_rank]: pid for local_rank, pid in pids.items()})
-        return unanswered.reach_of(found or {})
 
     # Once the whole job hangs.
 

@@ -83,11 +83,16 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 @dataclass
 class EtcdServer:
-    """One member. Its ports stay the same over restarts; so does its data, but for `wipe`."""
+    """One member. Its ports stay the same over restarts; so does its data, but for `wipe`.
+
+    address, inside: where it listens, and the start of the command line, for a network namespace.
+    """
 
     folder: Path
     name: str = "m0"
     args: Sequence[str] = ()
+    address: str = "127.0.0.1"
+    inside: Sequence[str] = ()
     certificates: Certificates | None = None
     client_certificates: bool = False
     client_port: int = field(default_factory=free_port)
@@ -97,7 +102,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.client_port}"
+        return f"{self.address}:{self.client_port}"
 
     @property
     def peer_url(self) -> str:
@@ -116,6 +121,7 @@ class EtcdServer:
         scheme = "https" if self.certificates else "http"
         url = f"{scheme}://{self.endpoint}"
         command = [
+            *self.inside,
             *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
             *(str(etcd_binary()), "--name", self.name, "--data-dir", str(self.folder / "data")),
             *("--listen-client-urls", url, "--advertise-client-urls", url),

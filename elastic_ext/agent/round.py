@@ -18,6 +18,7 @@ from elastic_ext.base.printable import redacted
 from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
@@ -123,7 +124,8 @@ class RunningRound:
         """Return this node's report on its failure, for the verdict of the job."""
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
-        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path))
+        reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
+        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path), reach)
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""

@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.round_records import EndKind
 
@@ -86,6 +87,12 @@ class Rendezvous(Protocol):
 
     def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        """Tell that all workers of this node are quiet, and who does not answer them; None: no longer.
+
+        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
+        """
 
     def conclude(self, report: Report) -> JobVerdict:
         """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""

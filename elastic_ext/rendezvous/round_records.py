@@ -58,6 +58,9 @@ class Node:
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
         link_port: of its listening socket for links (`etcd.links`), at `address`; 0: nobody may link to it.
+        quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
+        addresses: its own that its workers use meanwhile.
+        silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
     """
 
     after: Count
@@ -77,6 +80,9 @@ class Node:
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
     link_port: Port = 0
+    quiet: Count = 0
+    addresses: tuple[Name, ...] = ()
+    silent: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.failures import cuts
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
@@ -195,8 +197,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
-    if all(view.nodes[id_].stalled == number or view.nodes[id_].done >= number for id_ in view.members):
-        return End(State.BROKEN, STALLED, EndKind.STALLED)
+    if (reason := _hangs(view)) is not None:
+        return End(State.BROKEN, reason, EndKind.STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]
     if not joining or done:
@@ -204,6 +206,23 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
     return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
+
+
+def _hangs(view: View) -> str | None:
+    """Return why the job hangs; None if it does not: all nodes stall, or all are quiet and two cannot reach each other."""
+    number = view.header.round
+    nodes = {id_: view.nodes[id_] for id_ in view.members if view.nodes[id_].done < number}
+    if all(node.stalled == number for node in nodes.values()):
+        return STALLED
+    if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
+        return None
+    reaches = {
+        id_: Reach(node.addresses, tuple(Silent(-1, address, 0.0) for address in node.silent))
+        for id_, node in nodes.items()
+        if node.quiet == number
+    }
+    cut = next(iter(cuts.cuts(reaches)), None)
+    return f"{STALLED}: node {cut.node} gets no answer from node {cut.other}" if cut is not None else None
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
@@ -244,11 +263,16 @@ def _has_reported(node: Node, round_: int) -> bool:
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the nodes of the next round by rank: old members in their old order, then new ones by topology and time of joining.
 
-    The order is stable, so that caches and shards stay where they are. If there are too many nodes, the last to come wait.
+    The order is stable, so that caches and shards stay where they are; only a node that another one cannot reach is not first. If
+    there are too many nodes, the last to come wait.
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
-    return tuple(sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_])))
+    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    # The first one serves the store of the round, which all must reach.
+    silent = {address for id_ in chosen for address in view.nodes[id_].silent}
+    first = next((id_ for id_ in by_rank if view.nodes[id_].address not in silent), by_rank[0])
+    return (first, *(id_ for id_ in by_rank if id_ != first))
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:

@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous import foreign_agent, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
@@ -148,6 +149,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     @property
     def save_wanted(self) -> int:
         return self._nodes.events.saves
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        self._nodes.events.quiet(reach)
 
     def request_save(self, reason: str) -> None:
         self._nodes.events.request_save()

@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
@@ -143,6 +144,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
             link_port=self._connection.links.port if self.reaper_runs() else 0,
+            silent=self._stores.silent,
         )
 
     def workers(self) -> list[Worker]:
@@ -190,6 +192,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw it. If all nodes claim it, the round ends as EndKind.STALLED."""
         self._participant.stalled(self.round, stalled)
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.quiet(self.round, reach)
 
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; return at once."""

@@ -43,14 +43,10 @@ WORKING_SHARE = 0.02  # of a processor; threads that wait with a timeout use les
 WORKING_BYTES_S = 100_000.0
 RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared processor
 STARVED_SHARE = 0.5  # of the time, ready to run but not running
-STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
-MIN_CHECK_S = 0.1
 STEADY_GAPS = 20  # in this phase; fewer do not tell how long a step may take
-LOOK_SHARE = 0.5  # of the limit of a wait: from then on the agent looks whether the workers stay in their calls
-STAY_SHARE = 0.45  # of that limit: a worker has not left its call for this long
-LOOK_S = 5.0  # between later looks; less than any stay, so that the stays on all nodes have a moment in common
+STAY_SHARE = 0.7  # of that limit: a worker has not left its call for this long, whatever it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
@@ -223,8 +219,17 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
     if fixed_s is not None:
         return fixed_s
     if activity is Activity.WAIT:
-        return max(WAIT_FLOOR_S[Wait.DEVICE if worker.wait is Wait.DEVICE else Wait.RANKS], learned_s(worker.gaps, idle=False))
+        return wait_limit_s(worker)
     return max(IDLE_FLOOR_S if idle else WORKING_FLOOR_S, learned_s(worker.gaps, idle))
+
+
+def wait_limit_s(worker: WorkerStatus) -> float:
+    """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
+    longest_s = learned_s(worker.gaps, idle=False)
+    if worker.wait is Wait.DEVICE:
+        return max(WAIT_FLOOR_S[Wait.DEVICE], longest_s)
+    # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
+    return max(WAIT_FLOOR_S[Wait.RANKS], learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
@@ -241,48 +246,6 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
     limit = max(min(QUANTILE_FACTOR * usual, WORKING_FLOOR_S), LONGEST_FACTOR * usual)
     # One long gap shows how long work may take, not how long all workers may do nothing.
     return limit if idle else max(limit, LONGEST_FACTOR * longest)
-
-
-def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """Return after how many seconds `assess` may give another answer.
-
-    The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
-    lasts, the interval stays at half of the floor, because a worker that works may stop working.
-    """
-    # The first step, or the end of an evaluation, can shorten the limits to this floor.
-    often = (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
-    quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
-    if not quiet:
-        return often
-    until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, IMMINENT_SHARE, 1.0))
-    return max(MIN_CHECK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
-
-
-def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
-    """Return whether all workers have been quiet for so long that their process stats are needed."""
-    return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
-
-
-def needs_looks(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
-    """Return whether all workers have been quiet for so long that it matters whether they stay in their calls."""
-    return fixed_s is None and all(
-        worker.steady and not worker.debugged and worker.quiet_s >= LOOK_SHARE * limit_s(worker, Activity.WAIT, None)
-        for worker in workers
-    )
-
-
-def next_look_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """Return after how many seconds a look may give another answer; inf: in none, because the limit of a wait does not apply."""
-    if fixed_s is not None:
-        return float("inf")
-    if not workers or not all(worker.steady for worker in workers):
-        return LOOK_SHARE * WAIT_FLOOR_S[Wait.RANKS]  # they may be by then
-    limits = [(worker, limit_s(worker, Activity.WAIT, None)) for worker in workers]
-    first_s = max(LOOK_SHARE * limit - worker.quiet_s for worker, limit in limits)
-    if first_s > 0:
-        return max(MIN_CHECK_S, first_s)
-    claim_s = max(max(limit - worker.quiet_s, STAY_SHARE * limit - worker.stayed_s) for worker, limit in limits)
-    return max(MIN_CHECK_S, min(LOOK_S, claim_s)) if claim_s > 0 else LOOK_S
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:

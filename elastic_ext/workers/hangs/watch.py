@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ext.workers.hangs import detector, process_stats, stacks, step_times
+from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.workers.hangs.looks import Looks
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
@@ -62,7 +62,7 @@ class HangWatch:
             self._restart_count(now)
         self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
         workers = self._status(pids, now)
-        if not workers or not detector.needs_stats(workers, self._fixed_s):
+        if not workers or not schedule.needs_stats(workers, self._fixed_s):
             self._stall = None
         elif now >= self._next_stats:
             self._read_stats(pids, now)
@@ -70,19 +70,19 @@ class HangWatch:
             if any(worker.debugged for worker in workers):
                 self._restart_count(now)
         if now >= self._next_stats:
-            self._next_stats = now + detector.next_check_s(workers, self._fixed_s)
+            self._next_stats = now + schedule.next_check_s(workers, self._fixed_s)
         workers = self._look(workers, pids, stacks_files, now)
         assessment = detector.assess(workers, self._fixed_s)
         self.stalled, self.imminent = assessment.stalled, assessment.imminent
         left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
-        self._next_check = min(self._next_stats, now + max(left_s, detector.next_look_s(workers, self._fixed_s)))
+        self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
         return assessment
 
     def _look(
         self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
     ) -> list[WorkerStatus]:
         """Find out whether the workers stay in their calls, if it is time to; return them with what was found."""
-        if not workers or not detector.needs_looks(workers, self._fixed_s):
+        if not workers or not schedule.needs_looks(workers, self._fixed_s):
             self._looks = None
             return workers
         if self._looks is None:

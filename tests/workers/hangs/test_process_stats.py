@@ -299,7 +299,7 @@ def watched(
     verdict = None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
         pause.wait(watch.next_check_s())
-        verdict = watch.check(dict(enumerate(pids))) or verdict
+        verdict = watch.check(dict(enumerate(pids)), {}) or verdict
     assert verdict is not None
     return verdict
 

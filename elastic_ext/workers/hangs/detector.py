@@ -8,7 +8,7 @@ Progress is a sign of life of the training: an optimizer step, a report, a chang
 between earlier signs in the same phase. It is never less than a floor:
 
 - WAIT_FLOOR_S if every worker has stayed in one call that can only wait for other ranks or for its device, whether it spins there
-  or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` and `looks`;
+  or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls, and `looks` for how the agent can be sure;
 - IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
 - WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;

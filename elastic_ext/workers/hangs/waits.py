@@ -6,7 +6,7 @@ These tables are stricter than `detector.waits_for_others`, which only orders su
 So a frame counts only if the call that it makes can do nothing but wait for other ranks, or for this rank's own device. Not
 recognised, because the same frame may do the rank's own part:
 
-- `loss.item()` and the like in the script, where most scripts on GPUs wait: any C code may be called from that line;
+- `loss.item()` and the like in the script, where many scripts on GPUs wait: any C code may be called from that line;
 - the backward pass: on the CPU it computes in the main thread;
 - a launch of a kernel that waits because the device's queue is full: its frame is that of the operation;
 - what computes inside torch.distributed: DTensor, pipelines, state dicts, checkpoints, pickling of objects to send.

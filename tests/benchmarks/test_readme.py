@@ -138,10 +138,8 @@ def checkpoints(record: dict[str, Any]) -> Rows:
 
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
     **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
-    **{
-        table.__name__: table
-        for table in (steady_state, overhead, verdict, code_bug_waste, classification, checkpoint_stall, checkpoints)
-    },
+    **{table.__name__: table for table in (steady_state, overhead, verdict, code_bug_waste, classification)},
+    **{table.__name__: table for table in (checkpoint_stall, checkpoints)},
 }
 
 

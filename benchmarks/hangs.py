@@ -70,7 +70,7 @@ def one_try(side: str, row: str, collective_s: float) -> Recovery | None:
         command = [*torchrun, f"--nproc-per-node={WORKERS}", f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row]
         with open(Path(directory, "output"), "w", errors="replace") as output:
             env = jobs.environment(**SIDES[side])
-            jobs.run([*command, str(stamps), str(collective_s)], directory, env, output, START_S + max(collective_s, OURS_S))
+            jobs.run([*command, str(stamps), str(collective_s)], directory, env, output, deadline_s(collective_s))
         return recovery(jobs.read_stamps(stamps))
 
 
@@ -99,6 +99,24 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]], collective_s: float) -> No
     axes.legend(frameon=False)
 
 
+def shown(record: dict[str, Any]) -> str:
+    """The table, and what it does not count."""
+    cells, lost = [], []
+    for row in record["rows"]:
+        times = [measure.shown(row[side][what]) for side in SIDES for what in ("noticed_s", "median_s")]
+        cells.append([ROWS[row["row"]], *times, measure.shown(row["ratio"], 1)])
+        lost += [f"{side}, {ROWS[row['row']]}: {row[side]['lost']}" for side in SIDES if row[side]["lost"]]
+    text = measure.table(["hang", "ours: noticed s", "again s", "stock: noticed s", "again s", "stock / ours"], cells)
+    waits = f"Stock waits for torch's own timeout, which is {record['timeout_s']:g} s here, on both sides."
+    late = f"Not counted: jobs not up again {deadline_s(record['timeout_s']):g} s after their start: {'; '.join(lost) or 'none'}."
+    return f"{text}\n\nMedians of {record['repeat']}. {waits} {late}"
+
+
+def deadline_s(collective_s: float) -> float:
+    """How long a job may take."""
+    return START_S + max(collective_s, OURS_S)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3, help="number of tries of each side in each row")
@@ -121,14 +139,8 @@ def main() -> int:
         sides = {side: summary(each) for side, each in tries.items()}
         ratio = measure.rounded(measure.ratio(sides["stock"]["median_s"], sides["ours"]["median_s"]), 1)
         rows.append({"row": row, **sides, "ratio": ratio})
-    cells = []
-    for row in rows:
-        times = [measure.shown(row[side][what]) for side in SIDES for what in ("noticed_s", "median_s")]
-        cells.append([ROWS[row["row"]], *times, measure.shown(row["ratio"], 1)])
-    text = measure.table(["hang", "ours: noticed s", "again s", "stock: noticed s", "again s", "stock / ours"], cells)
-    text += f"\n\nMedians of {args.repeat}. Stock waits for torch's own timeout, which is {args.timeout:g} s here, on both sides."
     record = {"benchmark": "hangs", "rows": rows, "timeout_s": args.timeout, "repeat": args.repeat, "machine": machine}
-    measure.publish(args.results, record, text, lambda figure: draw(figure, rows, args.timeout))
+    measure.publish(args.results, record, shown(record), lambda figure: draw(figure, rows, args.timeout))
     return 0 if all(row["ours"]["lost"] == 0 for row in rows) else 1
 
 

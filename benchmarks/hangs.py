@@ -96,7 +96,7 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]], collective_s: float) -> No
     axes.invert_yaxis()
     axes.set(xlabel="seconds until all train again", title="A job that hangs")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def shown(record: dict[str, Any]) -> str:

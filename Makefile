@@ -40,6 +40,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/classification.py
 	$(PY) benchmarks/rendezvous.py
 	$(PY) benchmarks/node_loss.py
+	$(PY) benchmarks/hangs.py
 	$(PY) benchmarks/steady_state.py
 	$(PY) benchmarks/code_bug_waste.py
 

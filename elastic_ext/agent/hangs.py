@@ -36,6 +36,7 @@ class HangHandling(Companion):
         self.hung: Mapping[int, Stuck] = {}
         self.reach = NOTHING_KNOWN
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
+        self._waiting = False  # this node claims a stall by the limit of a wait only
 
     @property
     def stalled(self) -> bool:
@@ -54,7 +55,7 @@ class HangHandling(Companion):
     def check(self, workers: LocalWorkers) -> None:
         self._check_quiet(workers)
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
-        assessment = self._watch.check(workers.running_pids())
+        assessment = self._watch.check(workers.running_pids(), workers.stacks_files)
         if assessment is None:
             return
         if assessment.imminent and not imminent_before:
@@ -64,8 +65,11 @@ class HangHandling(Companion):
                 self._handler.request_save(f"the workers on {self._handler.host} may hang")
         if assessment.stalled or stalled_before:
             self._handler.report_stall(assessment.stalled)
-        if assessment.stalled != stalled_before:
-            logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
+        if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
+            # While a rank of another node does its own part, the others wait for it. That is no news for users.
+            level = logging.INFO if assessment.waiting or (self._waiting and not assessment.stalled) else logging.WARNING
+            logger.log(level, "elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
+        self._waiting = assessment.waiting
 
     def _check_quiet(self, workers: LocalWorkers) -> None:
         """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long."""

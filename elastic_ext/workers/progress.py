@@ -23,6 +23,7 @@ class Progress:
         steps: optimizer steps done since the worker started.
         first_step_ns, last_step_ns: time.monotonic_ns() of these steps; 0 before the first.
         has_torch: it has imported torch.
+        answers: changes whenever its main thread has answered ANSWER_SIGNAL; 0: it answers none, and the signal would kill it.
         stacks_armed: the signal that dumps the worker's stacks has a handler. Without one, the signal would kill the worker.
         asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that the worker has seen committed.
@@ -56,6 +57,7 @@ class Progress:
     sign_ns: int = 0
     gaps: tuple[int, ...] = ()
     has_torch: bool = False
+    answers: int = 0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -108,6 +110,7 @@ class ProgressTable:
             sign_ns=row[layout.SIGN_NS],
             gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
             has_torch=bool(row[layout.OPTIM_HOOKED]),
+            answers=row[layout.ANSWERS],
         )
 
     def read_all(self) -> list[Progress]:

@@ -47,6 +47,9 @@ VERSION = 1
 
 STACKS_SIGNAL: int = SIGRTMIN + 8
 """Kills a process that has no handler for it. Check the field STACKS_ARMED of the progress table first."""
+ANSWER_SIGNAL: int = SIGRTMIN + 9
+"""The worker's main thread counts it in the field ANSWERS as soon as it runs Python code. So while the count stays the same, the
+main thread has not left the call into C in which it was. Kills a process that has no handler for it: ANSWERS is 0 there."""
 
 
 def checked(message: object) -> "WorkerMessage":

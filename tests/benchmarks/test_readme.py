@@ -71,6 +71,16 @@ def node_loss(record: dict[str, Any]) -> Rows:
         yield [titles[row["row"]], *(cell(row[side]) for side in record["tries"])]
 
 
+def hangs(record: dict[str, Any]) -> Rows:
+    titles = {
+        "sleep": "ranks in different collectives, asleep (gloo)",
+        "spin": "the same, spinning (as NCCL)",
+        "stopped": "a rank is stopped by a signal",
+    }
+    for row in record["rows"]:
+        yield [titles[row["row"]], *(seconds(row[side]["median_s"], 1) for side in ("ours", "stock")), f"{row['ratio']:.1f}"]
+
+
 def rendezvous(record: dict[str, Any]) -> Rows:
     for row in record["rows"]:
         cells = []
@@ -127,8 +137,9 @@ def checkpoints(record: dict[str, Any]) -> Rows:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
-    **{table.__name__: table for table in (restart_reliability, restart, node_loss, rendezvous, steady_state, overhead)},
-    **{table.__name__: table for table in (verdict, code_bug_waste, classification, checkpoint_stall, checkpoints)},
+    **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
+    **{table.__name__: table for table in (steady_state, overhead, verdict, code_bug_waste, classification)},
+    **{table.__name__: table for table in (checkpoint_stall, checkpoints)},
 }
 
 

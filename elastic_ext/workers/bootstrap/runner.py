@@ -9,6 +9,7 @@ Not seen: replays of a CUDA graph that holds the step, and optimizers that do no
 Importing this module has no side effects.
 """
 
+import _signal  # type: ignore[import-not-found]
 import os
 import sys
 import time
@@ -276,6 +277,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
         _warn(f"the agent gets no stacks of this worker: {message.get('stacks')!r}: {error}")
     if row is not None:
         row[layout.STACKS_ARMED] = stacks
+        row[layout.ANSWERS] = _answer_signal(row)
         _StepCounter(row).register_when_imported()
         row[layout.PID] = os.getpid()
     return row
@@ -310,6 +312,17 @@ def _dump_stacks_on_signal(message: "WorkerMessage") -> bool:
     # A plain descriptor that nothing closes, because the handler may run until the process is gone.
     stacks = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     faulthandler.register(worker_env.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    return True
+
+
+def _answer_signal(row: memoryview) -> bool:
+    """Count ANSWER_SIGNAL in the row, in Python code of the main thread. Return whether this worker can."""
+    try:
+        _signal.signal(worker_env.ANSWER_SIGNAL, lambda *_: row.__setitem__(layout.ANSWERS, row[layout.ANSWERS] + 1))
+        _signal.siginterrupt(worker_env.ANSWER_SIGNAL, False)  # system calls of C code go on
+    except (OSError, ValueError) as error:  # not the main thread, say
+        _warn(f"the agent cannot tell whether this worker stays in one call: {error}")
+        return False
     return True
 
 

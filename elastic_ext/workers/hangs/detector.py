@@ -7,6 +7,8 @@ one of them continues. The job hangs when all nodes claim it.
 Progress is a sign of life of the training: an optimizer step, a report, a change of phase. The limit is learned from the gaps
 between earlier signs in the same phase. It is never less than a floor:
 
+- WAIT_FLOOR_S if every worker has stayed in one call that can only wait for other ranks or for its device, whether it spins there
+  or sleeps. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls, and `looks` for how the agent can be sure;
 - IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
 - WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
@@ -21,9 +23,13 @@ START_FACTOR times hang_timeout if no worker does anything. Long phases, and a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_ext.workers.hangs.waits import Wait
+
+# The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
+WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.DEVICE: 60.0}
 IDLE_FLOOR_S = 60.0
 WORKING_FLOOR_S = 1800.0
 LONG_FLOOR_S = 1800.0
@@ -39,10 +45,10 @@ WORKING_SHARE = 0.02  # of a processor; threads that wait with a timeout use les
 WORKING_BYTES_S = 100_000.0
 RUNNING_SHARE = 0.2  # of a processor: an endless loop, perhaps on a shared processor
 STARVED_SHARE = 0.5  # of the time, ready to run but not running
-STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
-MIN_CHECK_S = 0.1
+STEADY_GAPS = 20  # in this phase; fewer do not tell how long a step may take
+STAY_SHARE = 0.7  # of that limit: a worker has not left its call for this long, whatever it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
@@ -66,6 +72,8 @@ class WorkerStatus:
         state: state of its main thread, a letter from proc(5); "": not known.
         debugged: a debugger holds it.
         known: its bootstrap is in place; without it, its progress is not known.
+        wait: what the call waits for in which its main thread is; not known before the first look.
+        stayed_s: seconds for which it has not left that call, while nothing else of its family did anything.
     """
 
     rank: int
@@ -80,16 +88,23 @@ class WorkerStatus:
     state: str = ""
     debugged: bool = False
     known: bool = True
+    wait: Wait = Wait.NOTHING
+    stayed_s: float = 0.0
 
     @property
     def started(self) -> bool:
         return self.steps + self.reports > 0
+
+    @property
+    def steady(self) -> bool:
+        return self.known and self.started and self.phase not in LONG_PHASES and sum(self.gaps) >= STEADY_GAPS
 
 
 class Activity(Enum):
     """The combined activity of a node's workers."""
 
     NONE = "nothing"
+    WAIT = "each stays in a call that only waits"
     KERNEL = "asleep in the kernel"
     WORK = "work"
 
@@ -102,13 +117,17 @@ class Assessment:
         stalled: whether all of them stall.
         culprits: the ranks with the fewest steps.
         reason: an explanation for people.
-        imminent: they do not stall yet but soon will, and no worker works: the job should save what it can.
+        imminent: they do not stall yet but soon will, and no worker works: the job should save what it can. A wait for others is
+            no reason to save: only steps can save, and a worker that steps does not wait. It would also go on for ever in a job
+            whose others wait while one saves.
+        waiting: they stall by the limit of a wait only. On one of several nodes that is nothing special.
     """
 
     stalled: bool
     culprits: tuple[int, ...]
     reason: str
     imminent: bool = False
+    waiting: bool = False
 
 
 def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Assessment:
@@ -124,7 +143,15 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
     held = [worker.rank for worker in workers if worker.debugged]
     if held:
         return Assessment(False, (), f"rank {held[0]} is in a debugger")
-    activity = activity_of(workers)
+    found = _compare(workers, activity_of(workers), fixed_s)
+    if not found.stalled and fixed_s is None and all(stays(worker) for worker in workers):
+        waiting = _compare(workers, Activity.WAIT, fixed_s)
+        return replace(waiting, waiting=True) if waiting.stalled else found
+    return found
+
+
+def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float | None) -> Assessment:
+    """Compare how long each has been quiet with its limit."""
     for worker in workers:
         limit = limit_s(worker, activity, fixed_s)
         if worker.quiet_s < limit:
@@ -132,13 +159,18 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
             return Assessment(False, (), within, all(is_imminent(each, fixed_s) for each in workers))
     lowest = min((worker.steps, worker.reports) for worker in workers)
     behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
-    longest = max(workers, key=lambda worker: limit_s(worker, activity, fixed_s))
+    longest_s = max(limit_s(worker, activity, fixed_s) for worker in workers)
+    where = f"; each stays in a call that waits for {_waited_for(workers)}" if activity is Activity.WAIT else ""
     return Assessment(
         True,
         behind,
         f"no worker here has made progress for {min(worker.quiet_s for worker in workers):.3g} s "
-        f"(limit {limit_s(longest, activity, fixed_s):.3g} s); the lowest step is {lowest[0]}, at rank {behind[0]}",
+        f"(limit {longest_s:.3g} s){where}; the lowest step is {lowest[0]}, at rank {behind[0]}",
     )
+
+
+def _waited_for(workers: Sequence[WorkerStatus]) -> str:
+    return " or ".join(sorted({worker.wait.value for worker in workers}))
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
@@ -170,6 +202,13 @@ def activity_of(workers: Sequence[WorkerStatus]) -> Activity:
     return Activity.KERNEL if any(worker.asleep_in_kernel for worker in workers) else Activity.NONE
 
 
+def stays(worker: WorkerStatus) -> bool:
+    """Return whether this worker has stayed in a call that only waits, for long enough to be sure of it."""
+    if worker.wait is Wait.NOTHING or not worker.steady or worker.state == STOPPED:
+        return False
+    return worker.stayed_s >= STAY_SHARE * limit_s(worker, Activity.WAIT, None)
+
+
 def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> float:
     """Return for how many seconds this worker may give no sign of life. activity: that of its node."""
     works, idle = activity is Activity.WORK, activity is Activity.NONE
@@ -181,7 +220,18 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
         return float("inf") if works else START_FLOOR_S  # the script may never step
     if fixed_s is not None:
         return fixed_s
+    if activity is Activity.WAIT:
+        return wait_limit_s(worker)
     return max(IDLE_FLOOR_S if idle else WORKING_FLOOR_S, learned_s(worker.gaps, idle))
+
+
+def wait_limit_s(worker: WorkerStatus) -> float:
+    """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
+    longest_s = learned_s(worker.gaps, idle=False)
+    if worker.wait is Wait.DEVICE:
+        return max(WAIT_FLOOR_S[Wait.DEVICE], longest_s)
+    # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
+    return max(WAIT_FLOOR_S[Wait.RANKS], learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
@@ -204,26 +254,6 @@ def gaps_s(gaps: Sequence[int]) -> tuple[float, float]:
             longest = edge
         below += count
     return usual, longest
-
-
-def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """Return after how many seconds `assess` may give another answer.
-
-    The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
-    lasts, the interval stays at half of the floor, because a worker that works may stop working.
-    """
-    # The first step, or the end of an evaluation, can shorten the limits to this floor.
-    often = (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
-    quiet = [(worker.quiet_s, limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
-    if not quiet:
-        return often
-    until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, IMMINENT_SHARE, 1.0))
-    return max(MIN_CHECK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
-
-
-def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:
-    """Return whether all workers have been quiet for so long that their process stats are needed."""
-    return all(worker.quiet_s >= STATS_SHARE * limit_s(worker, Activity.NONE, fixed_s) for worker in workers)
 
 
 def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: float | None) -> str:

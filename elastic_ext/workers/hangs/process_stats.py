@@ -38,6 +38,7 @@ class ProcessStats:
     Attributes:
         state: state of the main thread, a letter from proc(5).
         cpu_s: processor time of the family, including members that have ended and were waited for.
+        own_cpu_s, main_cpu_s: the worker's own part of that, and its main thread's part.
         waited_s: the time that the worker's own threads were ready to run but had no processor.
         io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
         sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
@@ -54,6 +55,8 @@ class ProcessStats:
     asleep_in_kernel: bool = False
     wchan: str = ""
     debugged: bool = False
+    own_cpu_s: float = 0.0
+    main_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,14 @@ class Rates:
         cpu_share: the share of a processor that its family used; None: not known.
         waiting_share: the share of the time that its threads waited for a processor; None: not known.
         bytes_s: bytes per second that its family moved through files and sockets; None: not known.
+        children_share: the part of cpu_share that other processes used. threads_share: the part of its other threads.
     """
 
     cpu_share: float | None = None
     waiting_share: float | None = None
     bytes_s: float | None = None
+    children_share: float | None = None
+    threads_share: float | None = None
 
 
 def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
@@ -76,12 +82,14 @@ def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
 
     A sum shrinks when a family member has ended and nobody waited for it. Its rate is then not known.
     """
-    cpu_s = now.cpu_s - before.cpu_s
+    cpu_s, own_s, main_s = now.cpu_s - before.cpu_s, now.own_cpu_s - before.own_cpu_s, now.main_cpu_s - before.main_cpu_s
     moved = _moved(before, now)
     return Rates(
         cpu_share=cpu_s / took_s if cpu_s >= 0 else None,
         waiting_share=max(0.0, now.waited_s - before.waited_s) / took_s,  # a thread that has ended takes its time with it
         bytes_s=moved / took_s if moved is not None else None,
+        children_share=max(0.0, cpu_s - own_s) / took_s if cpu_s >= 0 else None,  # they are not read at the same moment
+        threads_share=max(0.0, own_s - main_s) / took_s,
     )
 
 
@@ -188,17 +196,25 @@ def _read_process(pid: int) -> ProcessStats:
     status = dict(line.split(":", 1) for line in _text(pid, "status").splitlines() if ":" in line)
     tracer = int(status.get("TracerPid", "0")) != 0
     wchan = _optional(pid, "wchan").strip("\0\n ")
+    fields, main = _stat(pid), _optional(pid, f"task/{pid}/stat").rpartition(")")[2].split()
     return ProcessStats(
-        state=_stat(pid)[0],
+        state=fields[0],
         waited_s=_waited_s(pid),
         wchan="" if wchan == "0" else wchan,
         debugged=tracer or _reads_terminal(pid),
+        own_cpu_s=_cpu_s(fields),
+        main_cpu_s=_cpu_s(main) if main else 0.0,
     )
 
 
 def _stat(pid: int | str) -> list[str]:
     """Return the fields of /proc/PID/stat from the third on. The second is a name, which may contain anything."""
     return _text(pid, "stat").rpartition(")")[2].split()
+
+
+def _cpu_s(fields: list[str]) -> float:
+    """Return the processor time of a process, or of a thread, without its children."""
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def _io_bytes(family: Iterable[int]) -> int | None:

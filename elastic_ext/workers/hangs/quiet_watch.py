@@ -68,7 +68,7 @@ class QuietWatch:
         if self._stall is None:
             self._stall = Stall()
         self._stall.update(pids, now)
-        complete = [self._stall.complete(*each, now, limit_s) for each in zip(workers, pids, strict=True)]
+        complete = [self._stall.complete(*each, limit_s) for each in zip(workers, pids, strict=True)]
         if any(worker.debugged for worker in complete):
             self._restart_count(now)
         return complete

@@ -1,14 +1,17 @@
-"""Gets the stacks of a worker's threads. The worker writes them itself on a signal that its bootstrap handles."""
+"""Gets the stacks of workers' threads. A worker writes them itself on a signal that its bootstrap handles."""
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from elastic_ext.base.wakeup import readable
+from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.workers import pidfds
-from elastic_ext.workers.worker_env import STACKS_SIGNAL
+from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -21,42 +24,72 @@ def dump(pid: int, path: str) -> str:
 
     Call this only for a worker whose progress row says that it handles the signal (`stacks_armed`). It would kill any other.
     """
-    if not _handles_signal(pid):
-        return ""
-    before = _size(path)
-    try:
-        pidfd = pidfds.watch(pid)
-    except OSError as error:  # the process has ended, or no descriptor is left
-        logger.debug("cannot request the stacks of process %s: %s", pid, error)
-        return ""
+    return dump_all({pid: path}).get(pid, "")
+
+
+def dump_all(paths: Mapping[int, str]) -> dict[int, str]:
+    """Do the same for several processes at once; return what each wrote, without those that wrote nothing. paths: by pid."""
     deadline = time.monotonic() + WAIT_S
-    size = before
+    before = {pid: _size(path) for pid, path in paths.items()}
+    sizes, writing, ends = dict(before), set(), select.poll()
+    with _watched(paths) as descriptors:
+        for pid, descriptor in descriptors.items():
+            if _send(descriptor, pid, STACKS_SIGNAL):
+                writing.add(pid)
+                ends.register(descriptor, select.POLLIN)
+        # A dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
+        while writing and time.monotonic() < deadline:
+            ended = {descriptor for descriptor, _ in ends.poll(milliseconds(QUIET_S))}
+            last, sizes = sizes, {pid: _size(path) for pid, path in paths.items()}
+            done = {pid for pid in writing if descriptors[pid] in ended or before[pid] < sizes[pid] == last[pid]}
+            for pid in done:
+                ends.unregister(descriptors[pid])
+            writing -= done
+    return {pid: _read(path, before[pid]) for pid, path in paths.items() if _size(path) > before[pid]}
+
+
+def ask(pid: int) -> bool:
+    """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
+
+    Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
+    """
+    with _watched([pid]) as descriptors:
+        return pid in descriptors and _send(descriptors[pid], pid, ANSWER_SIGNAL)
+
+
+@contextmanager
+def _watched(pids: Mapping[int, str] | list[int]) -> Iterator[dict[int, int]]:
+    """A descriptor of each process; see pidfds.watch. Without those that have ended, or for which no descriptor is left."""
+    found: dict[int, int] = {}
     try:
-        pidfds.send(pidfd, pid, STACKS_SIGNAL)
-        # The dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
-        while time.monotonic() < deadline and not readable(pidfd, QUIET_S):
-            last, size = size, _size(path)
-            if size > before and size == last:
-                break
-    except ProcessLookupError:
-        return ""
+        for pid in pids:
+            try:
+                found[pid] = pidfds.watch(pid)
+            except OSError as error:
+                logger.debug("cannot signal process %s: %s", pid, error)
+        yield found
     finally:
-        os.close(pidfd)
-    if size == before:
-        return ""
-    with open(path, "rb") as file:
-        file.seek(before)
-        return file.read().decode(errors="replace")
+        for descriptor in found.values():
+            os.close(descriptor)
 
 
-def _handles_signal(pid: int) -> bool:
-    """Return whether the process still has a handler. After exec() it has none, but its progress row still claims one."""
+def _send(descriptor: int, pid: int, number: int) -> bool:
+    """Send the signal if the process still has a handler. After exec() it has none, but its progress row still claims one."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]
-    except (OSError, StopIteration):
+        if not int(caught, 16) >> (number - 1) & 1:
+            return False
+        pidfds.send(descriptor, pid, number)
+    except (OSError, StopIteration):  # it has ended
         return False
-    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
+    return True
+
+
+def _read(path: str, start: int) -> str:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
 
 
 def _size(path: str) -> int:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ext.workers.hangs import detector, process_stats, stacks, step_times
+from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
+from elastic_ext.workers.hangs.looks import Looks
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -22,7 +23,8 @@ RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 class HangWatch:
     """The hang watch of one round.
 
-    Reading the progress costs microseconds. /proc is read only when all workers have been quiet for half of their limit.
+    Reading the progress costs microseconds. /proc is read, and the workers are looked at, only when all of them have been quiet
+    for half of their limit.
 
     Attributes:
         stalled: all workers of this node stalled at the last check. imminent: they soon will.
@@ -33,8 +35,9 @@ class HangWatch:
         self.stalled = self.imminent = False
         self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
-        self._next_check = self._quiet_from
+        self._next_check = self._next_stats = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
+        self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
         self._speeds = Speeds(self._ranks)
         self._warned = False
 
@@ -47,8 +50,11 @@ class HangWatch:
         """Return the seconds until check() has something to do."""
         return max(0.0, self._next_check - time.monotonic())
 
-    def check(self, pids: Mapping[int, int]) -> Assessment | None:
-        """Assess the workers, or return None before the next check is due. pids: those of running workers, by local rank."""
+    def check(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> Assessment | None:
+        """Assess the workers, or return None before the next check is due.
+
+        pids, stacks_files: those of running workers, and where each writes its stacks, by local rank.
+        """
         now = time.monotonic()
         if now < self._next_check:
             return None
@@ -56,20 +62,36 @@ class HangWatch:
             self._restart_count(now)
         self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
         workers = self._status(pids, now)
-        if workers and detector.needs_stats(workers, self._fixed_s):
+        if not workers or not schedule.needs_stats(workers, self._fixed_s):
+            self._stall = None
+        elif now >= self._next_stats:
             self._read_stats(pids, now)
             workers = self._status(pids, now)
             if any(worker.debugged for worker in workers):
                 self._restart_count(now)
-        else:
-            self._stall = None
+        if now >= self._next_stats:
+            self._next_stats = now + schedule.next_check_s(workers, self._fixed_s)
+        workers = self._look(workers, pids, stacks_files, now)
         assessment = detector.assess(workers, self._fixed_s)
         self.stalled, self.imminent = assessment.stalled, assessment.imminent
-        self._next_check = now + detector.next_check_s(workers, self._fixed_s)
+        left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
+        self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
         return assessment
 
+    def _look(
+        self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
+    ) -> list[WorkerStatus]:
+        """Find out whether the workers stay in their calls, if it is time to; return them with what was found."""
+        if not workers or not schedule.needs_looks(workers, self._fixed_s):
+            self._looks = None
+            return workers
+        if self._looks is None:
+            self._looks = Looks()
+        self._looks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
+        return self._status(pids, now)
+
     def _restart_count(self, now: float) -> None:
-        self._quiet_from = now
+        self._quiet_from, self._looks = now, None
         if self._stall is not None:
             self._stall.forget_activity()
 
@@ -98,7 +120,10 @@ class HangWatch:
                 known=progress.pid != 0,
             )
             if self._stall is not None:
-                worker = self._stall.complete(worker, local_rank, now, detector.limit_s(worker, Activity.NONE, self._fixed_s))
+                worker = self._stall.complete(worker, local_rank, detector.limit_s(worker, Activity.NONE, self._fixed_s))
+            if self._looks is not None:
+                wait, stayed_s = self._looks.stay(local_rank, now)
+                worker = replace(worker, wait=wait, stayed_s=stayed_s)
             workers.append(worker)
         return workers
 
@@ -116,7 +141,7 @@ class HangWatch:
         found = {}
         for local_rank, pid in pids.items():
             progress, stats = self._progress.read(local_rank), sample.get(pid, ProcessStats(""))
-            rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
+            rates = self._rates(local_rank)
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
             can_answer = progress.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
             stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
@@ -131,6 +156,10 @@ class HangWatch:
                 stack,
             )
         return found
+
+    def _rates(self, local_rank: int) -> Rates:
+        rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
+        return self._looks.rates(local_rank) if rates == Rates() and self._looks is not None else rates
 
 
 class Stall:
@@ -170,8 +199,8 @@ class Stall:
         """Return the local ranks whose bytes the kernel does not report."""
         return [each for each, stats in self._stats.items() if stats.io_bytes is None or stats.sockets is None]
 
-    def complete(self, worker: WorkerStatus, local_rank: int, now: float, limit_s: float) -> WorkerStatus:
-        """Add what its processes show. limit_s: how long it may be quiet if no worker works."""
+    def complete(self, worker: WorkerStatus, local_rank: int, limit_s: float) -> WorkerStatus:
+        """Add what its processes showed at the last check. limit_s: how long it may be quiet if no worker works."""
         stats = self._stats.get(local_rank)
         if stats is None:
             return worker
@@ -180,8 +209,8 @@ class Stall:
         if worked is None or self._before_at == -math.inf:
             return worker
         # Idle for half of the limit, and quiet for all of it: the first check was at the half.
-        idle_s, recent_s = now - worked, RECENT_SHARE * limit_s
-        slept = now - self._slept.get(local_rank, -math.inf) < recent_s
+        idle_s, recent_s = self._at - worked, RECENT_SHARE * limit_s
+        slept = self._at - self._slept.get(local_rank, -math.inf) < recent_s
         return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
 
 

@@ -24,9 +24,10 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.workers import progress_layout
-from elastic_ext.workers.hangs import detector, step_times
+from elastic_ext.workers.hangs import detector, schedule, step_times
 from elastic_ext.workers.hangs.detector import Stuck, WorkerStatus
 from elastic_ext.workers.hangs.step_times import StepMark
+from elastic_ext.workers.hangs.waits import Wait
 from tests import jobs
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, wait_gone
 
@@ -105,13 +106,13 @@ def test_the_one_behind_is_named():
 
 
 def test_the_next_look_is_when_something_can_be_different():
-    assert detector.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
-    assert detector.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
-    assert detector.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
-    assert detector.next_check_s([worker(quiet_s=70, working=True)]) == 30
-    assert detector.next_check_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
-    assert detector.next_check_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
-    assert detector.next_check_s([]) == 30
+    assert schedule.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
+    assert schedule.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
+    assert schedule.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
+    assert schedule.next_check_s([worker(quiet_s=70, working=True)]) == 30
+    assert schedule.next_check_s([worker(quiet_s=1), worker(quiet_s=70)], 4) == 1
+    assert schedule.next_check_s([worker(steps=0, quiet_s=1)], 4) == 2  # the first step makes it short
+    assert schedule.next_check_s([]) == 30
 
 
 def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
@@ -265,6 +266,9 @@ class Clock:
         self.looks = 0
         self.next_check = 0.0
         self.working = [True] * ranks
+        self.wait = [Wait.NOTHING] * ranks
+        self.call_s = float("inf")  # each call that waits takes this long
+        self.waits_since = 0.0
 
     def sign(self, rank: int, step: bool = True) -> None:
         words = self.words[rank]
@@ -289,9 +293,18 @@ class Clock:
                     gaps=tuple(words[gaps : gaps + progress_layout.GAP_BUCKETS]),
                     working=self.working[rank],
                     state="S",
+                    wait=self.wait[rank],
+                    stayed_s=(self.now - self.waits_since) % self.call_s if self.wait[rank] is not Wait.NOTHING else 0.0,
                 )
             )
         return found
+
+    def in_calls(self, wait: Wait, seconds: float, ranks: range, call_s: float = float("inf")) -> None:
+        """These ranks spin in calls that only wait; the others work."""
+        self.wait = [wait if rank in ranks else Wait.NOTHING for rank in range(len(self.words))]
+        self.waits_since, self.call_s = self.now, call_s
+        self.pass_time(seconds)
+        self.wait = [Wait.NOTHING] * len(self.words)
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
@@ -301,7 +314,7 @@ class Clock:
             self.looks += 1
             if verdict.stalled:
                 self.alarms.append(f"at {self.now:.0f} s: {verdict.reason}")
-            self.next_check = self.now + detector.next_check_s(self.workers())
+            self.next_check = self.now + min(schedule.next_check_s(self.workers()), schedule.next_look_s(self.workers()))
         self.now = end
 
 
@@ -314,8 +327,13 @@ def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) 
             for rank in range(len(clock.words)):
                 clock.pass_time(chance.random() * step_s / 10)
                 clock.sign(rank)
-        what = chance.choice(["data", "eval", "quiet eval", "rank 0 saves", "checkpoint", "compile"])
-        if what in ("eval", "checkpoint", "compile"):
+        others = range(1, len(clock.words))
+        what = chance.choice(["data", "eval", "quiet eval", "rank 0 saves", "checkpoint", "compile", "calls"])
+        if what == "calls":
+            clock.in_calls(Wait.RANKS, chance.uniform(10, 900), others)  # while rank 0 does its own part
+            clock.in_calls(Wait.RANKS, chance.uniform(10, 900), range(len(clock.words)), call_s=5.0)  # an evaluation
+            clock.in_calls(Wait.DEVICE, chance.uniform(1, 40), range(len(clock.words)))  # a long kernel
+        elif what in ("eval", "checkpoint", "compile"):
             clock.phase(what)
             clock.working = [what == "compile"] * len(clock.words)  # a device works, or a disk
             clock.pass_time(chance.uniform(10, 900))
@@ -333,18 +351,34 @@ def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) 
 
 @pytest.mark.parametrize("step_s", [0.05, 0.8, 12.0])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s):
+@pytest.mark.parametrize("spins", [True, False])
+def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s, spins):
     clock = Clock(4)
     healthy(clock, random.Random(seed), 1800, step_s)
     assert clock.alarms == []
-    assert clock.looks < clock.now / 10  # twice a minute, and a few more where somebody is late
+    assert clock.looks < clock.now / 3  # sixteen in a minute, and a few more where somebody is late
+    before = stop(clock, working=spins)
+    if spins:
+        limit_s = max(detector.wait_limit_s(each) for each in clock.workers())
+        clock.in_calls(Wait.RANKS, limit_s + 100, range(4))
+        assert limit_s - 1 < raised(clock) - before < limit_s + 2 * schedule.LOOK_S
+    else:
+        clock.pass_time(2100)
+        assert raised(clock) - before > 59
+
+
+def stop(clock: Clock, working: bool) -> float:
+    """All ranks stop stepping; return when."""
     for rank in range(4):
         clock.sign(rank)
-    clock.working = [False] * 4
-    before = clock.now
-    clock.pass_time(2100)
+    clock.working = [working] * 4
+    clock.alarms.clear()
+    return clock.now
+
+
+def raised(clock: Clock) -> float:
     assert clock.alarms, "the clock and its workers would never raise one"
-    assert float(re.findall(r"at (\d+) s", clock.alarms[0])[0]) - before > 59
+    return float(re.findall(r"at (\d+) s", clock.alarms[0])[0])
 
 
 # Stragglers.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,12 @@ def test_a_family_is_found_by_parent_group_and_session():
 @pytest.mark.parametrize(
     ("before", "now", "rates"),
     [
-        (ProcessStats("S"), ProcessStats("S"), Rates(0.0, 0.0, 0.0)),
+        (ProcessStats("S"), ProcessStats("S"), Rates(0.0, 0.0, 0.0, 0.0, 0.0)),
+        (
+            ProcessStats("S", cpu_s=10.0, own_cpu_s=8.0, main_cpu_s=5.0),
+            ProcessStats("S", cpu_s=22.0, own_cpu_s=16.0, main_cpu_s=11.0),
+            Rates(3.0, 0.0, 0.0, 1.0, 0.5),
+        ),
         (ProcessStats("S", 1.0, 2.0, 100), ProcessStats("S", 3.0, 3.0, 500), Rates(0.5, 0.25, 100.0)),
         (ProcessStats("S", sockets={1: 100, 2: 7}), ProcessStats("S", sockets={1: 500, 3: 400}), Rates(0.0, 0.0, 200.0)),
         (ProcessStats("S", io_bytes=None), ProcessStats("S"), Rates(0.0, 0.0, None)),
@@ -120,7 +126,11 @@ def test_a_family_is_found_by_parent_group_and_session():
     ],
 )
 def test_rates(before, now, rates):
-    assert process_stats.rates(before, now, 4.0) == rates
+    found = process_stats.rates(before, now, 4.0)
+    assert found == replace(rates, children_share=found.children_share, threads_share=found.threads_share)
+    if rates.children_share is not None:
+        assert found == rates
+    assert (found.children_share is None) == (found.cpu_share is None)
 
 
 # Unknown is not idle.
@@ -289,7 +299,7 @@ def watched(
     verdict = None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
         pause.wait(watch.next_check_s())
-        verdict = watch.check(dict(enumerate(pids))) or verdict
+        verdict = watch.check(dict(enumerate(pids)), {}) or verdict
     assert verdict is not None
     return verdict
 

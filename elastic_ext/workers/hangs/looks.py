@@ -1,0 +1,125 @@
+"""Looks at quiet workers: has each stayed in one call that only waits for other ranks, or for its device?
+
+Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
+the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
+thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
+long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
+
+Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no other process that computes,
+and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin too.
+
+Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
+them, which Python and torch retry. A worker that stays gets two signals in all. One that does its own part gets two more after
+FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_ext.workers.hangs import detector, process_stats, stacks, waits
+from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
+from elastic_ext.workers.hangs.waits import Wait
+from elastic_ext.workers.progress import Progress
+
+FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
+RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A worker that has not left its call.
+
+    Attributes:
+        since: monotonic seconds.
+        wait: what the call waits for.
+        answers: see Progress; another count means that it has left the call.
+        others_idle: its other Python threads wait for work.
+        stats: of its family, when this began.
+    """
+
+    since: float
+    wait: Wait
+    answers: int
+    others_idle: bool
+    stats: ProcessStats
+
+
+class Looks:
+    """The looks at the workers of this node while all of them are quiet. Start anew when one gives a sign of life."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, Stay] = {}  # by local rank
+        self._at, self._stats = -math.inf, dict[int, ProcessStats]()  # at the last update, by local rank
+        self._next = -math.inf  # when to look again at those that do not stay
+        self._gap_s = FIRST_GAP_S
+
+    def update(self, pids: Mapping[int, int], rows: Mapping[int, Progress], stacks_files: Mapping[int, str], now: float) -> None:
+        """Check who has stayed, and look at the others if it is time. All arguments by local rank. now: monotonic seconds."""
+        sample = process_stats.read(pids.values())
+        stats = {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
+        self._at, self._stats = now, stats
+        self._stays = {
+            local_rank: stay
+            for local_rank, stay in self._stays.items()
+            if local_rank in stats and continues(stay, rows[local_rank].answers, stats[local_rank], now)
+        }
+        others = {local_rank: pid for local_rank, pid in pids.items() if local_rank not in self._stays}
+        if not others or now < self._next:
+            return
+        self._next, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
+        if all(local_rank in stats and can_answer(rows[local_rank], stats[local_rank]) for local_rank in others):
+            self._look(others, rows, stacks_files, stats, now)
+
+    def stay(self, local_rank: int, now: float) -> tuple[Wait, float]:
+        """Return what this worker waits for and for how many seconds it has not left that call."""
+        stay = self._stays.get(local_rank)
+        return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
+
+    def rates(self, local_rank: int) -> Rates:
+        """Return this worker's rates since it has been in its call; not known for one that does not stay."""
+        stay = self._stays.get(local_rank)
+        if stay is None or self._at <= stay.since:
+            return Rates()
+        return process_stats.rates(stay.stats, self._stats[local_rank], self._at - stay.since)
+
+    def left_s(self, pids: Mapping[int, int], now: float) -> float:
+        """Return the seconds until `update` looks at those that do not stay; 0 if all do."""
+        return max(0.0, self._next - now) if pids.keys() - self._stays.keys() else 0.0
+
+    def _look(
+        self,
+        pids: Mapping[int, int],
+        rows: Mapping[int, Progress],
+        stacks_files: Mapping[int, str],
+        stats: Mapping[int, ProcessStats],
+        now: float,
+    ) -> None:
+        asked = {local_rank: pid for local_rank, pid in pids.items() if stacks.ask(pid)}
+        dumps = stacks.dump_all({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
+        for local_rank, pid in asked.items():
+            text = dumps.get(pid, "")
+            wait = waits.wait_of(text)
+            if wait is not Wait.NOTHING:
+                idle = waits.others_idle(text)
+                self._stays[local_rank] = Stay(now, wait, rows[local_rank].answers, idle, stats[local_rank])
+
+
+def can_answer(row: Progress, stats: ProcessStats) -> bool:
+    """Return whether this worker may be sent the signals, and could answer."""
+    if not row.stacks_armed or not row.answers or row.phase == "exit" or stats.debugged:
+        return False
+    return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
+
+
+def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool:
+    """Return whether the worker is still in its call, and nothing else of its family has done anything meanwhile."""
+    if answers != stay.answers or stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED:
+        return False
+    if now - stay.since < RATES_S:
+        return True
+    rates = process_stats.rates(stay.stats, stats, now - stay.since)
+    threads_share = 0.0 if stay.others_idle else rates.threads_share
+    return not detector.works(rates.children_share, rates.bytes_s) and not detector.works(threads_share, rates.bytes_s)

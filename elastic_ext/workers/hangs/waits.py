@@ -1,0 +1,115 @@
+"""Tells from a worker's stacks what it waits for. Pure, standard library only.
+
+The stacks are in faulthandler's format, innermost frame first, with the main thread last.
+
+These tables are stricter than `detector.waits_for_others`, which only orders suspects: here a mistake would end a healthy job.
+So a frame counts only if the call that it makes can do nothing but wait for other ranks, or for this rank's own device. Not
+recognised, because the same frame may do the rank's own part:
+
+- `loss.item()` and the like in the script, where many scripts on GPUs wait: any C code may be called from that line;
+- the backward pass: on the CPU it computes in the main thread;
+- a launch of a kernel that waits because the device's queue is full: its frame is that of the operation;
+- what computes inside torch.distributed: DTensor, pipelines, state dicts, checkpoints, pickling of objects to send.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Wait(Enum):
+    """What a worker's main thread waits for."""
+
+    NOTHING = "nothing that is known"
+    RANKS = "other ranks"
+    DEVICE = "its device"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    path: str
+    function: str
+
+    def is_in(self, path: str, functions: tuple[str, ...] = ()) -> bool:
+        """functions: (): any."""
+        return self.path.endswith(path) and (not functions or self.function in functions)
+
+
+_FRAME = re.compile(r'  File "(.*)", line \d+ in (.*)')
+_THREAD = re.compile(r"^(?:Thread|Current thread) 0x.*\n", re.MULTILINE)
+
+_C10D = "/torch/distributed/distributed_c10d.py"
+_FUNCTIONAL = "/torch/distributed/_functional_collectives.py"
+_COLLECTIVES = (
+    _C10D,
+    _FUNCTIONAL,
+    "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    "/torch/nn/parallel/distributed.py",
+)
+_OPERATOR = ("/torch/_ops.py", ("__call__",))  # waits for others where a functional collective calls it
+# What these do may take long without any other rank: pickling, connecting all ranks, closing the connections.
+_OWN_PART = (
+    (_C10D, ("_object_to_tensor", "_tensor_to_object", "init_process_group", "_new_process_group_helper", "new_group")),
+    (_C10D, ("split_group", "destroy_process_group", "_shutdown_backend", "_abort_process_group", "shrink_group")),
+    (_FUNCTIONAL, ("__torch_dispatch__",)),  # computes with the result
+)
+_SYNCHRONISING = (
+    ("/torch/cuda/__init__.py", ("synchronize",)),
+    ("/torch/cuda/streams.py", ("synchronize",)),
+    ("/torch/accelerator/__init__.py", ("synchronize",)),
+)
+# The innermost frames of threads that wait for work, or for the end of somebody else's.
+_IDLE = (
+    ("/threading.py", ("wait", "join", "_wait_for_tstate_lock", "acquire", "__enter__")),
+    ("/queue.py", ("get",)),
+    ("/selectors.py", ("select",)),
+    ("/socket.py", ("accept", "readinto")),
+    ("/socketserver.py", ("serve_forever",)),
+    ("/subprocess.py", ("_try_wait", "_communicate")),
+    ("/concurrent/futures/thread.py", ("_worker",)),
+    ("/multiprocessing/connection.py", ("wait", "poll", "_poll", "_recv", "accept")),
+    ("/multiprocessing/popen_fork.py", ("poll",)),
+    ("/multiprocessing/synchronize.py", ("acquire", "__enter__")),
+)
+
+
+def main_thread(stacks: str) -> str:
+    """Return the main thread's stack; "" if there is none."""
+    return _split(stacks)[-1]
+
+
+def wait_of(stacks: str) -> Wait:
+    """Return what the call waits for in which the main thread is."""
+    frames = _frames(main_thread(stacks))
+    if not frames:
+        return Wait.NOTHING
+    inner, caller = frames[0], frames[1] if len(frames) > 1 else Frame("", "")
+    frame = caller if inner.is_in(*_OPERATOR) and caller.is_in(_FUNCTIONAL) else inner
+    if any(frame.is_in(*each) for each in _OWN_PART):
+        return Wait.NOTHING
+    if any(frame.is_in(path) for path in _COLLECTIVES):
+        return Wait.RANKS
+    return Wait.DEVICE if any(inner.is_in(*each) for each in _SYNCHRONISING) else Wait.NOTHING
+
+
+def others_idle(stacks: str) -> bool:
+    """Return whether all other threads that run Python code wait for work.
+
+    A thread without Python code, such as one of NCCL's, is not in the stacks, or has no frame there.
+    """
+    inner = [frames[0] for thread in _split(stacks)[:-1] if (frames := _frames(thread))]
+    return all(any(frame.is_in(*each) for each in _IDLE) for frame in inner)
+
+
+def _split(stacks: str) -> list[str]:
+    """Return the text of each thread, without its heading."""
+    return _THREAD.split(stacks)[1:] or [""]
+
+
+def _frames(thread: str) -> list[Frame]:
+    return [Frame(*match.groups()) for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]

@@ -1,0 +1,114 @@
+"""Steps whose collectives spin in C while they wait, as NCCL's do, for the tests of the hang detector. No GPU is needed.
+
+spin_job.py FAULT[:RANK]...     after STEPS steps, in the first attempt only; it ends when the file $STOP is there
+
+Some faults are none: they take $QUIET_S, and then the training goes on. $GROUP: "gloo" for waits that do not spin.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from spinning_group import Delay, Spin
+
+STEPS = 60
+QUIET_S = float(os.environ.get("QUIET_S", "22"))  # how long what is no hang takes
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group(os.environ.get("GROUP", "spinning"))
+rank, world = dist.get_rank(), dist.get_world_size()
+others = dist.new_group()
+faults = {name for name, _, who in (each.partition(":") for each in sys.argv[1:]) if attempt == 0 and who in ("", str(rank))}
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.01)
+
+
+def step() -> bool:
+    """One step of all ranks; True when it was the last."""
+    over = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
+    dist.all_reduce(over)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    return bool(over.item())
+
+
+def mismatch() -> None:
+    """This rank is in a collective of another group than the rest."""
+    dist.all_reduce(torch.ones(1), group=others)
+
+
+def own_part() -> None:
+    """One rank computes in one call into C, while the others spin: a tokenizer, say."""
+    spin = Spin()
+    threading.Timer(QUIET_S, spin.end).start()
+    spin.wait()
+
+
+def evaluate() -> None:
+    """Nothing but collectives from the same line, which take nearly all of the time and move next to nothing."""
+    Delay.seconds = 0.3
+    end = time.monotonic() + QUIET_S
+    more = torch.ones(1)
+    while more.item():
+        more.fill_(float(rank != 0 or time.monotonic() < end))
+        dist.all_reduce(more, dist.ReduceOp.MIN)
+    Delay.seconds = 0.0
+
+
+def synchronise() -> None:
+    """torch.cuda.synchronize() while a long kernel runs; only the calls into the driver are ours."""
+    spin = Spin()
+    threading.Timer(QUIET_S, spin.end).start()
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.device = lambda _: contextlib.nullcontext()
+    torch._C._cuda_synchronize = spin.wait
+    torch.cuda.synchronize()
+
+
+def backward() -> None:
+    """A backward pass that takes long, all of it in C: the hook, too, is no Python code."""
+    spin = Spin()
+    threading.Timer(QUIET_S, spin.end).start()
+    value = torch.ones(1, requires_grad=True)
+    value.register_hook(functools.partial(next, iter(spin.wait, "never")))
+    (2 * value).sum().backward()
+
+
+def helper() -> None:
+    """All wait in a collective, but a thread of this rank computes, and then joins it: torch's own device threads can do so."""
+    mine = threading.Thread(target=lambda: (own_part(), dist.all_reduce(torch.ones(1), group=others)))
+    mine.start()
+    dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+
+
+def helped() -> None:
+    """The others' part of `helper`."""
+    dist.all_reduce(torch.ones(1), group=others)
+    dist.all_reduce(torch.ones(1), group=dist.group.WORLD)
+
+
+FAULTS = {each.__name__: each for each in (mismatch, own_part, evaluate, synchronise, backward, helper, helped)}
+
+done = 0
+while True:
+    over = step()
+    done += 1
+    if done == STEPS:
+        print(
+            json.dumps({"rank": rank, "world": world, "attempt": attempt, "pid": os.getpid(), "at_s": time.monotonic()}),
+            flush=True,
+        )
+        for fault in faults:
+            FAULTS[fault]()
+            print(f"{fault} is over at {rank}", flush=True)
+    if over:
+        break
+    time.sleep(0.01)
+print(f"finished {rank}", flush=True)
+os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

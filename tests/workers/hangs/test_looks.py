@@ -1,0 +1,299 @@
+"""Looks at quiet workers: what a stack waits for, and workers that stay in one call or only seem to. On real processes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.agent.launch import BOOTSTRAP
+from elastic_ext.workers import progress_layout as layout
+from elastic_ext.workers.hangs import detector, looks, schedule, waits
+from elastic_ext.workers.hangs.detector import WorkerStatus
+from elastic_ext.workers.hangs.waits import Wait
+from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.progress import ProgressTable
+from elastic_ext.workers.worker_env import ANSWER_SIGNAL
+
+# What a stack waits for.
+
+C10D, TORCH = "/torch/distributed/distributed_c10d.py", "/v/site-packages"
+
+
+def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) -> str:
+    """A dump in faulthandler's format: other threads with one frame each, then the main thread with these frames."""
+    threads = [f'Thread 0x7f (most recent call first):\n  File "{path}", line 3 in {function}\n' for path, function in others]
+    lines = "".join(f'  File "{path}", line 7 in {function}\n' for path, function in (*frames, ("train.py", "<module>")))
+    return "\n".join([*threads, f"Current thread 0x7e (most recent call first):\n{lines}"])
+
+
+@pytest.mark.parametrize(
+    ("frames", "wait"),
+    [
+        ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], Wait.RANKS),
+        ([(TORCH + C10D, "barrier")], Wait.RANKS),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], Wait.RANKS),
+        ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], Wait.RANKS),
+        ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], Wait.RANKS),
+        ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], Wait.DEVICE),
+        ([(TORCH + "/torch/cuda/streams.py", "synchronize")], Wait.DEVICE),
+        # Their own part, perhaps.
+        ([("train.py", "log_loss")], Wait.NOTHING),
+        ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
+        ([(TORCH + C10D, "new_group")], Wait.NOTHING),
+        ([(TORCH + C10D, "destroy_process_group")], Wait.NOTHING),
+        ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
+        ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], Wait.NOTHING),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "__torch_dispatch__")], Wait.NOTHING),
+        ([(TORCH + "/torch/autograd/graph.py", "_engine_run_backward")], Wait.NOTHING),
+        ([(TORCH + "/torch/distributed/tensor/_dispatch.py", "dispatch")], Wait.NOTHING),
+        ([(TORCH + "/torch/distributed/checkpoint/filesystem.py", "_write_files_from_queue")], Wait.NOTHING),
+        ([(TORCH + "/torch/cuda/__init__.py", "_lazy_init")], Wait.NOTHING),
+    ],
+)
+def test_what_a_stack_waits_for(frames, wait):
+    assert waits.wait_of(stack(*frames)) is wait
+    assert waits.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is Wait.NOTHING  # only the main thread counts
+
+
+def test_no_stack_waits_for_nothing():
+    assert waits.wait_of("") is Wait.NOTHING
+    assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is Wait.NOTHING
+
+
+def test_idle_threads_are_told_from_others():
+    library = "/usr/lib/python3.11"
+    idle = ((f"{library}/threading.py", "wait"), (f"{library}/selectors.py", "select"))
+    assert waits.others_idle(stack(others=idle))
+    assert waits.others_idle(stack(others=()) + "\n")
+    assert waits.others_idle("Thread 0x7a (most recent call first):\n  <no Python frame>\n\n" + stack())
+    assert not waits.others_idle(stack(others=(*idle, ("train.py", "upload"))))
+
+
+# When it matters.
+
+STEADY = (0,) * 10 + (500,)  # gaps of half a second to a second
+
+
+def worker(**more) -> WorkerStatus:
+    told = {"rank": 0, "steps": 10, "quiet_s": 15.5, "gaps": STEADY, "working": True, "state": "R"}
+    return WorkerStatus(**{**told, "wait": Wait.RANKS, "stayed_s": 10.6, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "limit_s"),
+    [
+        ({}, 15),
+        ({"working": False, "state": "S"}, 15),
+        ({"wait": Wait.DEVICE, "stayed_s": 43.0}, 60),
+        ({"gaps": (0,) * 12 + (100,), "stayed_s": 29.0}, 40.96),  # steps of 2 to 4 s: ten times that
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 43.0}, 60),  # one of 33 s
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 43.0}, 60),  # one of minutes
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 190.0, "wait": Wait.DEVICE}, 2 * 131.072),
+        # These keep the limit of work.
+        ({"wait": Wait.NOTHING}, 1800),
+        ({"stayed_s": 10.4}, 1800),
+        ({"gaps": (0,) * 10 + (19,)}, 1800),
+        ({"asleep_in_kernel": True, "working": False, "wait": Wait.NOTHING}, 1800),
+        ({"phase": "eval"}, 1800),
+    ],
+)
+def test_limits(more, limit_s):
+    one = worker(**more)
+    assert not detector.assess([replace(one, quiet_s=limit_s - 0.1)]).stalled
+    found = detector.assess([replace(one, quiet_s=limit_s + 0.1)])
+    assert found.stalled
+    assert found.waiting == (limit_s < 1800)
+    assert not found.imminent
+
+
+def test_one_that_does_its_own_part_is_enough():
+    assert detector.assess([worker(), worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)]).waiting
+    for more in (
+        {"wait": Wait.NOTHING},
+        {"stayed_s": 1.0},
+        {"quiet_s": 1.0},
+        {"debugged": True},
+        {"known": False},
+        {"state": "T"},
+    ):
+        assert not detector.assess([worker(), worker(rank=1, **more)]).stalled
+
+
+def test_a_limit_that_is_set_is_kept():
+    assert not detector.assess([worker(quiet_s=99)], 100).stalled
+    assert detector.assess([worker(quiet_s=6, stayed_s=0.0)], 5).stalled
+    assert not schedule.needs_looks([worker()], 100)
+    assert schedule.next_look_s([worker()], 100) == float("inf")
+
+
+def test_the_next_look():
+    assert schedule.next_look_s([worker(quiet_s=1)]) == 2.75
+    assert schedule.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 5
+    assert schedule.next_look_s([worker(quiet_s=12.5, stayed_s=9.0)]) == 2.5
+    assert schedule.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=10.0)]) == 0.5
+    assert schedule.next_look_s([worker(quiet_s=100)]) == 5  # it stalls: does it still?
+    assert schedule.next_look_s([worker(steps=0)]) == 3.75
+    assert schedule.needs_looks([worker(quiet_s=3.75)])
+    assert schedule.needs_looks([worker(quiet_s=3.75, wait=Wait.DEVICE)])  # the first look must not be forgotten
+    for more in ({"quiet_s": 3.7}, {"debugged": True}, {"gaps": ()}):
+        assert not schedule.needs_looks([worker(quiet_s=3.75), worker(rank=1, **more)])
+
+
+# Real workers, on a watch with seconds in place of minutes.
+
+COLLECTIVES = """
+import ctypes, functools, os, signal, subprocess, sys, threading, time
+libc = ctypes.CDLL(None)
+at = ctypes.byref(ctypes.c_int())
+libc.pthread_spin_init(at, 0)
+libc.pthread_spin_lock(at)
+spin = functools.partial(libc.pthread_spin_lock, at)  # for ever, without a Python frame
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+sleep = functools.partial(libc.pthread_mutex_lock, mutex)  # the same without processor time
+short = functools.partial(libc.usleep, 300_000)
+def all_reduce(wait): wait()
+def synchronize(wait): wait()
+def ready(): print('ready', flush=True)
+"""
+SPIN = "all_reduce(spin)"
+BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
+BUSY_NATIVE = """
+code = ctypes.cast(libc.pthread_spin_lock, ctypes.c_void_p)
+libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
+"""
+
+
+@contextmanager
+def workers(tmp_path: Path, scripts: list[str], path: str = C10D) -> Iterator[tuple[ProgressTable, list[int], dict[int, str]]]:
+    """Workers that have done enough steps and then run these scripts. path: of the file in which all their functions are."""
+    table, files = ProgressTable(str(tmp_path / "table"), len(scripts)), {}
+    source = tmp_path / path.lstrip("/")
+    source.parent.mkdir(parents=True)
+    source.write_text(COLLECTIVES)
+    started = []
+    try:
+        for slot, script in enumerate(scripts):
+            files[slot] = str(tmp_path / f"stacks{slot}")
+            told = {"slot": slot, "progress": table.path, "progress_version": layout.VERSION, "stacks": files[slot]}
+            run = f"exec(compile(open({str(source)!r}).read(), {str(source)!r}, 'exec'))\nready()\n{script}\n"
+            (tmp_path / f"script{slot}.py").write_text(run)
+            environ = {**os.environ, "ELASTIC_EXT_WORKER": json.dumps(told)}
+            command = [sys.executable, BOOTSTRAP, str(tmp_path / f"script{slot}.py")]
+            started.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, start_new_session=True))
+        for one in started:
+            assert one.stdout is not None
+            assert one.stdout.readline() == b"ready\n"
+        with open(table.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
+            for slot in range(len(scripts)):
+                for word, value in {layout.STEPS: 30, layout.GAPS: 30, layout.SIGN_NS: time.monotonic_ns()}.items():
+                    words[slot * layout.ROW_BYTES // 8 + word] = value
+        yield table, [one.pid for one in started], files
+    finally:
+        for one in started:
+            os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+            assert one.stdout is not None
+            one.stdout.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector, "WAIT_FLOOR_S", {Wait.RANKS: 2.0, Wait.DEVICE: 2.5})
+    monkeypatch.setattr(schedule, "LOOK_S", 0.5)
+    monkeypatch.setattr(looks, "FIRST_GAP_S", 0.5)
+    monkeypatch.setattr(looks, "RATES_S", 0.4)
+
+
+def watched(table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0) -> detector.Assessment:
+    """Watch until they stall, or for `for_s` seconds."""
+    watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None), threading.Event()
+    deadline, verdict = time.monotonic() + for_s, None
+    while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
+        pause.wait(watch.next_check_s())
+        verdict = watch.check(dict(enumerate(pids)), files) or verdict
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("scripts", "path"),
+    [
+        ([SPIN, SPIN], C10D),
+        ([SPIN, "all_reduce(sleep)"], C10D),
+        ([BUSY_NATIVE + SPIN], C10D),  # NCCL's own threads spin, too
+        (["synchronize(spin)"], "/torch/cuda/__init__.py"),
+    ],
+    ids=["spin", "spin-sleep", "native-thread", "device"],
+)
+def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, scripts, path):
+    with workers(tmp_path, scripts, path) as found:
+        verdict = watched(*found, for_s=20)
+    assert verdict.stalled, verdict.reason
+    assert verdict.waiting
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "while True: all_reduce(short)",  # the same line, nearly always
+        BUSY_CHILD + SPIN,
+        BUSY_THREAD + SPIN,
+        "spin()",  # this call is the script's
+        "while True: pass",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
+    ],
+    ids=["loop", "child", "thread", "own-call", "python", "blocked"],
+)
+def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
+    with workers(tmp_path, [SPIN, script]) as found:
+        verdict = watched(*found)
+        assert all(os.path.exists(f"/proc/{pid}/stat") for pid in found[1])
+    assert not verdict.stalled, verdict.reason
+
+
+def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):
+    script = "threading.Timer(4, lambda: libc.pthread_spin_unlock(at)).start()\nall_reduce(spin)\nall_reduce(short)\nspin()"
+    with workers(tmp_path, [script]) as (table, pids, files):
+        watch, pause = HangWatch(table, {0: 0}, None), threading.Event()
+        seen: list[bool] = []
+        deadline = time.monotonic() + 20
+        while seen[-2:] != [True, False]:
+            assert time.monotonic() < deadline
+            pause.wait(watch.next_check_s())
+            verdict = watch.check({0: pids[0]}, files)
+            if verdict is not None:
+                seen.append(verdict.stalled)
+
+
+def test_a_worker_gets_few_signals(tmp_path, quick):
+    """One dump where it stays; with what does its own part, ever fewer."""
+    with workers(tmp_path, [SPIN, "while True: pass"]) as found:
+        assert not watched(*found, for_s=5).stalled
+        dumps = [Path(file).read_text().count("Current thread") for file in found[2].values()]
+    assert dumps[0] == 1
+    assert 2 <= dumps[1] <= 5  # eight without longer gaps
+
+
+def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick):
+    with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, _):
+        for pid in pids:
+            os.kill(pid, ANSWER_SIGNAL)
+        deadline, pause = time.monotonic() + 20, threading.Event()
+        while table.read(1).answers == 1:
+            assert time.monotonic() < deadline
+            pause.wait(0.01)
+        assert [table.read(slot).answers for slot in range(2)] == [1, 2]

@@ -1,0 +1,97 @@
+"""Jobs whose ranks wait in collectives: the short limit, and what looks like it but is healthy. No setting, as installed."""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+from tests.jobs import AGENT, SCRIPTS, Job
+
+JOB = SCRIPTS / "spin_job.py"
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_HANG", "on")
+
+
+def start(tmp_path: Path, group: str, *faults: str) -> Job:
+    env = {"STOP": str(tmp_path / "stop"), "GROUP": group, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / "verdict")}
+    return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", JOB, *faults], tmp_path, **env)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", ["spinning", "gloo"])
+def test_ranks_in_different_collectives_are_a_hang_by_the_short_limit(tmp_path, group):
+    """With waits that spin, nothing else would end it for half an hour."""
+    with start(tmp_path, group, "mismatch:1") as job:
+        done = job.finish()
+    assert done.returncode == 1, done.err
+    assert "each stays in a call that waits for other ranks" in done.err
+    verdict = json.loads((tmp_path / "verdict").read_text())
+    assert verdict["decision"]["kind"] == "hang"
+    assert verdict["stacks"].count("in all_reduce") == 2
+    if group == "spinning":
+        assert "of a processor used, waits for other ranks" in verdict["decision"]["reason"]
+
+
+def start_two(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, *faults: str) -> list[Job]:
+    """The same on two nodes of one worker each."""
+    where = [f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
+    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, "--rdzv-conf=last_call=1", "--max-restarts=0", JOB, *faults]
+    env = {"STOP": str(tmp_path / "stop"), "GROUP": "spinning"}
+    return [stack.enter_context(Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=name, **env)) for name in "ab"]
+
+
+@pytest.mark.long
+def test_two_nodes_agree_on_it(request, tmp_path):
+    with ExitStack() as stack:
+        done = [job.finish() for job in start_two(request, stack, tmp_path, "mismatch:1")]
+    assert [each.returncode for each in done] == [1, 1], [each.err for each in done]
+    for each in done:
+        assert "each stays in a call that waits for other ranks" in each.err
+        assert "(kind hang," in each.err
+
+
+@pytest.mark.long
+def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
+    """Its own worker stays in its collective for longer than the limit, while the other node's does its own part."""
+    with ExitStack() as stack:
+        started = start_two(request, stack, tmp_path, "own_part:1")
+        for job in started:
+            job.wait_for('"attempt": 0')
+        own = next(job for job in started if '"rank": 1' in job.out)
+        own.wait_for("own_part is over at 1")
+        (tmp_path / "stop").touch()
+        done = [job.finish() for job in started]
+    assert [each.returncode for each in done] == [0, 0], [each.err for each in done]
+    waited = done[1 - started.index(own)]
+    assert "each stays in a call that waits for other ranks" in waited.err
+    assert not re.search("^W .*(made progress|resumed)", waited.err, re.MULTILINE)  # no news for users
+    assert "round 1 is over: no worker" not in waited.err
+
+
+HEALTHY = [
+    ("spinning", "own_part:1"),  # the other spins
+    ("gloo", "own_part:1"),  # the other sleeps
+    ("spinning", "evaluate"),
+    ("spinning", "synchronise"),
+    ("spinning", "backward"),
+    ("gloo", "helper:0", "helped:1"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("faults", HEALTHY, ids=lambda faults: "-".join(faults))
+def test_what_takes_longer_than_the_short_limit_is_no_hang(tmp_path, faults):
+    with start(tmp_path, *faults) as job:
+        job.wait_for("is over at", 1 if faults[1] == "own_part:1" else 2)
+        (tmp_path / "stop").touch()
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    assert "no progress" not in done.err
+    assert "made progress" not in done.err
+    assert done.out.count("finished") == 2

@@ -83,13 +83,17 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 @dataclass
 class EtcdServer:
-    """One member. Its ports stay the same over restarts; so does its data, but for `wipe`."""
+    """One member. Its ports stay the same over restarts; so does its data, but for `wipe`.
+
+    inside: the start of a command line that runs it elsewhere, as in a network namespace.
+    """
 
     folder: Path
     name: str = "m0"
     args: Sequence[str] = ()
     certificates: Certificates | None = None
     client_certificates: bool = False
+    inside: Sequence[str] = ()
     client_port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -116,6 +120,7 @@ class EtcdServer:
         scheme = "https" if self.certificates else "http"
         url = f"{scheme}://{self.endpoint}"
         command = [
+            *self.inside,
             *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
             *(str(etcd_binary()), "--name", self.name, "--data-dir", str(self.folder / "data")),
             *("--listen-client-urls", url, "--advertise-client-urls", url),

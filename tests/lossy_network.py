@@ -140,9 +140,9 @@ class _Relay:
     def run(self) -> None:
         print("ready", flush=True)
         while True:
-            readable, _, _ = select.select([*self._fds, sys.stdin], [], [], self._deliver())
+            readable, _, _ = select.select([*self._fds, sys.stdin.fileno()], [], [], self._deliver())
             for fd in readable:
-                if fd is not sys.stdin:
+                if fd != sys.stdin.fileno():
                     self._take(fd)
                 elif not self._change(sys.stdin.readline()):
                     return

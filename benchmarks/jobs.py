@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,3 +128,22 @@ def kill_children() -> None:
             os.kill(child, signal.SIGKILL)  # the pid cannot have been reused: a child keeps it until it is reaped
         for child in children:
             os.waitpid(child, 0)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The pids of all processes that a process has started, and those of theirs."""
+    try:
+        found = [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()]
+    except OSError:
+        return
+    for each in found:
+        yield each
+        yield from descendants(each)
+
+
+def kill_whole(pid: int) -> None:
+    """Kill a process and all its descendants as if they were one: none of them can act on the death of another."""
+    pids = [pid, *descendants(pid)]
+    for sig in (signal.SIGSTOP, signal.SIGKILL):
+        for each in pids:
+            os.kill(each, sig)

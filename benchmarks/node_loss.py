@@ -1,6 +1,7 @@
 """How long until all workers train again after a node is lost, or joins? Three nodes on this machine.
 
-    python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,link,join,rank0,etcd] [--sides ours,warm,ours-2,stock,tuned]
+    python benchmarks/node_loss.py [--repeat 3] [--rows node,agent,container,link,join,rank0,etcd]
+                                   [--sides ours,warm,ours-2,stock,tuned]
 
 Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes=2:3. The sides:
 
@@ -10,8 +11,9 @@ Each node is a torchrun with one gloo worker (workers/stepping_job.py), --nnodes
     stock     c10d with defaults, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which most of its restarts do not come up
     tuned     stock with keep_alive_interval=1, keep_alive_max_attempt=3, last_call_timeout=1
 
-The agent that starts first has stock's store; the rows node, agent and link lose another node. `link` puts one node into a
-network namespace of its own, and needs root.
+In the row `container` the agent, its worker and its helpers die at one instant, as when a container is killed; in the row
+`node` our reaper is left. The agent that starts first has stock's store; the rows node, agent, container and link lose another
+node. `link` puts one node into a network namespace of its own, and needs root.
 
 The phases; each ends when the last node gets there:
 
@@ -51,6 +53,7 @@ WORKERS = Path(__file__).with_name("workers")
 ROWS = {
     "node": "kill a node with its workers",
     "agent": "kill only the agent",
+    "container": "kill all processes of a node at once",
     "link": "cut a node's link",
     "join": "a node joins (2 to 3)",
     "rank0": "kill the node of rank 0",
@@ -205,6 +208,9 @@ def inject_fault(job: ClusterJob, before: Mapping[int, WorkerEvent]) -> tuple[in
     if job.link is not None:
         job.link.cut()
         return fault_ns, "c"
+    if job.row == "container":
+        jobs.kill_whole(job.agents[victim.node].pid)
+        return fault_ns, victim.node
     job.agents[victim.node].kill()
     if job.row != "agent":
         os.kill(victim.pid, signal.SIGKILL)

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +50,6 @@ class Run:
     standby_mb: float | None
 
 
-def descendants(pid: int) -> Iterator[int]:
-    try:
-        found = [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()]
-    except OSError:
-        return
-    for each in found:
-        yield each
-        yield from descendants(each)
-
-
 def cpu_s(pid: int) -> float:
     """CPU seconds that this process, without its children, has used so far; 0 once it has ended."""
     try:
@@ -72,7 +61,7 @@ def cpu_s(pid: int) -> float:
 
 def beside_the_workers(agent: int) -> float:
     """CPU seconds of the agent's helpers: all descendants except the workers and what those started."""
-    pids = set(descendants(agent))
+    pids = set(jobs.descendants(agent))
     for pid in list(pids):
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()

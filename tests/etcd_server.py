@@ -85,15 +85,16 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 class EtcdServer:
     """One member. Its ports stay the same over restarts; so does its data, but for `wipe`.
 
-    inside: the start of a command line that runs it elsewhere, as in a network namespace.
+    address, inside: where it listens, and the start of the command line, for a network namespace.
     """
 
     folder: Path
     name: str = "m0"
     args: Sequence[str] = ()
+    address: str = "127.0.0.1"
+    inside: Sequence[str] = ()
     certificates: Certificates | None = None
     client_certificates: bool = False
-    inside: Sequence[str] = ()
     client_port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
@@ -101,7 +102,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.client_port}"
+        return f"{self.address}:{self.client_port}"
 
     @property
     def peer_url(self) -> str:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("rendezvous/rounds.py", "workers/hangs/detector.py"),
+    *("failures/cuts.py", "rendezvous/rounds.py", "workers/hangs/detector.py", "workers/hangs/unanswered.py"),
 )
 
 

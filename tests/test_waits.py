@@ -11,6 +11,9 @@ WHY = {
     "checkpoints/copying/throttle.py:__init__": "the copy's bandwidth is bounded",
     "checkpoints/storage/polling.py:poll": "a storage tells of no change",
     "rendezvous/c10d/several_nodes.py:_leave_round": "the backoff that was decided, as on the nodes that failed",
+    "rendezvous/etcd/links/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
+    "rendezvous/etcd/links/watcher.py:_confirm": "a dead node does not answer; only the end of the time tells so",
+    "rendezvous/etcd/links/watcher.py:watch": "a host that cannot be reached tells nothing when it can again",
     "workers/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
@@ -25,7 +28,9 @@ def test_nothing_waits_for_time_to_pass():
 def pauses() -> Iterator[str]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef) and any(is_pause(node) for node in ast.walk(function)):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(
+                is_pause(node) for node in ast.walk(function)
+            ):
                 yield f"{path.relative_to(PACKAGE)}:{function.name}"
 
 

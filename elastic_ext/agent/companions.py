@@ -61,6 +61,7 @@ class Reaping(Companion):
 
     def __init__(self, reaper: Reaper, handler: Rendezvous) -> None:
         self._reaper, self._handler = reaper, handler
+        handler.reaper_runs = reaper.runs
 
     def workers_started(self, workers: LocalWorkers) -> None:
         self._reaper.watch(workers.processes.pids.values(), self._handler.last_will())
@@ -109,7 +110,7 @@ class JobCompanions:
         stack.callback(self.stderr.close)
         self.host = HostProbe(settings)
         stack.callback(self.host.close)
-        self.reaper = Reaper(self.token, logs.run_dir)
+        self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:

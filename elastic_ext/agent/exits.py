@@ -55,15 +55,24 @@ LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.a
 
 _preset = "design"
 _verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
+_succeeded = False  # the job, and no exception has come since
 
 
-def install_excepthook(preset: str) -> None:
-    """Make an unhandled exception of a job end this process with the code of its cause. preset: a key of policy.EXIT_CODES."""
-    global _preset, _verdict_code
-    _preset, _verdict_code = preset, None
+def install(preset: str) -> None:
+    """Make the end of a job, by an exception or by success, end this process. preset: a key of policy.EXIT_CODES."""
+    global _preset, _verdict_code, _succeeded
+    _preset, _verdict_code, _succeeded = preset, None, False
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
+
+
+def set_succeeded() -> None:
+    """Record that the job has succeeded."""
+    global _succeeded
+    _succeeded = True
+    atexit.unregister(_end_after_success)
+    atexit.register(_end_after_success)  # the last one runs first: it calls all others
 
 
 def set_verdict_code(code: int | None) -> None:
@@ -93,7 +102,17 @@ def exit_code_of(error: BaseException) -> int | None:
     return exit_code_for(code, _preset)
 
 
+def _end_after_success() -> None:
+    """End a launcher, whose code is then 0. An exit handler, because no exception tells of a success."""
+    global _succeeded
+    succeeded, _succeeded = _succeeded, False  # `end` calls the exit handlers
+    if succeeded and _may_end_at_once():
+        end(0)
+
+
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    global _succeeded
+    _succeeded = False
     _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = exit_code_of(error)
     if code is not None:
@@ -103,11 +122,13 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 def end(code: int) -> NoReturn:
     """End the process with this code, after threads and exit handlers.
 
-    A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open.
+    A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open. A
+    thread that came back from torch's code meanwhile, such as from a call to a store that dies with the job, would abort it.
     Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    if not _is_launcher() or sys.gettrace() is not None or any(not thread.daemon for thread in threads):
+    global _succeeded
+    _succeeded = False  # or an exit handler would end it with 0
+    if not _may_end_at_once():
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
     try:
         atexit._run_exitfuncs()
@@ -116,6 +137,11 @@ def end(code: int) -> NoReturn:
                 stream.flush()
     finally:  # even if a signal comes
         os._exit(code)
+
+
+def _may_end_at_once() -> bool:
+    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return _is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
 
 
 def _is_launcher() -> bool:

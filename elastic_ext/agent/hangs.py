@@ -7,10 +7,14 @@ from collections.abc import Mapping
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.printable import Block
+from elastic_ext.failures import cuts
+from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.hangs import detector, stacks
 from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
+from elastic_ext.workers.hangs.quiet_watch import QuietWatch
+from elastic_ext.workers.hangs.unanswered import Reach
 from elastic_ext.workers.hangs.watch import HangWatch
 
 logger = logging.getLogger(__name__)
@@ -24,17 +28,19 @@ class HangHandling(Companion):
 
     Attributes:
         hung: the workers that the others waited for, by local rank; set by `examine`.
+        reach: the hosts that did not answer them then.
     """
 
-    def __init__(self, watch: HangWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
+    def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, Stuck] = {}
-        self._watch, self._handler, self._recorder = watch, handler, recorder
+        self.reach = NOTHING_KNOWN
+        self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
 
     @property
     def stalled(self) -> bool:
-        """Whether all workers of this node stall, as of the last check."""
-        return self._watch.stalled
+        """Whether all workers of this node stall, or are quiet, as of the last check: the job may hang."""
+        return self._watch.stalled or self._quiet.reach is not None
 
     @property
     def step_s(self) -> Mapping[int, float]:
@@ -43,9 +49,10 @@ class HangHandling(Companion):
 
     def next_check_s(self) -> float:
         """Return the seconds until the next check is due."""
-        return self._watch.next_check_s()
+        return min(self._watch.next_check_s(), self._quiet.next_check_s())
 
     def check(self, workers: LocalWorkers) -> None:
+        self._check_quiet(workers)
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
         assessment = self._watch.check(workers.running_pids())
         if assessment is None:
@@ -60,8 +67,23 @@ class HangHandling(Companion):
         if assessment.stalled != stalled_before:
             logger.warning("elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
 
+    def _check_quiet(self, workers: LocalWorkers) -> None:
+        """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long."""
+        before = self._quiet.reach
+        self._quiet.check(workers.running_pids())
+        reach = self._quiet.reach
+        silent = {each.address for each in reach.unanswered} if reach is not None else set()
+        known = {each.address for each in before.unanswered} if before is not None else set()
+        if (reach is None) != (before is None) or silent != known:
+            self._handler.report_quiet(_recorded(reach) if reach is not None else None)
+        for each in reach.unanswered if reach is not None else ():
+            if each.address not in known:
+                logger.warning("elastic_ext: all workers wait, and %s", each.text)
+
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
+        reach = self._quiet.read_reach(workers.running_pids())
+        self.reach = _recorded(reach)
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
         culprits = detector.culprits(list(stuck.values()))
         self.hung = {local_rank: each for local_rank, each in stuck.items() if each in culprits}
@@ -70,10 +92,15 @@ class HangHandling(Companion):
         for each in sorted(stuck.values(), key=lambda one: one.blame):
             logger.warning("elastic_ext: %s%s", each.reason, _shown(each.stack))
             texts.append(f"{each.reason}\n{each.stack[-STACKS_KEPT:]}".rstrip())
+        texts += [each.text for each in reach.unanswered]
         if records:
             logger.warning("elastic_ext: %s", records)
             texts.append(records)
         return texts
+
+
+def _recorded(reach: Reach) -> cuts.Reach:
+    return cuts.Reach(reach.addresses, tuple(cuts.Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
 
 
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:

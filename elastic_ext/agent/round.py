@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
@@ -14,12 +15,30 @@ from elastic_ext.agent.progress_rows import progress_rows
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.saves import SaveOnDemand
 from elastic_ext.base.printable import redacted
+from elastic_ext.base.torch_private import reraise_signals
+from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.workers.processes import HasStopBy
 from elastic_ext.workers.progress import EndingWorkers
 from elastic_ext.workers.stderr.tails import StderrTails
+
+
+@dataclass(frozen=True)
+class StopLimit:
+    """The time by which the rendezvous wants this node's workers gone; see `Rendezvous.stop_by`. wakeup: set when it changes."""
+
+    wakeup: Wakeup
+    stop_by: Callable[[], float | None]
+
+    def fileno(self) -> int:
+        return self.wakeup.fileno()
+
+    def clear(self) -> None:
+        reraise_signals(self.wakeup.clear())
 
 
 class RunningRound:
@@ -78,17 +97,17 @@ class RunningRound:
         for companion in self._companions:
             companion.check(self.workers)
 
-    def stop(self, grace_s: float, show_stacks: bool = True) -> None:
+    def stop(self, grace_s: float, show_stacks: bool = True, limit: HasStopBy | None = None) -> None:
         """Stop the workers that still run; kill those that outlive grace_s seconds.
 
-        show_stacks: before killing those, dump their stacks.
+        show_stacks: before killing those, dump their stacks. limit: may shorten grace_s at any time.
         """
 
         def on_stragglers(local_ranks: list[int]) -> None:
-            if show_stacks:
+            if show_stacks and (limit is None or limit.stop_by() is None):  # dumping takes time
                 self._stacks += show_stragglers(self.workers, local_ranks, grace_s)
 
-        self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending)
+        self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit)
 
     def examine_hung(self) -> None:
         """Find out where each worker hangs, while it still runs."""
@@ -105,7 +124,8 @@ class RunningRound:
         """Return this node's report on its failure, for the verdict of the job."""
         share = MAX_STACKS // max(1, len(self._stacks)) - 1  # the beginning of each is in the report
         stacks = "\n".join(text[:share] for text in self._stacks)
-        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path))
+        reach = self.hangs.reach if self.hangs is not None else NOTHING_KNOWN
+        return Report(node, diagnosis, self.resume.step, stacks, redacted(self.resume.checkpoint.path), reach)
 
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""

@@ -21,6 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import started_by
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers import descriptors
+from elastic_ext.workers.hangs.quiet_watch import QuietWatch
 from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.processes import WorkerProcesses
@@ -115,7 +116,8 @@ class RoundStart:
         # Without the bootstrap, workers never report progress, and that is no sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout)
-            hangs = HangHandling(watch, self._handler, companions.flight_recorder)
+            quiet = QuietWatch(progress, ranks, settings.hang_timeout)
+            hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)

@@ -22,7 +22,7 @@ from elastic_ext.agent import exits, launch, postmortem, report, resume, saves
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RunningRound
+from elastic_ext.agent.round import RunningRound, StopLimit
 from elastic_ext.agent.start import RoundStart
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.agent.watch import RoundWatch
@@ -84,7 +84,7 @@ class Supervisor(TorchAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
-        exits.install_excepthook(self._settings.exit_codes)
+        exits.install(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
             self._companions = JobCompanions(
@@ -141,6 +141,7 @@ class Supervisor(TorchAgent):
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
                     self._handler.finished()
+                    exits.set_succeeded()
                     return result
                 self._restart(MEMBERSHIP)
                 continue
@@ -259,11 +260,9 @@ class Supervisor(TorchAgent):
         round_ = self._round
         if round_ is None or round_.stopped:
             return
-        by = self._handler.stop_by()
-        grace = self._grace_s if grace_s is None else grace_s
-        grace = grace if by is None else min(grace, max(0.0, by - time.monotonic()))
+        limit = StopLimit(self._companions.wakeup, self._handler.stop_by)
         with self._phase("stop"):
-            round_.stop(grace, show_stacks=grace_s is None)
+            round_.stop(self._grace_s if grace_s is None else grace_s, show_stacks=grace_s is None, limit=limit)
         self._count_workers("stopped")
 
     def _close_round(self) -> None:

@@ -8,6 +8,10 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
                                 of `rendezvous.c10d.round_events`
     done                        number of nodes whose workers finished      agents (ext_c10d)       agents (ext_c10d)
     stalled                     number of nodes that claim a stall now      agents (ext_c10d)       agents (ext_c10d)
+    quiet                       number of nodes that have claimed to be     agents (ext_c10d)       agents (ext_c10d)
+                                quiet
+    quiet/N                     claim of the N-th of them: a record of      agents (ext_c10d)       agents (ext_c10d)
+                                `rendezvous.c10d.quiet_claims`
     save/N/acks                 number of agents whose workers see the      agents                  agents
                                 N-th save on demand
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
@@ -31,11 +35,17 @@ PREFIX = "elastic_ext"
 # The keys below are relative to PREFIX; `connect` adds it.
 DONE = "done"
 STALLED = "stalled"
+QUIET = "quiet"
 
 
 def event(number: int) -> str:
     """Return the key of an event. number: from 1."""
     return f"event/{number}"
+
+
+def quiet(number: int) -> str:
+    """Return the key of a claim. number: from 1."""
+    return f"{QUIET}/{number}"
 
 
 def save_acks(number: int) -> str:

@@ -71,17 +71,24 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
     evidence = _completed(evidence)
     rule = _first_match(evidence, user_rules)
-    exception = evidence.exception
     return Diagnosis(
         rule.kind,
         rule.response,
         rule.name,
         f"{describe(evidence)}: {rule.because}{_annotation(evidence)}",
-        fingerprint.of_exception(exception) if exception else fingerprint.of_exit(rule.name, ended_by(evidence)),
+        _fingerprint(evidence, rule.name),
         evidence,
         rule.tier,
         rule.checkpoints_back,
     )
+
+
+def _fingerprint(evidence: Evidence, rule: str) -> str:
+    if evidence.cut:
+        return fingerprint.of_cut(evidence.cut)
+    if evidence.exception is not None:
+        return fingerprint.of_exception(evidence.exception)
+    return fingerprint.of_exit(rule, ended_by(evidence))
 
 
 def _first_match(evidence: Evidence, user_rules: Iterable[UserRule]) -> Rule | UserRule:

@@ -104,6 +104,7 @@ class Evidence:
         gpu_recovery: recovery actions that the NVIDIA driver asks for on its node (sources.gpu.ACTIONS except "none").
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
+        cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
@@ -129,6 +130,7 @@ class Evidence:
     hang: bool | None = None
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
+    cut: tuple[str, ...] = ()
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None

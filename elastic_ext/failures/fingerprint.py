@@ -42,6 +42,11 @@ def of_exit(rule: str, ended: str) -> str:
     return f"{rule} | {ended}"
 
 
+def of_cut(hosts: tuple[str, ...]) -> str:
+    """Return the fingerprint of a hang between two hosts that cannot reach each other."""
+    return f"cut | {' | '.join(sorted(hosts))}"
+
+
 def top_user_frame(frames: tuple[str, ...]) -> str:
     """Return the innermost user frame, else the innermost frame, without its directory; "" if there are no frames."""
     users = [frame for frame in frames if not _is_library(frame)] or list(frames)

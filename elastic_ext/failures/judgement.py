@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.kinds import Response
-from elastic_ext.failures import history, policy
-from elastic_ext.failures.classify import Diagnosis, root_cause
+from elastic_ext.failures import cuts, history, policy
+from elastic_ext.failures.classify import Diagnosis, classify, root_cause
+from elastic_ext.failures.cuts import Cut
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
+from elastic_ext.failures.rules import HANG_RULE
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,16 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     now = replace(now, charged=decision.charged)
     stacks = "\n".join(f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks)[:MAX_STACKS]
     verdict = JobVerdict(
-        decision, round_, node, report.host, cause.evidence.rank, charged, circumstances.max_restarts, circumstances.at, stacks
+        decision,
+        round_,
+        node,
+        report.host,
+        cause.evidence.rank,
+        charged,
+        circumstances.max_restarts,
+        circumstances.at,
+        stacks,
+        cause.evidence.cut,
     )
     return (
         Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]),
@@ -75,11 +86,28 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
 def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
+    if cause.rule == HANG_RULE and (found := cuts.cuts({id_: report.reach for id_, report in reports.items()})):
+        return _cut_off(reports, found)
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     if circumstances.lost and report.follows:
         reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
         cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
     return node, cause
+
+
+def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut]) -> tuple[str, Diagnosis]:
+    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait."""
+    ranks = {id_: report.diagnosis.evidence.rank for id_, report in reports.items()}
+    cut, node = cuts.named(found, ranks)
+    here, there, silent = reports[cut.node].host, reports[cut.other].host, cut.silent
+    reason = (
+        f"rank {silent.rank} on {here} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address}), "
+        f"for {silent.for_s:.3g} s"
+    )
+    if len(found) > 1:
+        reason += f" (and {len(found) - 1} more between hosts of the job)"
+    evidence = reports[node].diagnosis.evidence
+    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there)))))
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

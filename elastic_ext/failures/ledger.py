@@ -21,6 +21,7 @@ from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.cuts import NOTHING_KNOWN, Reach
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
 
@@ -43,6 +44,7 @@ class Report:
         resumed_at: step of the checkpoint that the round started from, 0 for the beginning; None if unknown.
         stacks: the stacks of workers that did not end when told to.
         resumed_from: path or URL of that checkpoint; "" if there was none.
+        reach: the hosts that did not answer its workers when the job hung.
     """
 
     host: NameOrEmpty
@@ -50,6 +52,7 @@ class Report:
     resumed_at: int | None = None
     stacks: str = ""
     resumed_from: str = ""
+    reach: Reach = NOTHING_KNOWN
 
     @property
     def follows(self) -> bool:
@@ -75,6 +78,7 @@ class JobVerdict:
         limit: the budget; policy.NO_LIMIT for none.
         at: wall clock of the agent that judged; for people only, no decision depends on it.
         stacks: the stacks from the reports, also for people only.
+        cut: the names of two hosts that cannot reach each other, if that is the cause.
     """
 
     decision: Decision
@@ -86,6 +90,7 @@ class JobVerdict:
     limit: Annotated[int, Within(NO_LIMIT, 2**63 - 1)] = NO_LIMIT
     at: str = ""
     stacks: str = ""
+    cut: tuple[NameOrEmpty, ...] = ()
 
     def for_node(self, node: str) -> Decision:
         """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""

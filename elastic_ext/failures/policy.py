@@ -28,7 +28,7 @@ from elastic_ext.failures.rules import NO_EVIDENCE
 
 NO_LIMIT = -1
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
-WARM_START = "warm-start"  # name of a rule
+WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
 
 # Exit codes of the agent (from sysexits.h if possible).
@@ -256,6 +256,8 @@ def _at_start(past: Precedent) -> bool:
 
 def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
+    if diagnosis.evidence.cut and any(earlier.same_fingerprint for earlier in past):
+        outcome = _cut_again(outcome, diagnosis, nodes)
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
@@ -282,6 +284,14 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     return outcome
 
 
+def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> _Outcome:
+    """Without one of the two, the job needs no way between them. Progress since then does not matter: the cut has come back."""
+    reason = f"{outcome.reason}; these two hosts have had a hang between them before"
+    if not nodes.one_may_leave:
+        return replace(outcome, reason=f"{reason}, but the job cannot run without one of them")
+    return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {diagnosis.evidence.node} leaves", CUT_AGAIN, EX_NODE)
+
+
 def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
     """Allow one more cold start: before the first step, the warm standby itself may cause what looks like a bug."""
     ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != USER_RULES
@@ -304,7 +314,7 @@ _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether the same failure happened twice before the first step after loading the same checkpoint."""
-    if diagnosis.evidence.first_step_done is not False:
+    if diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
     return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
 

@@ -43,6 +43,7 @@ from elastic_ext.failures.matching import (
 )
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
+HANG_RULE = "hang"
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)
@@ -240,7 +241,9 @@ _AT_START = "before the first optimizer step: it would recur on every try"
 _LATER = "one more try shows whether it happens again"
 
 TIER_3 = (
-    _program("hang", HANG, RESTART, "the hang detector ended it",
+    _program("network-cut", NETWORK, RESTART, "the network between these two hosts is cut",
+         when=lambda view: bool(view.evidence.cut)),
+    _program(HANG_RULE, HANG, RESTART, "the hang detector ended it",
          when=lambda view: view.evidence.hang is True),
     _program("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
     _program("shared-object", STORAGE, RESTART, "a shared object could not be read, which points to a network file system",

@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.round_records import EndKind
 
@@ -38,6 +39,7 @@ class Rendezvous(Protocol):
         settings: this agent's settings, read once.
         torch_conf: the user's --rdzv-conf, as torch parsed it.
         attached: our agent sets it when it begins to use this handler; otherwise another agent uses it (see `foreign_agent`).
+        reaper_runs: returns whether a reaper runs that ends the workers if the agent is killed; our agent sets it.
         round: number of the current round, from 1; 0 before the first. It is the same on every node and never reused in a job.
         host, node_id: this machine's name; this agent's unique name within the job.
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
@@ -49,6 +51,7 @@ class Rendezvous(Protocol):
     settings: Settings
     torch_conf: Mapping[str, Any]
     attached: bool
+    reaper_runs: Callable[[], bool]
     round: int
     host: str
     node_id: str
@@ -85,6 +88,12 @@ class Rendezvous(Protocol):
     def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""
 
+    def report_quiet(self, reach: Reach | None) -> None:
+        """Tell that all workers of this node are quiet, and who does not answer them; None: no longer.
+
+        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
+        """
+
     def conclude(self, report: Report) -> JobVerdict:
         """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""
 
@@ -109,6 +118,10 @@ class Rendezvous(Protocol):
 
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""

@@ -57,6 +57,10 @@ class Node:
         round: the round that its workers were in when it had to register again; 0 if it never had to.
         cut: the round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains
             failures of other nodes.
+        link_port: of its listening socket for links (`etcd.links`), at `address`; 0: nobody may link to it.
+        quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
+        addresses: its own that its workers use meanwhile.
+        silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
     """
 
     after: Count
@@ -75,6 +79,10 @@ class Node:
     local: bool = False
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
     cut: Count = 0
+    link_port: Port = 0
+    quiet: Count = 0
+    addresses: tuple[Name, ...] = ()
+    silent: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class Assignment:
         base_rank, base_role_rank: of its first worker, among all workers and among those of its role.
         role_world: number of workers with its role.
         seal: see Header.
+        neighbors: ids of the nodes that this node keeps links to.
     """
 
     round: Count
@@ -130,6 +139,7 @@ class Assignment:
     base_role_rank: Count
     role_world: Count
     seal: str = ""
+    neighbors: tuple[Name, ...] = ()
 
     def of(self, header: Header) -> bool:
         """Return whether this is an assignment to the header's round, not to another attempt to form it."""

@@ -30,7 +30,7 @@ def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenan
         UsageError: this machine has no loopback interface.
         RuntimeError, ValueError: torch could not start the server.
     """
-    listening = _listening(address, port)
+    listening = listening_socket(address, port)
     if listening is None:
         return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, multi_tenant=multi_tenant)
     port = listening.getsockname()[1]
@@ -45,7 +45,7 @@ def serve(address: str, port: int = 0, timeout: timedelta = TIMEOUT, multi_tenan
     )
 
 
-def _listening(address: str, port: int) -> socket.socket | None:
+def listening_socket(address: str, port: int) -> socket.socket | None:
     """Return a listening socket; None if the address is not numeric or not this host's. Raises OSError: the port is taken."""
     number = "127.0.0.1" if address == "localhost" else address
     try:
@@ -68,5 +68,5 @@ def _listening(address: str, port: int) -> socket.socket | None:
             raise UsageError(
                 f"cannot listen on {address}: {error.strerror}; bring up the loopback interface: `ip link set lo up`"
             ) from error
-        logger.info("the round's store listens on all addresses: %s is not an address of this host (%s)", address, error.strerror)
+        logger.info("listening on all addresses: %s is not an address of this host (%s)", address, error.strerror)
         return None

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.failures import cuts
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
@@ -195,8 +197,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
-    if all(view.nodes[id_].stalled == number or view.nodes[id_].done >= number for id_ in view.members):
-        return End(State.BROKEN, STALLED, EndKind.STALLED)
+    if (reason := _hangs(view)) is not None:
+        return End(State.BROKEN, reason, EndKind.STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]
     if not joining or done:
@@ -204,6 +206,23 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
     return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
+
+
+def _hangs(view: View) -> str | None:
+    """Return why the job hangs; None if it does not: all nodes stall, or all are quiet and two cannot reach each other."""
+    number = view.header.round
+    nodes = {id_: view.nodes[id_] for id_ in view.members if view.nodes[id_].done < number}
+    if all(node.stalled == number for node in nodes.values()):
+        return STALLED
+    if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
+        return None
+    reaches = {
+        id_: Reach(node.addresses, tuple(Silent(-1, address, 0.0) for address in node.silent))
+        for id_, node in nodes.items()
+        if node.quiet == number
+    }
+    cut = next(iter(cuts.cuts(reaches)), None)
+    return f"{STALLED}: node {cut.node} gets no answer from node {cut.other}" if cut is not None else None
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:
@@ -244,11 +263,16 @@ def _has_reported(node: Node, round_: int) -> bool:
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the nodes of the next round by rank: old members in their old order, then new ones by topology and time of joining.
 
-    The order is stable, so that caches and shards stay where they are. If there are too many nodes, the last to come wait.
+    The order is stable, so that caches and shards stay where they are; only a node that another one cannot reach is not first. If
+    there are too many nodes, the last to come wait.
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
-    return tuple(sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_])))
+    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    # The first one serves the store of the round, which all must reach.
+    silent = {address for id_ in chosen for address in view.nodes[id_].silent}
+    first = next((id_ for id_ in by_rank if view.nodes[id_].address not in silent), by_rank[0])
+    return (first, *(id_ for id_ in by_rank if id_ != first))
 
 
 def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
@@ -263,7 +287,8 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
         role_world[node.role] = role_world.get(node.role, 0) + node.workers
     assignments, base, role_base = {}, 0, dict.fromkeys(role_world, 0)
     for rank, (id_, node) in enumerate(zip(action.order, nodes, strict=True)):
-        assignments[id_] = Assignment(number, rank, base, role_base[node.role], role_world[node.role], name)
+        near = neighbors(rank, action.order)
+        assignments[id_] = Assignment(number, rank, base, role_base[node.role], role_world[node.role], name, near)
         base += node.workers
         role_base[node.role] += node.workers
     first = nodes[0]
@@ -274,6 +299,15 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
 
 def _count(number: int) -> str:
     return f"{number} node" if number == 1 else f"{number} nodes"
+
+
+def neighbors(rank: int, order: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the nodes that the node of this rank keeps links to: the next one, and one half of the job away.
+
+    Two, so that a node is missed although another one dies with it; far apart, because neighbors by rank share a rack.
+    """
+    places = {(rank + distance) % len(order): None for distance in (1, max(2, len(order) // 2))}
+    return tuple(order[place] for place in places if place != rank)
 
 
 def _named(ids: Sequence[str]) -> str:

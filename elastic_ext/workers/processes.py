@@ -70,6 +70,19 @@ class HasEndingWorkers(Protocol):
     def past_exit_handlers(self) -> dict[int, int]: ...
 
 
+class HasStopBy(Protocol):
+    """An object that knows when the workers must be gone. That time may come nearer while they end."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when the time may have changed."""
+
+    def clear(self) -> None:
+        """Forget the changes so far. Ask for the time after this call, not before."""
+
+    def stop_by(self) -> float | None:
+        """Return the monotonic time; None: there is none."""
+
+
 class WorkerProcesses:
     """The processes of one round, by local rank.
 
@@ -153,6 +166,7 @@ class WorkerProcesses:
         on_stragglers: Callable[[list[int]], None],
         sig: signal.Signals = signal.SIGTERM,
         ending: HasEndingWorkers | None = None,
+        limit: HasStopBy | None = None,
     ) -> None:
         """End all workers: send `sig` now, and SIGKILL to whatever is left of them after `grace_s` seconds.
 
@@ -161,10 +175,11 @@ class WorkerProcesses:
         Args:
             on_stragglers: called with the local ranks that outlived the grace period, before they are killed.
             ending: workers that end by themselves. They do not get `sig`, but SIGKILL once their exit handlers are done.
+            limit: may shorten the grace period at any time.
         """
         ending_codes = ending.exit_codes() if ending is not None else {}
         self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], sig)
-        self._await_all(grace_s, ending)
+        self._await_all(grace_s, ending, limit)
         if stragglers := self.running:
             on_stragglers(stragglers)
         # Also signal the groups of dead workers: what a worker started must not outlive it. Their leaders are zombies until torch
@@ -180,18 +195,27 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, ending: HasEndingWorkers | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: HasEndingWorkers | None = None, limit: HasStopBy | None = None) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.running and (left := deadline - time.monotonic()) > 0:
-            if ending is None:
-                self.wait(left)
-                continue
-            ending.clear()  # before `past_exit_handlers`
-            past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
-            self._cut_short.update(past)
-            self._only_cut_short |= past.keys() - self._stop_sent_ns.keys()
-            self._signal([rank for rank in past if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
-            self.wait(left, ending)
+        changes = [each for each in (ending, limit) if each is not None]
+        while self.running:
+            if limit is not None:
+                limit.clear()
+                by = limit.stop_by()
+                deadline = deadline if by is None else min(deadline, by)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            if ending is not None:
+                self._cut_short_past_exit_handlers(ending)
+            self.wait(left, *changes)
+
+    def _cut_short_past_exit_handlers(self, ending: HasEndingWorkers) -> None:
+        ending.clear()  # before `past_exit_handlers`
+        past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
+        self._cut_short.update(past)
+        self._only_cut_short |= past.keys() - self._stop_sent_ns.keys()
+        self._signal([rank for rank in past if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
 
     def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
         for local_rank in list(local_ranks):

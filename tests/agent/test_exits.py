@@ -88,7 +88,7 @@ from elastic_ext.agent import exits
 from elastic_ext.base.errors import NodeRefused
 if sys.argv[1]:
     __file__, __spec__ = sys.argv[1], None
-exits.install_excepthook("design")
+exits.install("design")
 atexit.register(print, "an exit handler")
 print("a line that waits in a buffer")
 {more}
@@ -110,3 +110,38 @@ def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(main, more):
     assert "NodeRefused: this host was refused" in done.stderr
     printed = ["a line that waits in a buffer", *(["a thread has ended"] if more else []), "an exit handler"]
     assert done.stdout.splitlines() == printed
+
+
+SUCCESS = """
+import atexit, sys
+from elastic_ext.agent import exits
+if sys.argv[1]:
+    __file__, __spec__ = sys.argv[1], None
+exits.install("design")
+class Torn:
+    def __del__(self):
+        print("taken apart", flush=True)
+torn = Torn()
+atexit.register(print, "an exit handler")
+exits.set_succeeded()
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "more", "code", "taken_apart"),
+    [
+        ("/bin/torchrun", "", 0, False),
+        ("", "", 0, True),
+        ("/bin/torchrun", "raise ValueError", 1, True),
+        ("/bin/torchrun", "exits.end(75)", 75, False),
+        ("", "exits.end(75)", 75, True),
+    ],
+    ids=["torchrun", "program", "a failure after the success", "a code after the success", "a code in a program"],
+)
+def test_a_launcher_does_not_take_itself_apart_after_a_success(main, more, code, taken_apart):
+    """Or a thread that comes back from a store call meanwhile would abort it: exit code -6 of a job that has succeeded."""
+    command = [sys.executable, "-c", SUCCESS.format(more=more), main]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == ["an exit handler", *(["taken apart"] if taken_apart else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._listener: socket.socket | None = None
         self._delay_s = 0.0
-        self._deaf = False
+        self._deaf = self._resets = False
         self._stopped = threading.Event()
         self._accepted = 0
         self._held: Callable[[int], bool] = lambda number: False
@@ -59,6 +60,15 @@ class Proxy:
         for thread in threads:
             thread.join()
 
+    def reset(self) -> None:
+        """Like `stop`, but each connection ends as something on the way ends it, not as the other side does."""
+        self._resets = True
+        with self._lock:
+            for each in self._sockets:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.stop()
+        self._resets = False
+
     def delay(self, seconds: float) -> None:
         """Hold back each piece of data, in both directions, for so long."""
         self._delay_s = seconds
@@ -83,10 +93,10 @@ class Proxy:
             self._threads.append(thread)
         thread.start()
 
-    @staticmethod
-    def _close(each: socket.socket) -> None:
+    def _close(self, each: socket.socket) -> None:
         try:
-            each.shutdown(socket.SHUT_RDWR)  # wakes the thread that is blocked in it, which close() does not
+            # Wakes the thread that is blocked in it, which close() does not. After SHUT_RDWR there would be nothing to reset.
+            each.shutdown(socket.SHUT_RD if self._resets else socket.SHUT_RDWR)
         except OSError:
             pass
         each.close()

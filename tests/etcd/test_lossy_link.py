@@ -20,12 +20,11 @@ LEASES, HELD_S = 30, 90  # with one connection each, up to four were lost in a m
 def test_a_link_that_loses_a_fifth_of_the_packets_costs_no_lease(tmp_path: Path):
     if (why := unavailable()) is not None:
         pytest.skip(why)
-    everywhere = ("--listen-client-urls=http://0.0.0.0:2379",)
     with (
         LossyNetwork(["client", "server"]) as network,
-        EtcdServer(tmp_path, args=everywhere, inside=network.inside("server")),
+        EtcdServer(tmp_path, address=network.addresses["server"], inside=network.inside("server")) as server,
     ):
-        command = [sys.executable, str(SCRIPTS / "leases.py"), f"{network.addresses['server']}:2379", str(LEASES), str(HELD_S)]
+        command = [sys.executable, str(SCRIPTS / "leases.py"), server.endpoint, str(LEASES), str(HELD_S)]
         with subprocess.Popen(
             [*network.inside("client"), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as holder:

@@ -14,6 +14,7 @@ def of(type_=None, message="", **more):
 
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
+CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
@@ -70,6 +71,14 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (OWN, (Precedent(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
+        # two hosts that cannot reach each other: the second time one leaves, whatever came between
+        (CUT, (), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (Precedent(False, False, "n1"),), (3, 2), "restart", "network", "network-cut", None),  # another pair
+        (CUT, (SAME_HERE,), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (SAME_THERE,), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (Precedent(True, True, "n2"),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (SAME_THERE,), (2, 2), "restart", "network", "network-cut", None),
+        (CUT, (SAME_THERE,) * 2, (2, 2), "stop", "network", "ceiling", 1),
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
         (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),
@@ -127,6 +136,7 @@ WARM = {"warm": True, "first_step_done": False}
         (of(exit_code=1, **WARM), 0, "restart", "no-evidence", True),
         (of(hang=True, **WARM), 0, "restart", "hang", True),
         (of("ConnectionError", **WARM), 0, "restart", "network", False),
+        (of(hang=True, cut=("a", "b"), **WARM), 0, "restart", "network-cut", False),
         (of(signal="SIGKILL", **WARM), 0, "restart", None, False),
         (of(agent_signal="SIGINT", **WARM), 0, "stop", None, False),
     ],
@@ -149,6 +159,12 @@ def test_exit_codes_of_the_presets():
     codes = {preset: [decide(one, exit_codes=preset).exit_code for one in (bug, node, again, user)] for preset in EXIT_CODES}
     assert codes == {"design": [65, 69, 75, 130], "stock": [1, 1, 1, 1], "kubeflow": [65, 197, 203, 2]}
     assert decide(NETWORK, exit_codes="kubeflow").exit_code is None
+
+
+def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
+    loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
+    for diagnosis, back in ((of(hang=True, first_step_done=False), 1), (CUT, 0)):
+        assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
 
 
 def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():

@@ -98,6 +98,40 @@ def test_next_action(seen, now, action):
     assert next_action(seen, LIMITS, now) == action
 
 
+QUIET = {"a": {"addresses": ("10.0.0.1",)}, "b": {"addresses": ("10.0.0.2",)}, "c": {"addresses": ("10.0.0.3",)}}
+GETS_NONE = End(State.BROKEN, f"{rounds.STALLED}: node a gets no answer from node b", EndKind.STALLED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, Wait("running")),  # all wait, and nobody knows why
+        ({"a": {"silent": ("10.0.0.2",)}}, GETS_NONE),
+        ({"a": {"silent": ("10.0.0.2",)}, "b": {"silent": ("10.0.0.1",)}}, GETS_NONE),
+        ({"a": {"silent": ("10.0.0.2",)}, "c": {"quiet": 0, "done": 3}}, GETS_NONE),
+        ({"a": {"silent": ("10.0.0.2",)}, "c": {"stalled": 3}}, GETS_NONE),
+        ({"a": {"silent": ("10.0.0.2",)}, "c": {"quiet": 2}}, Wait("running")),  # c works
+        ({"a": {"silent": ("10.0.0.2",)}, "b": {"quiet": 2, "stalled": 3}}, Wait("running")),  # who 10.0.0.2 is, is of old
+        ({"a": {"silent": ("10.0.0.9",)}}, Wait("running")),  # no host of the job
+        ({"a": {"silent": ("10.0.0.1",)}}, Wait("running")),
+        ({"a": {"silent": ("10.0.0.2",)}, "c": {"addresses": ("10.0.0.2",)}}, Wait("running")),  # whose it is, is not known
+        ({id_: {"stalled": 3, "quiet": 0} for id_ in "abc"}, End(State.BROKEN, rounds.STALLED, EndKind.STALLED)),
+    ],
+)
+def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as_stalled(changes, action):
+    nodes = {id_: node(**{"quiet": 3, **addresses, **changes.get(id_, {})}) for id_, addresses in QUIET.items()}
+    assert next_action(view(RUNNING, nodes, "abc"), LIMITS, 0) == action
+    assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
+
+
+@pytest.mark.parametrize(
+    ("silent", "first"), [({}, "abc"), ({"c": "a"}, "bac"), ({"c": "a", "a": "cb"}, "abc"), ({"b": "x"}, "abc")]
+)
+def test_a_node_that_another_one_cannot_reach_does_not_serve_the_store(silent, first):
+    nodes = {id_: dataclasses.replace(node(3), address=id_, silent=tuple(silent.get(id_, ""))) for id_ in "abc"}
+    assert rounds.order(view(BROKEN, nodes, "abc"), list("cab"), 3) == tuple(first)
+
+
 OF_TWO = Header(3, State.RUNNING, nodes=2)
 OUTAGE = {"returning_until": 10.0}
 BACK = "node b may come back after the outage"

@@ -7,6 +7,7 @@ and a random draw for each batch show whether the generators are right; each ran
 """
 
 import argparse
+import gc
 import hashlib
 import logging
 import os
@@ -92,6 +93,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    train(args)
+    if dist.is_initialized():
+        # Before the group: the destructor of DDP's reducer holds the GIL, and waits for gloo's thread if it has the last
+        # reference to the group. That thread may wait for the GIL.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = wrapped(args.wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -140,8 +150,6 @@ def main() -> None:
         print("lr", optimizer.param_groups[0]["lr"], "error", checkpointer.last_error, file=out)
         print("average", state_hash_of(average.values), file=out)
         print("state", state_hash(model, optimizer), file=out, flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def state_hash_of(values: dict) -> str:

@@ -3,6 +3,7 @@
 standby_job.py KIND LAST      KIND: gloo, ddp or fsdp; LAST: the attempt that ends well by itself, -1 for none
 """
 
+import gc
 import os
 import sys
 
@@ -43,4 +44,6 @@ sys.stdout.flush()
 dist.barrier()
 if attempt != last:
     signal.pause()
+del model, optimizer, loss  # before the group: see checkpointed_job.py
+gc.collect()
 dist.destroy_process_group()

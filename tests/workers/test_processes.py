@@ -201,6 +201,30 @@ def test_stop_does_not_wait_for_the_grace_when_all_have_ended(start):
     workers.close()
 
 
+def test_a_grace_period_can_be_shortened_while_it_runs(start):
+    """With the grace of an hour alone this test would time out."""
+
+    class Limit(Wakeup):
+        at = None
+
+        def stop_by(self):
+            return self.at
+
+    with Limit() as limit:
+        workers = WorkerProcesses({0: start(IGNORES_TERM).pid}, own_groups=True)
+
+        def cut_off():
+            limit.at = time.monotonic()
+            limit.set()
+
+        later = threading.Timer(0.2, cut_off)
+        later.start()
+        workers.stop(3600, on_stragglers=lambda ranks: None, limit=limit)
+        later.join()
+    assert workers.exits[0].exitcode == -signal.SIGKILL
+    workers.close()
+
+
 def test_a_wait_of_any_length_can_be_asked_for():
     with Wakeup() as wakeup:
         wakeup.set()

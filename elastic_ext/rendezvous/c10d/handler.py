@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous import foreign_agent, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
@@ -42,6 +43,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.torch_conf = dict(params.config)
         self.host = run_id.host_name(settings)
         self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id
@@ -148,6 +150,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def save_wanted(self) -> int:
         return self._nodes.events.saves
 
+    def report_quiet(self, reach: Reach | None) -> None:
+        self._nodes.events.quiet(reach)
+
     def request_save(self, reason: str) -> None:
         self._nodes.events.request_save()
 
@@ -161,6 +166,10 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def announce_leaving(self, reason: str) -> None:
         logger.info("leaving the round: %s", reason)
         self._nodes.events.leaving(self.host)
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        return ()
 
     def last_will(self) -> None:
         """Return None: nobody else can take a node out of torch's rendezvous."""

@@ -15,13 +15,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from enum import Enum
 
 from elastic_ext.base import round_store
 from elastic_ext.base.records import NameOrEmpty
 from elastic_ext.base.round_store import Store
+from elastic_ext.failures.cuts import Reach
+from elastic_ext.rendezvous.c10d.quiet_claims import QuietClaims
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.reader import RecordReader
 
@@ -84,6 +86,9 @@ class LocalEvents:
             self.ended_by = STALLED
             self._on_event()
 
+    def quiet(self, reach: Reach | None) -> None:
+        """Do nothing: there is no other node to reach."""
+
     def request_save(self) -> None:
         self.saves += 1
         self._on_event()
@@ -131,6 +136,7 @@ class RoundEvents:
         self._number = 1  # of the next event
         self._closed = False
         self._stalled = False
+        self._quiet = QuietClaims(nodes, self._reader)
         self._finished = threading.Event()  # no more events come
         store = round_store.connect(host, port)
         self._threads = [threading.Thread(target=self._listen, args=(store,), name="elastic_ext-events", daemon=True)]
@@ -211,6 +217,15 @@ class RoundEvents:
     def _claim(self, store: Store, change: int, stalled: bool) -> None:
         if store.add(round_store.STALLED, change) + store.add(round_store.DONE, 0) >= self._nodes and stalled:
             self._publish(store, STALLED)
+
+    def quiet(self, reach: Reach | None) -> None:
+        """Claim that all workers of this node are quiet, or withdraw the claim; see `QuietClaims`."""
+        if self._quiet.set(reach):
+            self._start(self._claim_quiet)
+
+    def _claim_quiet(self, store: Store) -> None:
+        if (why := self._quiet.write(store)) is not None:
+            self._publish(store, replace(STALLED, reason=f"{STALLED.reason}: {why}"))
 
     def failed(self, reason: str, host: str) -> None:
         """Tell all agents that workers of this host have failed; return at once."""

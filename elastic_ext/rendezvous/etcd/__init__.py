@@ -4,6 +4,7 @@
                                 agent_policy
     One node in the job         participant, made of tasks, registration, header_record, own_assignment, own_watches, election,
                                 recovery, outage, job_records
+    Links to other nodes        links
     The leader's work           leader, made of node_records, members, job_upkeep, verdict
     From outside the job        save_request, job_status, connect
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,10 +29,14 @@ from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.fence import Fence
+from elastic_ext.rendezvous.etcd.fence import Fence, RoundStore
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
+from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
+from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import Limits
 
@@ -43,7 +48,7 @@ WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to
 
 
 class JobConnection:
-    """The agent's node in etcd, the thread that does its work, and the fence.
+    """The agent's node in etcd, the thread that does its work, the links to other agents, and the fence.
 
     Attributes:
         address: the address by which the other nodes reach this one.
@@ -75,21 +80,18 @@ class JobConnection:
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
-        self._on_event = on_event
         self._left = False
         self.changed = InterruptibleCondition(on_wait)
+        notify = functools.partial(_notify, self.changed, on_event)
         self._dispatcher = Dispatcher()
         self.host = run_id.host_name(settings)
         self.node_id = f"{self.host}-{os.getpid()}-{secrets.token_hex(3)}"
         limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle)
         config = NodeConfig(params.run_id, self.node_id, limits, settings.lease_ttl, self.host)
-        self.participant = Participant(client, self._dispatcher, config, self._notify, policy)
-        self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, self._notify)
-
-    def _notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-        self._on_event()
+        self.participant = Participant(client, self._dispatcher, config, notify, policy)
+        self.fence = Fence(lambda: self.participant.lease, settings.lease_ttl, notify)
+        records = Peers(client, JobKeys(params.run_id), RecordReader(), self.node_id, lambda: self.participant.lease[0])
+        self.links = Links(params.run_id, self.node_id, listen_at(self.address), records, self.fence.give_up)
 
     # Waits of the main thread.
 
@@ -158,6 +160,12 @@ class JobConnection:
 
     # The end.
 
+    def enter_round(self, header: Header, assignment: Assignment) -> None:
+        """Guard the workers of this round, and link to its neighbors."""
+        # First: what was said of earlier rounds must not end this one.
+        self.links.follow(assignment.neighbors, self.participant.registration.created)
+        self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.lease
@@ -170,10 +178,17 @@ class JobConnection:
         if self._left:
             return
         self._left = True
+        self.links.close()  # first: the goodbye must arrive before the node is gone
         self.fence.close(LEAVE_TIMEOUT_S)
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self._dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
+    with changed:
+        changed.notify_all()
+    on_event()
 
 
 def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:

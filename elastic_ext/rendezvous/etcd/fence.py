@@ -23,6 +23,9 @@ that time: the leader was in the outage too, and gives the members longer than t
 Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
 (`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
 
+A node that may have been declared dead (`links`) gives up: it closes at once, and its workers get no grace. It does not if it
+knows from its last look that all nodes are in trouble, unless it was certainly declared dead.
+
 Not covered: all members of the round are cut off from etcd while a node outside it is not. Spares are not in the round's store.
 """
 
@@ -60,7 +63,7 @@ def train_on_s(ttl_s: float) -> float:
 def may_train_on(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Return whether no other node can go on without a node in trouble.
 
-    others: their states; None: the store does not answer. all_down_at: see Fence.
+    others: their states; None: the store does not answer. all_down_at: see Trouble.
     """
     if others is None or not all(each in (TROUBLE, BACK) for each in others):
         return False
@@ -80,6 +83,19 @@ class RoundStore:
     nodes: int
 
 
+@dataclass
+class Trouble:
+    """The last trouble of this node in the round.
+
+    Attributes:
+        late: half of the lease time has passed in it.
+        all_down_at: start of the last look in it that saw all nodes in trouble.
+    """
+
+    late: bool = False
+    all_down_at: float | None = None
+
+
 class Fence:
     """A thread beside the rendezvous thread: its store calls may hang on a cut link, and nothing else must wait for them.
 
@@ -96,8 +112,8 @@ class Fence:
         self._round: RoundStore | None = None
         self._store: tuple[RoundStore, TCPStore] | None = None  # with its round; open from the first trouble on
         self._written = WELL  # this node's last written state; a written BACK counts as WELL
-        self._late = False  # in this trouble half of the lease time has passed
-        self._all_down_at: float | None = None  # start of the last look in this trouble that saw all nodes in trouble
+        self._trouble = Trouble()
+        self._given_up = False  # in this round; see `give_up`
         self._ended = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elastic_ext-fence", daemon=True)
@@ -107,9 +123,34 @@ class Fence:
         """Guard the workers of this round; None: this node is in no round."""
         with self._wake:
             self._round = round_
-            self.closed = False
+            self.closed = self._given_up = False
             self._written = WELL  # nobody has written anything into a new store
             self._wake.notify()
+
+    def give_up(self, reason: str, certain: bool) -> None:
+        """Close for the rest of this round, if there is one. Any thread may call this; it returns at once.
+
+        certain: the others do continue without this node; otherwise they may, and cannot while all are in trouble.
+        """
+        with self._wake:
+            if self._round is None or self._given_up or (not certain and self._all_are_down()):
+                return
+            self.closed = self._given_up = True
+            self._wake.notify()
+        logger.error("elastic_ext: the other nodes may continue without this one: %s; stopping its workers", reason)
+        self._on_change()
+
+    def _all_are_down(self) -> bool:
+        """Return whether all nodes were in trouble at the last look, and this one still is."""
+        at = self._trouble.all_down_at
+        return self._written == TROUBLE and at is not None and time.monotonic() < at + 2 * POLL_SHARE * self._ttl_s
+
+    @property
+    def stop_by(self) -> float | None:
+        """The monotonic time by which the workers must be gone; None while the fence is open."""
+        if not self.closed:
+            return None
+        return time.monotonic() if self._given_up else self._lease()[1]
 
     def close(self, timeout_s: float = 3.0) -> None:
         """End the thread. It may be in a store call that never returns: after timeout_s, abandon it."""
@@ -126,6 +167,9 @@ class Fence:
                 _, alive_until = self._lease()
                 share = (alive_until - time.monotonic()) / self._ttl_s
                 round_ = self._round
+                if self._given_up:
+                    self._wake.wait()  # for the next round
+                    continue
                 if round_ is None or (share > TROUBLE_SHARE and self._written == WELL):
                     endless = round_ is None or share == float("inf")
                     self._wake.wait(None if endless else (share - TROUBLE_SHARE) * self._ttl_s)
@@ -141,10 +185,10 @@ class Fence:
         state = self._state(share)
         others = self._swap_states(round_, state)
         if state == TROUBLE and others is not None and all(each == TROUBLE for each in others):
-            self._all_down_at = began
-        closed = share <= CLOSE_SHARE and not may_train_on(others, self._all_down_at, time.monotonic(), self._ttl_s)
+            self._trouble.all_down_at = began
+        closed = share <= CLOSE_SHARE and not may_train_on(others, self._trouble.all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
-            if self._round is not round_:
+            if self._round is not round_ or self._given_up:
                 return  # the round of this look is over
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
@@ -157,10 +201,10 @@ class Fence:
 
     def _state(self, share: float) -> str:
         if share > TROUBLE_SHARE:
-            return BACK if self._late and self._all_down_at is not None else WELL
+            return BACK if self._trouble.late and self._trouble.all_down_at is not None else WELL
         if self._written == WELL:
-            self._late, self._all_down_at = False, None
-        self._late = self._late or share <= 1 - LATE_SHARE
+            self._trouble = Trouble()
+        self._trouble.late = self._trouble.late or share <= 1 - LATE_SHARE
         return TROUBLE
 
     def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:

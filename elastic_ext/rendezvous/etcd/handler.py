@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from torch.distributed import PrefixStore, TCPStore
@@ -12,12 +13,12 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
-from elastic_ext.rendezvous.etcd.fence import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -27,6 +28,7 @@ from elastic_ext.rendezvous.round_server import serve
 logger = logging.getLogger(__name__)
 
 BACKEND = "ext_etcd"
+DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
@@ -62,6 +64,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
+        self.reaper_runs: Callable[[], bool] = lambda: False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
@@ -125,7 +128,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         store = self._server or self._stores.connect(header, self.round_over)
         if store is None:
             return None
-        fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        self._connection.enter_round(header, assignment)
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
@@ -139,6 +142,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             topology=self.settings.topology or "",
             local=self.settings.local_dir is not None,
             cut=cut,
+            # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
+            link_port=self._connection.links.port if self.reaper_runs() else 0,
+            silent=self._stores.silent,
         )
 
     def workers(self) -> list[Worker]:
@@ -164,7 +170,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def round_over(self) -> RoundEnd | None:
         """Return why the workers of the current round must stop; None while it runs."""
         if self._connection.fence.closed:
-            return RoundEnd(EndKind.CUT_OFF, "this node is cut off from etcd, and the others may continue without it")
+            return RoundEnd(
+                EndKind.CUT_OFF, "the other nodes may continue without this one, which is cut off from etcd or was declared dead"
+            )
         if (failure := self._participant.failure) is not None:
             # It may be the leader, and the others would wait for it: they go on without it when its workers are gone.
             return RoundEnd(EndKind.CUT_OFF, f"this node can no longer take part in the job: {failure}")
@@ -172,7 +180,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone, killed if necessary; None if they get the usual grace."""
-        return self._participant.lease[1] if self._connection.fence.closed else None
+        now = time.monotonic()
+        if now < self._participant.registration.deleted_at + DELETED_S:
+            return now
+        return self._connection.fence.stop_by
 
     def break_round(self, reason: str) -> None:
         """Tell all nodes that this round is over; return at once."""
@@ -181,6 +192,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def report_stall(self, stalled: bool) -> None:
         """Claim that all workers of this node stall, or withdraw it. If all nodes claim it, the round ends as EndKind.STALLED."""
         self._participant.stalled(self.round, stalled)
+
+    def report_quiet(self, reach: Reach | None) -> None:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.quiet(self.round, reach)
 
     def request_save(self, reason: str) -> None:
         """Ask all nodes of this round for a save on demand; return at once."""
@@ -238,6 +253,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run, but the others need not wait for them to end."""
         self.break_round(f"{self.host} leaves: {reason}")
+
+    @property
+    def link_fds(self) -> tuple[int, ...]:
+        return self._connection.links.fds
 
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""

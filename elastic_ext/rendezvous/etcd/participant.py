@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, Put, QuotaExceeded
 from elastic_ext.etcd.values import KeyValue
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.rendezvous.etcd.context import NodeConfig, NodeContext
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
 from elastic_ext.rendezvous.etcd.election import Election
@@ -143,6 +144,13 @@ class Participant:
     def stalled(self, round_: int, stalled: bool) -> None:
         """Record whether all workers of this node stall in this round. If those of all nodes do, the round ends."""
         self._update(lambda node: dataclasses.replace(node, stalled=round_ if stalled else 0))
+
+    def quiet(self, round_: int, reach: Reach | None) -> None:
+        """Record whether all workers of this node are quiet in this round, and who does not answer them."""
+        addresses = reach.addresses if reach is not None else ()
+        silent = tuple(each.address for each in reach.silent) if reach is not None else ()
+        quiet = round_ if reach is not None else 0
+        self._update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
 
     def saved(self, number: int, step: int) -> None:
         """Record that the save on demand with this number is complete."""

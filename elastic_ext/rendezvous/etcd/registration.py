@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,8 @@ class Registration:
         node: the record as it should be; None before the node has entered and after it has left.
         session: the lease; None at the same times.
         created: create revision of the node's key; 0 before the node has entered.
+        deleted_at: monotonic time when somebody has deleted the key: the others may continue without this node. Any thread may
+            read it. It is set before a header is read that was written after the delete.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Registration:
         self.node: Node | None = None
         self.session: LeaseSession | None = None
         self.created = 0
+        self.deleted_at = -math.inf
         self._context = context
         self._on_lost = on_lost
         self._on_created = on_created

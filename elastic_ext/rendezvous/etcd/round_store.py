@@ -16,11 +16,16 @@ from elastic_ext.rendezvous.round_records import Header
 logger = logging.getLogger(__name__)
 
 TRIES = 3  # of consecutive rounds
+MAX_SILENT = 32
 CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for later calls, torch's default
 
 
 class StoreConnector:
-    """One agent's connector; it counts consecutive stores that did not answer."""
+    """One agent's connector; it counts consecutive stores that did not answer.
+
+    Attributes:
+        silent: addresses of hosts whose store did not answer when this node last tried.
+    """
 
     def __init__(self, changed: threading.Condition, break_round: Callable[[str], None]) -> None:
         """
@@ -31,6 +36,7 @@ class StoreConnector:
         self._changed = changed
         self._break_round = break_round
         self._unreachable = 0
+        self.silent: tuple[str, ...] = ()
 
     def connect(self, header: Header, over: Callable[[], object | None]) -> TCPStore | None:
         """Connect to the store of this round; return None if it does not answer or the round is over.
@@ -50,9 +56,12 @@ class StoreConnector:
                 if over() is not None:
                     return None
                 self._changed.wait()
-        if (error := answer.exception()) is None:
+        error = answer.exception()
+        self.silent = tuple(each for each in self.silent if each != header.address)
+        if error is None:
             self._unreachable = 0
             return answer.result()
+        self.silent = (*self.silent, header.address)[-MAX_SILENT:]
         self._unreachable += 1
         if self._unreachable == TRIES:  # the other nodes are better off without this one
             raise RendezvousConnectionError(

@@ -12,6 +12,8 @@ between earlier signs in the same phase. It is never less than a floor:
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
 - LONG_FLOOR_S in a phase that is long by nature, START_FLOOR_S before the first sign.
 
+Workers that all wait while two hosts cannot reach each other have a shorter limit: see `unanswered`.
+
 The setting hang_timeout replaces the limit, even if a worker sleeps in the kernel. Before the first sign, the limit is
 START_FACTOR times hang_timeout if no worker does anything. Long phases, and a start at which a worker works, keep their limits.
 """
@@ -184,6 +186,14 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:
     """Return the limit learned from the gaps so far, in seconds; 0 if there are none. gaps: see WorkerStatus."""
+    usual, longest = gaps_s(gaps)
+    limit = max(min(QUANTILE_FACTOR * usual, WORKING_FLOOR_S), LONGEST_FACTOR * usual)
+    # One long gap shows how long work may take, not how long all workers may do nothing.
+    return limit if idle else max(limit, LONGEST_FACTOR * longest)
+
+
+def gaps_s(gaps: Sequence[int]) -> tuple[float, float]:
+    """Return the gap that QUANTILE of the gaps stay below, and the longest, in seconds; 0 if there are none."""
     total, below = sum(gaps), 0
     usual = longest = 0.0
     for bucket, count in enumerate(gaps):
@@ -193,9 +203,7 @@ def learned_s(gaps: Sequence[int], idle: bool) -> float:
         if count:
             longest = edge
         below += count
-    limit = max(min(QUANTILE_FACTOR * usual, WORKING_FLOOR_S), LONGEST_FACTOR * usual)
-    # One long gap shows how long work may take, not how long all workers may do nothing.
-    return limit if idle else max(limit, LONGEST_FACTOR * longest)
+    return usual, longest
 
 
 def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:

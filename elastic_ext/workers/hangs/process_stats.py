@@ -11,6 +11,7 @@ another process can block, and the watch must never wait for the processes that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -113,6 +114,20 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
             sockets=_open_sockets(living, sockets) if sockets is not None else None,
             asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
         )
+    return found
+
+
+def open_sockets(pids: Iterable[int]) -> dict[int, set[int]]:
+    """Return the inodes of all open sockets of each worker's family that may be read, by pid."""
+    processes = _processes()
+    return {pid: _socket_inodes(family) for pid, family in members(processes, set(pids)).items()}
+
+
+def _socket_inodes(family: Iterable[int]) -> set[int]:
+    found: set[int] = set()
+    for pid in family:
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            found |= tcp_traffic.inodes(pid)
     return found
 
 

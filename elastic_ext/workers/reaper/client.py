@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from elastic_ext.base.last_will import LastWill
@@ -30,10 +30,17 @@ class Reaper:
         pidfd: readable once the reaper has ended; None: no reaper runs.
     """
 
-    def __init__(self, token: str, run_dir: str) -> None:
-        """Start the reaper. token: in every worker's environment. run_dir: a directory to remove once the agent has ended."""
+    def __init__(self, token: str, run_dir: str, inherited: Callable[[], Sequence[int]] = tuple) -> None:
+        """Start the reaper.
+
+        Args:
+            token: in every worker's environment.
+            run_dir: a directory to remove once the agent has ended.
+            inherited: returns descriptors that stay open as long as the reaper lives.
+        """
         self._token = token
         self._run_dir = run_dir
+        self._inherited = inherited
         self._workers: list[int] = []
         self._will: LastWill | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,6 +75,7 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             # Without the token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
             env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
+            pass_fds=self._inherited(),
             bufsize=0,  # or close() would retry writes that have failed
             start_new_session=True,  # a signal to the agent's process group must not reach it
         )
@@ -86,6 +94,10 @@ class Reaper:
         if self._process is None and not self._cannot_run:
             self._start()
         self._send_round()
+
+    def runs(self) -> bool:
+        """Return whether the reaper process has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     def revive(self) -> None:
         """Restart the reaper if it was killed (its pidfd is then readable); continue it if it was stopped."""

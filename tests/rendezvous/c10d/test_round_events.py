@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext.base import round_store
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous.c10d.round_events import MOVED_ON, EventKind, RoundEvent, RoundEvents
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 
@@ -19,6 +20,12 @@ def server() -> TCPStore:
 
 def key(number: int) -> str:
     return f"{round_store.PREFIX}/{round_store.event(number)}"
+
+
+def settle(agent: RoundEvents) -> None:
+    """Wait until what the agent has begun to write is there."""
+    for thread in agent._threads[1:]:
+        thread.join(20)
 
 
 def nothing() -> None:
@@ -113,6 +120,41 @@ def test_the_last_node_to_claim_a_stall_ends_the_round(server):
     assert heard.wait(20)
     assert one.ended_by.end == RoundEnd(EndKind.STALLED, "no worker of the job is making progress")
     assert one.ended_by_failure
+
+
+A, B, C = (Reach((f"10.0.0.{number}",)) for number in (1, 2, 3))
+GETS_NONE = Reach(A.addresses, (Silent(0, "10.0.0.2", 15.0),))
+
+
+def test_the_last_node_to_claim_to_be_quiet_ends_the_round_if_two_cannot_reach_each_other(server):
+    heard = threading.Event()
+    agents = [RoundEvents("localhost", server.port, 3, heard.set)] + [
+        RoundEvents("localhost", server.port, 3, nothing) for _ in range(2)
+    ]
+    one, two, three = agents
+    for each, reach in ((one, A), (two, B), (three, C), (three, None), (one, GETS_NONE)):
+        each.quiet(reach)
+        settle(each)
+    assert not server.check([key(1)])  # all were quiet when all could reach each other; now the third one works
+    three.quiet(C)
+    assert heard.wait(20)
+    assert one.ended_by.end == RoundEnd(
+        EndKind.STALLED, "no worker of the job is making progress: a node gets no answer from another one (10.0.0.2)"
+    )
+    assert one.ended_by_failure
+
+
+def test_an_address_of_no_node_and_a_claim_that_cannot_be_read_end_no_round(server):
+    one, other = (RoundEvents("localhost", server.port, 2, nothing) for _ in range(2))
+    other.quiet(B)
+    settle(other)
+    one.quiet(Reach(A.addresses, (Silent(0, "10.0.0.9", 15.0),)))
+    settle(one)
+    server.set(f"{round_store.PREFIX}/{round_store.quiet(1)}", "{}")
+    one.quiet(GETS_NONE)
+    settle(one)
+    assert reasons(one, other) == [None, None]
+    assert not server.check([key(1)])
 
 
 def test_saves_are_asked_for_and_then_the_round_ends(server):

@@ -25,9 +25,9 @@ def test_a_killed_worker_is_replaced_while_all_links_lose_packets(tmp_path: Path
         pytest.skip(why)
     with ExitStack() as stack:
         network = stack.enter_context(LossyNetwork([*NODES, "etcd"]))
-        everywhere = ("--listen-client-urls=http://0.0.0.0:2379",)
-        stack.enter_context(EtcdServer(tmp_path / "etcd", args=everywhere, inside=network.inside("etcd")))
-        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={network.addresses['etcd']}:2379", "--rdzv-id=job", "--nnodes=3"]
+        address = network.addresses["etcd"]
+        server = stack.enter_context(EtcdServer(tmp_path / "etcd", address=address, inside=network.inside("etcd")))
+        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=3"]
         options = [*where, "--rdzv-conf=backoff=0", "--max-restarts=20", str(SCRIPTS / "stepping_job.py")]
         jobs = []
         for node in NODES:

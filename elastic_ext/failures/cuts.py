@@ -1,0 +1,98 @@
+"""Which two nodes of a job cannot reach each other, from what each tells of itself. Pure functions, standard library only.
+
+Only the node that sends learns that nobody answers, so a report of either one is enough. It names an address; whose address that
+is, the other node's own report says. An address of no node of the job (an object store, say) makes no pair.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from elastic_ext.base.records import Name, Rank, Seconds
+
+
+@dataclass(frozen=True)
+class Silent:
+    """rank: of a worker that gets no answer from this address, for so many seconds."""
+
+    rank: Rank
+    address: Name
+    for_s: Seconds
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A node's account of its connections.
+
+    Attributes:
+        addresses: its own that its workers use.
+        silent: the other hosts' addresses that do not answer its workers.
+    """
+
+    addresses: tuple[Name, ...] = ()
+    silent: tuple[Silent, ...] = ()
+
+
+NOTHING_KNOWN = Reach()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Two nodes that cannot reach each other.
+
+    Attributes:
+        node: id of the node that gets no answer; silent: from whom.
+        other: id of the node that has this address.
+    """
+
+    node: str
+    other: str
+    silent: Silent
+
+    @property
+    def pair(self) -> frozenset[str]:
+        """The ids of both nodes."""
+        return frozenset((self.node, self.other))
+
+
+def cuts(reaches: Mapping[str, Reach]) -> list[Cut]:
+    """Return one cut for each pair of nodes, the longer of two. reaches: by node id."""
+    longest: dict[frozenset[str], Cut] = {}
+    for cut in _claimed(reaches):
+        known = longest.get(cut.pair)
+        if known is None or known.silent.for_s < cut.silent.for_s:
+            longest[cut.pair] = cut
+    return list(longest.values())
+
+
+def _claimed(reaches: Mapping[str, Reach]) -> Iterator[Cut]:
+    owners: dict[str, list[str]] = {}
+    for node, reach in reaches.items():
+        for address in reach.addresses:
+            owners.setdefault(address, []).append(node)
+    for node, reach in reaches.items():
+        for silent in reach.silent:
+            # An address that several nodes have for themselves names none of them.
+            if len(owner := owners.get(silent.address, [])) == 1 and owner != [node]:
+                yield Cut(node, owner[0], silent)
+
+
+def named(found: Collection[Cut], order: Mapping[str, int]) -> tuple[Cut, str]:
+    """Return the cut that stands for all of them, and which of its two nodes the job can do without.
+
+    That is the node with the most cuts: its own connection to the network is the likely cause. Among equals, it is the one with
+    the higher rank: rank 0 serves the store of the round.
+
+    Args:
+        found: at least one.
+        order: the rank of each node (or of one of its workers), by node id.
+    """
+    count = Counter(node for cut in found for node in cut.pair)
+
+    def key(node: str) -> tuple[int, int]:
+        return count[node], order[node]
+
+    cut = max(found, key=lambda one: sorted(map(key, one.pair), reverse=True))
+    return cut, max(cut.pair, key=key)

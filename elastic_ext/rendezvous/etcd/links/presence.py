@@ -1,0 +1,152 @@
+"""Shows the others that this node lives: it answers their links and their doubts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
+
+from elastic_ext.etcd import EtcdError
+from elastic_ext.rendezvous.etcd.links.calls import in_thread, within
+from elastic_ext.rendezvous.etcd.links.messages import BYE, ENDS, MAX_LINE, Hello, decode, encode, keep_alive
+from elastic_ext.rendezvous.etcd.links.peers import Standing
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
+MAX_INCOMING = 64  # a node has one or two; more are strangers
+BACKLOG = 16
+CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
+DECIDE_S = 2.0  # after the end of its link, a node is declared dead within this time or not at all
+DOUBTED_S = DECIDE_S + 1.0  # for how long this node looks whether it was: the two sides may see the end at different times
+REACH_S = 0.45  # for an answer of etcd in that time
+
+
+class OwnRecords(Protocol):
+    """What this node needs from etcd to show that it lives; see `peers.Peers`. The calls block."""
+
+    def answer(self, others: Collection[str] = ()) -> Standing:
+        """Remove the doubt about this node, and look for others. Raises EtcdError."""
+
+
+class Presence:
+    """This node's side of the links from other nodes. For the thread of the links.
+
+    Attributes:
+        incoming: number of connections from others.
+    """
+
+    def __init__(self, job: str, node_id: str, records: OwnRecords, on_given_up: Callable[[str, bool], None]) -> None:
+        """on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
+        return at once.
+        """
+        self.incoming = 0
+        self._job, self._node_id, self._records, self._on_given_up = job, node_id, records, on_given_up
+        self._open = Counter[str]()  # links from each node
+        self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
+        self._looking = self._answering = self._asked_again = False
+
+    async def listen(self, listening: socket.socket) -> asyncio.Server:
+        """Begin to accept links."""
+        return await asyncio.start_server(self._accept, sock=listening, limit=MAX_LINE, backlog=BACKLOG)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.incoming >= MAX_INCOMING:
+            writer.close()
+            return
+        self.incoming += 1
+        linked, goodbye = "", False
+        silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            hello = decode(await reader.readline())
+            silent.cancel()
+            if hello.job != self._job:
+                raise ValueError(f"it is for job {hello.job}")
+            writer.write(encode(Hello(self._job, self._node_id, hello.node)))
+            if hello.to != self._node_id:
+                raise ValueError(f"it is for node {hello.to}, whose port this was")
+            linked = hello.node
+            self._open[linked] += 1
+            self._lost.pop(linked, None)
+            goodbye = await reader.readline() == BYE
+            logger.debug("node %s has %s", linked, "ended its link" if goodbye else "lost its link")
+        except ENDS as error:
+            logger.debug("a connection from outside ended: %s", error)
+        except asyncio.CancelledError:
+            writer.write(BYE)
+            raise
+        finally:
+            silent.cancel()
+            self.incoming -= 1
+            writer.close()
+        if not linked:
+            return
+        self._open[linked] -= 1
+        if not goodbye and not self._open[linked]:  # the end of an earlier link may be seen after a new one is there
+            self._lost[linked] = time.monotonic() + DOUBTED_S
+            await self._look()
+
+    async def _look(self) -> None:
+        """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.
+
+        A node that is linked again, or is out of the job itself, declares nobody dead.
+        """
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            while self._lost:
+                await self._look_once(tuple(self._lost))
+                if self._lost:
+                    await asyncio.sleep(CONFIRM_S)
+        finally:
+            self._looking = False
+
+    async def _look_once(self, lost: tuple[str, ...]) -> None:
+        """lost: the nodes that may have declared this one dead."""
+        began, in_job, failed = time.monotonic(), frozenset(lost), ""
+        try:
+            in_job = await within(REACH_S, asyncio.ensure_future(in_thread(partial(self._answered, lost))))
+        except (EtcdError, TimeoutError):
+            failed = "etcd does not answer"
+        except Exception as error:  # top of a task
+            logger.exception("cannot look whether another node has declared this one dead")
+            failed = f"etcd cannot be asked: {error}"
+        if failed and not self._lost.keys().isdisjoint(lost):  # otherwise all are linked again
+            self._on_given_up(f"a link from another node has ended, and {failed}", False)
+        # The last look at each begins after the end of its time.
+        for node_id in [each for each in lost if each not in in_job or self._lost.get(each, began) <= began]:
+            self._lost.pop(node_id, None)
+
+    def _answered(self, others: tuple[str, ...] = ()) -> frozenset[str]:
+        """Answer a doubt; return those of the others that are in the job.
+
+        In a thread of its own, which may go on when nobody waits for it any more: what it reads is told all the same.
+        """
+        standing = self._records.answer(others)
+        if standing.dead:
+            self._on_given_up("another node has declared this one dead", True)
+        return standing.in_job
+
+    async def answer(self) -> None:
+        """Answer a doubt about this node, and those that come meanwhile."""
+        self._asked_again = True
+        if self._answering:
+            return
+        self._answering = True
+        try:
+            while self._asked_again:
+                self._asked_again = False
+                await in_thread(self._answered)
+        except Exception as error:  # top of a task
+            if not isinstance(error, EtcdError):
+                logger.exception("cannot answer the doubt about this node")
+            self._on_given_up(f"another node may doubt that this one lives, and etcd takes no answer: {error}", False)
+        finally:
+            self._answering = False

@@ -1,0 +1,129 @@
+"""Two nodes that cannot reach each other: who they are, what the job's verdict says of them, and which one leaves. Pure."""
+
+import dataclasses
+
+import pytest
+
+from elastic_ext.base.kinds import Response
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.cuts import Reach, Silent, cuts, named
+from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.judgement import Circumstances, judge
+from elastic_ext.failures.ledger import (
+    Ledger,
+    Report,
+    decode_ledger,
+    decode_report,
+    decode_verdict,
+    encode_ledger,
+    encode_report,
+    encode_verdict,
+)
+
+ORDER = {"a": 0, "b": 2, "c": 4, "d": 6}
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3", "d": "fd00::4"}
+
+
+def reaches(**silent: str) -> dict[str, Reach]:
+    """Those of ORDER. silent: the names of the nodes from which one gets no answer, or addresses."""
+    return {
+        id_: Reach((address,), tuple(Silent(ORDER[id_], ADDRESSES.get(each, each), 20.0) for each in silent.get(id_, "").split()))
+        for id_, address in ADDRESSES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("silent", "pairs", "leaves"),
+    [
+        ({}, [], None),
+        ({"b": "c"}, ["bc"], "c"),
+        ({"c": "b"}, ["bc"], "c"),  # it does not matter which of the two has noticed
+        ({"b": "c", "c": "b"}, ["bc"], "c"),
+        ({"a": "d"}, ["ad"], "d"),
+        ({"b": "52.1.2.3"}, [], None),  # an object store
+        ({"b": "10.0.0.2"}, [], None),  # itself
+        ({"b": "c", "a": "b"}, ["ab", "bc"], "b"),  # b has two cuts
+        ({"b": "a", "c": "a", "d": "a"}, ["ab", "ac", "ad"], "a"),  # even the first one
+        ({"a": "b", "c": "d"}, ["ab", "cd"], "d"),
+    ],
+)
+def test_the_pairs_and_who_leaves(silent, pairs, leaves):
+    found = cuts(reaches(**silent))
+    assert sorted("".join(sorted(cut.pair)) for cut in found) == pairs
+    if leaves is not None:
+        cut, node = named(found, ORDER)
+        assert node == leaves
+        assert node in cut.pair
+        assert named(found[::-1], ORDER) == (cut, node)
+
+
+def test_of_two_that_do_not_answer_each_other_the_one_that_has_waited_longer_tells():
+    found = reaches(b="c", c="b")
+    longer = Silent(4, ADDRESSES["b"], 25.0)
+    assert cuts({**found, "c": Reach((ADDRESSES["c"],), (longer,))})[0].silent == longer
+
+
+def test_an_address_of_two_nodes_names_neither():
+    """Of a bridge that every host has, or of two agents on one host."""
+    found = reaches(a="b")
+    assert not cuts({**found, "c": Reach((ADDRESSES["b"],))})
+
+
+# The verdict.
+
+
+def reports(found: dict[str, Reach], **more) -> dict[str, Report]:
+    """All workers wait in a collective."""
+    waits = {"hang": True, "hang_reason": "it waits", "hang_blame": (2, 5, 0, 2), "step": 5, **more}
+    evidence = {id_: Evidence(ORDER[id_], node=f"host-{id_}", **waits) for id_ in found}
+    return {id_: Report(f"host-{id_}", classify(evidence[id_]), 0, reach=reach) for id_, reach in found.items()}
+
+
+RULES = Circumstances(max_restarts=9, nodes=4, min_nodes=2)
+
+
+def judged(*rounds: dict[str, Reach], rules: Circumstances = RULES, **more):
+    """The verdicts on rounds that hung. All records travel as JSON."""
+    ledger, verdicts = Ledger(), []
+    for number, found in enumerate(rounds, 1):
+        told = {id_: decode_report(encode_report(each)) for id_, each in reports(found, **more).items()}
+        ledger, verdict = judge(told, decode_ledger(encode_ledger(ledger)), rules, number)
+        verdicts.append(decode_verdict(encode_verdict(verdict)))
+    return verdicts
+
+
+def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_leave():
+    first, second = judged(reaches(b="c"), reaches(c="b"))
+    assert (first.decision.response, first.decision.kind, first.cut) == (Response.RESTART, "network", ("host-b", "host-c"))
+    assert first.decision.reason.startswith(
+        "rank 2 on host-b gets no answer from host-c, the host of rank 4 (10.0.0.3), for 20 s: the network between these two"
+    )
+    assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
+    assert second.for_node("c").exit_code == 69
+    assert second.for_node("b").exit_code is None
+    assert second.decision.reason.endswith("have had a hang between them before; host-c leaves")
+
+
+def test_a_hang_between_two_others_or_of_another_kind_is_no_second_one():
+    verdicts = judged(reaches(b="c"), reaches(a="b"), reaches(a="52.1.2.3"), rules=dataclasses.replace(RULES, max_restarts=99))
+    assert [verdict.decision.rule for verdict in verdicts] == ["network-cut", "network-cut", "hang"]
+    assert verdicts[2].cut == ()
+    assert "it waits" in verdicts[2].decision.reason
+
+
+def test_nobody_leaves_a_job_that_cannot_run_without_one():
+    _, second = judged(reaches(b="c"), reaches(b="c"), rules=dataclasses.replace(RULES, min_nodes=4))
+    assert (second.decision.response, second.decision.charged) == (Response.RESTART, True)
+    assert "the job cannot run without one of them" in second.decision.reason
+    spare = dataclasses.replace(RULES, min_nodes=4, nodes=5)
+    assert judged(reaches(b="c"), reaches(b="c"), rules=spare)[1].decision.response is Response.REPLACE_NODE
+
+
+def test_all_cuts_of_one_node_are_counted():
+    assert "(and 2 more between hosts of the job)" in judged(reaches(a="c", b="c", c="d"))[0].decision.reason
+
+
+def test_a_broken_gpu_of_a_node_that_hangs_is_still_the_cause():
+    """Every worker waits for it, whoever cannot reach whom."""
+    (verdict,) = judged(reaches(b="c"), xids=(79,))
+    assert (verdict.decision.rule, verdict.cut) == ("xid-replace", ())

@@ -26,7 +26,7 @@ HAS_LEADER = ("hasleader", "true")
 _RENEWALS_PER_CALL = 2
 _MIN_ATTEMPT_S = 0.2
 _PAUSE_S = (0.05, 1.0)  # between two passes over all endpoints: the first pause, and the longest
-_CONNECT_S = 0.5  # for a connection, from the second pass on
+_CONNECT_S = 1.0  # for a connection, from the second pass on
 _FRESH_S = 1.0  # a write goes out only to an endpoint that has answered within this time
 
 
@@ -156,7 +156,7 @@ class Caller:
         *,
         repeatable: bool,
         timeout_s: float | None = None,
-        attempt_s: float | None = None,
+        only: Connection | None = None,
         leader: bool = True,
     ) -> T:
         """Send the call until an endpoint answers.
@@ -166,20 +166,22 @@ class Caller:
             send: called with an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
             repeatable: the call may be sent again even if it may have been carried out. A call that the server has certainly not
                 taken is sent again in any case.
-            timeout_s: for all attempts together.
-            attempt_s: limit for one attempt; by default the remaining time, shared among the endpoints not tried yet.
+            timeout_s: for all attempts together. They share it among the connections not tried yet.
+            only: the one connection to use, for all of the time.
             leader: whether to fail fast on a member without a leader.
 
         Raises:
             EtcdError: see its subclasses.
         """
-        run = _Run(what, time.monotonic() + (timeout_s or self.timeout_s), timeout_s or self.timeout_s, repeatable)
+        timeout_s = timeout_s or self.timeout_s
+        connections = 1 if only is not None else len(self.endpoints)
+        run = _Run(what, time.monotonic() + timeout_s, timeout_s, repeatable, only, connections)
         while True:
             if self.closed.is_set():
                 raise errors.ClientClosed(f"{what}: the etcd client is closed")
-            connection = self.endpoints.current()
+            connection = only or self.endpoints.current()
             try:
-                return self._attempt(connection, send, run, attempt_s, leader)
+                return self._attempt(connection, send, run, leader)
             except CallFailed as error:
                 failed = error.failure
             except ValueError as error:
@@ -188,19 +190,19 @@ class Caller:
                 raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
             self._on_failure(failed, connection, run)
 
-    def _attempt(self, connection: Connection, send: Callable[[Any], T], run: _Run, attempt_s: float | None, leader: bool) -> T:
+    def _attempt(self, connection: Connection, send: Callable[[Any], T], run: _Run, leader: bool) -> T:
         run.sent = False
         run.began = time.monotonic()
-        share = run.left() / (len(self.endpoints) - run.tried % len(self.endpoints))
-        end = min(run.deadline, run.began + max(_MIN_ATTEMPT_S, min(share, attempt_s or share)))
+        share = run.left() / (run.connections - run.tried % run.connections)
+        end = min(run.deadline, run.began + max(_MIN_ATTEMPT_S, share))
         fresh_s = math.inf if run.repeatable else _FRESH_S
         if run.began - connection.answered_at >= fresh_s:
-            check_alive(connection, _left_s(end), again=run.tried >= len(self.endpoints))
-        run.metadata = self.tokens.metadata(connection, _left_s(end))
+            check_alive(connection, left_s(end), again=run.tried >= run.connections)
+        run.metadata = self.tokens.metadata(connection, left_s(end))
         if not run.repeatable:
             end = run.deadline  # no second attempt needs the time
         run.sent = True
-        bound = connection.bound(_left_s(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
+        bound = connection.bound(left_s(end), [*run.metadata, HAS_LEADER] if leader else run.metadata)
         result = translate_errors(connection, lambda: send(bound))
         connection.answered_at = time.monotonic()
         return result
@@ -219,31 +221,35 @@ class Caller:
             raise errors.ClientClosed(f"{run.what}: the etcd client was closed")
         if failure.silent and not run.sent:
             failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt saw the reason
-        self.endpoints.failed(connection, silent=failure.silent)
+        if run.only is None:
+            self.endpoints.failed(connection, silent=failure.silent)
         run.failures[failure.endpoint] = failure
         run.tried += 1
         maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable
-        all_tls = len(run.failures) == len(self.endpoints) and all(seen.kind is Kind.TLS for seen in run.failures.values())
+        addresses = 1 if run.only is not None else len(self.endpoints.endpoints)
+        all_tls = len(run.failures) == addresses and all(seen.kind is Kind.TLS for seen in run.failures.values())
         if maybe_applied or all_tls or run.left() <= 0:
             raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied)
-        if run.tried % len(self.endpoints) == 0:
-            pause = pause_s(run.tried // len(self.endpoints) - 1) - (time.monotonic() - run.began)
+        if run.tried % run.connections == 0:
+            pause = pause_s(run.tried // run.connections - 1) - (time.monotonic() - run.began)
             self.closed.wait(max(0.0, min(pause, run.left())))
 
 
-def _left_s(end: float) -> float:
+def left_s(end: float) -> float:
     """Return the seconds left, never 0: gRPC would not even try."""
     return max(0.001, end - time.monotonic())
 
 
 @dataclass
 class _Run:
-    """The state of one call over its attempts. deadline, began (of the last attempt): monotonic seconds."""
+    """The state of one call over its attempts. deadline, began (of the last attempt): monotonic seconds. connections: to try."""
 
     what: str
     deadline: float
     timeout_s: float
     repeatable: bool
+    only: Connection | None
+    connections: int
     began: float = 0.0
     sent: bool = False
     tried: int = 0

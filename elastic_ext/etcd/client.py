@@ -21,6 +21,7 @@ from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease_renewer import LeaseRenewer
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.race import BESIDE_S, race
 from elastic_ext.etcd.snapshot import SnapshotWatch
 from elastic_ext.etcd.stream import WatchStream
 from elastic_ext.etcd.values import (
@@ -202,9 +203,9 @@ class EtcdClient:
             pass  # expired, or revoked by an attempt whose answer was lost
 
     def lease_keep_alive(
-        self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
+        self, lease_ids: Sequence[int], *, timeout_s: float | None = None, beside_s: float = BESIDE_S
     ) -> KeptAlive:
-        """Renew the leases once, over one stream."""
+        """Renew the leases once. beside_s: see `race`."""
         rpc = etcdrpc()
         requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
 
@@ -214,7 +215,7 @@ class EtcdClient:
             return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in answers})
 
         what = f"keep {len(requests)} leases alive"
-        return self._caller.call(what, send, repeatable=True, timeout_s=timeout_s, attempt_s=attempt_s)
+        return race(self._caller, what, send, timeout_s=timeout_s or self.timeout_s, beside_s=beside_s)
 
     # The cluster
 

@@ -28,11 +28,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_permit_without_calls", 0),  # etcd ends an idle connection that pings; the one in use has the watches' call
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # 30 s by default; a restarted pod comes back under a new address
     ("grpc.max_receive_message_length", -1),  # 4 MiB by default; etcd puts up to 1,000 revisions into one watch response
+    ("grpc.use_local_subchannel_pool", 1),  # by default, two channels to one address share one connection
     ("grpc.enable_http_proxy", 0),  # an image's http_proxy is for outside traffic, not for the cluster's own etcd
 )
 
@@ -179,15 +180,18 @@ def _options(tls: Tls | None) -> list[tuple[str, Any]]:
     return [*CHANNEL_OPTIONS, *name]
 
 
+CONNECTIONS = 2  # at least: while one stands still because its link loses packets, another does not (see `race`)
+
+
 class Endpoints:
     """All connections, of which one is in use. Any thread that sees it fail moves all threads to the next one.
 
     The first is chosen at random, so that the agents of a job spread over the members.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], tls: Tls | None, first: int | None = None) -> None:
-        self.endpoints = tuple(endpoints)
-        self._connections = [Connection(endpoint, tls) for endpoint in endpoints]
+    def __init__(self, endpoints: tuple[Endpoint, ...], tls: Tls | None, first: int | None = None) -> None:
+        self.endpoints = endpoints
+        self._connections = [Connection(endpoint, tls) for endpoint in endpoints * max(1, CONNECTIONS // len(endpoints))]
         self._lock = threading.Lock()
         self._index = random.randrange(len(endpoints)) if first is None else first
         self._observers: list[Callable[[Connection], None]] = []
@@ -200,6 +204,20 @@ class Endpoints:
         with self._lock:
             return self._connections[self._index]
 
+    def from_current(self) -> list[Connection]:
+        """All connections in the order of their use, from the one in use now."""
+        with self._lock:
+            return [*self._connections[self._index :], *self._connections[: self._index]]
+
+    def prefer(self, connection: Connection, instead_of: Connection) -> None:
+        """Use this connection from now on, since the one in use was silent for longer."""
+        with self._lock:
+            changed = self._connections[self._index] is instead_of
+            if changed:
+                self._index = self._connections.index(connection)
+        if changed:
+            self._note_silent(instead_of)
+
     def observe(self, on_silent: Callable[[Connection], None]) -> None:
         """Register on_silent: called with a connection on which a call got no answer, on the thread of that call."""
         self._observers.append(on_silent)
@@ -210,11 +228,14 @@ class Endpoints:
             connection.answered_at = -math.inf
             if self._connections[self._index] is connection:
                 self._index = (self._index + 1) % len(self._connections)
-                if len(self._connections) > 1:
+                if len(self.endpoints) > 1:
                     logger.info("etcd endpoint %s failed, %s is next", connection.name, self._connections[self._index].name)
-        if silent and len(self._connections) > 1:
-            for observer in self._observers:
-                observer(connection)
+        if silent:
+            self._note_silent(connection)
+
+    def _note_silent(self, connection: Connection) -> None:
+        for observer in self._observers:
+            observer(connection)
 
     def close(self) -> None:
         for connection in self._connections:

@@ -28,9 +28,7 @@ _PER_CALL = 200  # leases: with thousands of leases, one slow call should not lo
 class KeepAlive(Protocol):
     """The signature of `EtcdClient.lease_keep_alive`."""
 
-    def __call__(
-        self, lease_ids: Sequence[int], *, timeout_s: float | None = None, attempt_s: float | None = None
-    ) -> KeptAlive: ...
+    def __call__(self, lease_ids: Sequence[int], *, timeout_s: float | None = None, beside_s: float = ...) -> KeptAlive: ...
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,9 @@ class LeaseRenewer:
         # Return in time to give up the session that ends first.
         until_end = min((s.alive_until - now for s in due if s.alive_until > now), default=shortest / 3)
         timeout_s = max(_MIN_ATTEMPT_S, min(shortest / 3, until_end))
-        attempt_s = max(_MIN_ATTEMPT_S, shortest / 6)
+        beside_s = max(_MIN_ATTEMPT_S, shortest / 10)
         try:
-            kept = self._keep_alive([s.lease_id for s in due], timeout_s=timeout_s, attempt_s=attempt_s)
+            kept = self._keep_alive([s.lease_id for s in due], timeout_s=timeout_s, beside_s=beside_s)
         except ClientClosed:
             return
         except EtcdError as error:

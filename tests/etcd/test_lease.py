@@ -78,6 +78,20 @@ def test_trouble_on_the_way_is_no_loss_before_the_time_is_over(server: EtcdServe
         session.revoke()
 
 
+def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
+    """As TCP does on a link that loses packets: another connection gets through, and the held one may answer later."""
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        session = LeaseSession(client, 4)
+        for held in (0, 1):
+            before = session.alive_until
+            proxy.release()
+            proxy.hold(but=held, new=False)
+            until(lambda before=before: session.alive_until > before or session.lost.is_set())  # type: ignore[misc]
+            assert not session.lost.is_set()
+        proxy.release()
+        session.revoke()
+
+
 @pytest.mark.parametrize("how", ["stop", "deaf"])
 def test_silence_until_the_time_is_over_is_loss(server: EtcdServer, how: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:

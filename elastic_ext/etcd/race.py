@@ -1,0 +1,64 @@
+"""One call over several connections at once, for what must arrive while links lose packets.
+
+A connection that loses several packets in a row stands still: TCP doubles its pause with each (0.4, 0.8, 1.6, 3.2 s on a link of
+200 ms). Nothing that is sent on it meanwhile gets through, so to cancel a call and send it again there only discards an answer
+that is on its way. Another connection is not held up. So every call here keeps its connection until its deadline, and the next
+connection is tried beside it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from elastic_ext.etcd.calls import Caller, left_s
+from elastic_ext.etcd.endpoints import Connection
+from elastic_ext.etcd.errors import EtcdError, TlsError, Unavailable
+
+T = TypeVar("T")
+
+BESIDE_S = 1.0  # longer than a healthy etcd takes, also over a slow link that has lost one packet
+
+
+def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float) -> T:
+    """Return the first answer. send: see `Caller.call`; the call is carried out more than once.
+
+    Args:
+        timeout_s: for the whole race.
+        beside_s: without an answer for this time, the next connection takes part.
+
+    Raises:
+        EtcdError: like `Caller.call`; Unavailable only once all connections have failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]] = queue.SimpleQueue()
+    waiting = caller.endpoints.from_current()
+    first, running = waiting[0], 0
+
+    def run(connection: Connection) -> None:
+        answer: T | EtcdError = EtcdError(f"{what}: the thread of this call failed")
+        try:
+            answer = caller.call(what, send, repeatable=True, timeout_s=left_s(deadline), only=connection)
+        except EtcdError as error:
+            answer = error
+        finally:
+            answers.put((connection, answer))
+
+    while True:
+        if waiting:
+            running += 1
+            threading.Thread(target=run, args=(waiting.pop(0),), name="etcd-race", daemon=True).start()
+        try:
+            connection, answer = answers.get(timeout=beside_s if waiting else None)
+        except queue.Empty:
+            continue
+        if not isinstance(answer, EtcdError):
+            if connection is not first:
+                caller.endpoints.prefer(connection, instead_of=first)
+            return answer
+        running -= 1
+        if not isinstance(answer, (Unavailable, TlsError)) or (running == 0 and not waiting):
+            raise answer

@@ -1,0 +1,209 @@
+"""Hosts as network namespaces, behind links that lose and delay packets. Needs root and /dev/net/tun.
+
+Every host has one TUN device, and a process between them (`python -m tests.lossy_network`, started by LossyNetwork) carries the
+packets. It does what the kernel's netem would do, which many kernels lack. A packet passes two links: out of its sender's, into
+its receiver's.
+
+Wire protocol, lines on the relay's stdin and stdout: it is told the names of the namespaces in its arguments, and answers "ready"
+once all devices are up; then each line {"NAME": [[loss, delay_s] out, [loss, delay_s] in], ...} changes links and is answered
+"done". The end of its stdin ends it, and with it go the devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import itertools
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+DEVICE = "tun0"
+_SUBNET = "10.213.78"
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000  # linux/if_tun.h
+_MTU = 65536
+
+_numbers = itertools.count()
+
+
+def unavailable() -> str | None:
+    """Why there can be no such network here; None: there can."""
+    if os.geteuid() != 0:
+        return "network namespaces and TUN devices need root"
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        return f"/dev/net/tun: {error.strerror}"
+    name = f"lossy{os.getpid()}"
+    if (made := _ip("netns", "add", name)).returncode != 0:
+        return f"ip netns add: {made.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction of a host's link. loss: share of packets, 0 to 1."""
+
+    loss: float = 0.0
+    delay_s: float = 0.0
+
+
+CLEAN = Way()
+
+
+class LossyNetwork:
+    """The hosts and the process that carries their packets. All links are clean at first."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        number = next(_numbers)
+        self.namespaces = {host: f"lossy{os.getpid()}.{number}.{host}" for host in hosts}
+        self.addresses = {host: f"{_SUBNET}.{index}" for index, host in enumerate(hosts, 1)}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LossyNetwork:
+        with ExitStack() as stack:
+            for name in self.namespaces.values():
+                made = _ip("netns", "add", name)
+                assert made.returncode == 0, made.stderr
+                stack.callback(_ip, "netns", "del", name)
+            command = [sys.executable, __file__, *self.namespaces.values()]
+            self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(self._end)
+            self._answer("ready")
+            for host, name in self.namespaces.items():
+                for args in (
+                    ("address", "add", f"{self.addresses[host]}/24", "dev", DEVICE),
+                    ("link", "set", DEVICE, "up"),
+                    ("link", "set", "lo", "up"),
+                ):
+                    done = _ip("-n", name, *args)
+                    assert done.returncode == 0, done.stderr
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
+        self._relay.stdin.close()
+        self._relay.wait()
+        self._relay.stdout.close()
+
+    def inside(self, host: str) -> list[str]:
+        """The start of a command line that runs on this host."""
+        return ["ip", "netns", "exec", self.namespaces[host]]
+
+    def change(self, links: Mapping[str, tuple[Way, Way]]) -> None:
+        """Change these hosts' links, each out and in. Returns when it is done."""
+        assert self._relay.stdin is not None
+        ways = {self.namespaces[host]: [[way.loss, way.delay_s] for way in both] for host, both in links.items()}
+        print(json.dumps(ways), file=self._relay.stdin, flush=True)
+        self._answer("done")
+
+    def _answer(self, expected: str) -> None:
+        assert self._relay.stdout is not None
+        answer = self._relay.stdout.readline().strip()
+        assert answer == expected, f"the relay answered {answer!r}, expected {expected!r}"
+
+
+def _ip(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *args], check=False, capture_output=True, text=True)
+
+
+# The process between the hosts.
+
+
+class _Relay:
+    def __init__(self, namespaces: Sequence[str]) -> None:
+        self._fds = [_device(name) for name in namespaces]
+        self._of = dict(zip(namespaces, self._fds, strict=True))
+        self._to = {f"{_SUBNET}.{index}": fd for index, fd in enumerate(self._fds, 1)}
+        self._out = dict.fromkeys(self._fds, CLEAN)
+        self._in = dict.fromkeys(self._fds, CLEAN)
+        self._queue: list[tuple[float, int, int, bytes]] = []  # when to deliver, a number that keeps the order, to whom, packet
+        self._count = itertools.count()
+
+    def run(self) -> None:
+        print("ready", flush=True)
+        while True:
+            readable, _, _ = select.select([*self._fds, sys.stdin.fileno()], [], [], self._deliver())
+            for fd in readable:
+                if fd != sys.stdin.fileno():
+                    self._take(fd)
+                elif not self._change(sys.stdin.readline()):
+                    return
+
+    def _deliver(self) -> float | None:
+        """Deliver what is due; return the seconds until the next packet is."""
+        now = time.monotonic()
+        while self._queue and self._queue[0][0] <= now:
+            *_, fd, packet = heapq.heappop(self._queue)
+            try:
+                os.write(fd, packet)
+            except OSError:  # the device is down, or its queue is full: lost
+                pass
+        return self._queue[0][0] - now if self._queue else None
+
+    def _take(self, fd: int) -> None:
+        while True:
+            try:
+                packet = os.read(fd, _MTU)
+            except BlockingIOError:
+                return
+            if packet[0] >> 4 != 4:
+                continue
+            to = self._to.get(".".join(map(str, packet[16:20])))
+            if to is None:
+                continue
+            ways = self._out[fd], self._in[to]
+            if all(random.random() >= way.loss for way in ways):
+                at = time.monotonic() + sum(way.delay_s for way in ways)
+                heapq.heappush(self._queue, (at, next(self._count), to, packet))
+
+    def _change(self, line: str) -> bool:
+        if not line:
+            return False
+        for name, (out, into) in json.loads(line).items():
+            self._out[self._of[name]], self._in[self._of[name]] = Way(*out), Way(*into)
+        print("done", flush=True)
+        return True
+
+
+def _device(namespace: str) -> int:
+    """Make the TUN device in this namespace; it lasts as long as the descriptor."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own, other = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", Path("/var/run/netns", namespace)))
+    try:
+        _enter(libc, other)
+        try:
+            fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+            return fd
+        finally:
+            _enter(libc, own)
+    finally:
+        os.close(own)
+        os.close(other)
+
+
+def _enter(libc: ctypes.CDLL, namespace: int) -> None:
+    if libc.setns(namespace, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+if __name__ == "__main__":
+    _Relay(sys.argv[1:]).run()

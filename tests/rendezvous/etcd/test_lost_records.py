@@ -6,6 +6,7 @@ and `make chaos` three minutes of each (ELASTIC_EXT_TEST_OUTAGE_S).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -179,7 +180,8 @@ def frozen_agents(trio: Trio) -> Iterator[None]:
         yield
     finally:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # a worker that its agent, already awake, has killed
+                os.kill(pid, signal.SIGCONT)
 
 
 # What goes away, and how many restarts that may cost. Where one node alone is cut off, or stood still while its lease ended, it

@@ -225,7 +225,11 @@ def test_seal_numbers_mixed_workers_and_roles():
         "h",
         1,
     )
-    assert parts == {"a": Assignment(2, 0, 0, 0, 5), "b": Assignment(2, 1, 2, 0, 1), "c": Assignment(2, 2, 3, 2, 5)}
+    assert parts == {
+        "a": Assignment(2, 0, 0, 0, 5, neighbors=("b", "c")),
+        "b": Assignment(2, 1, 2, 0, 1, neighbors=("c", "a")),
+        "c": Assignment(2, 2, 3, 2, 5, neighbors=("a", "b")),
+    }
 
 
 ENDED = Header(4, State.BROKEN, 2, 3, "h", 9, "why", end=EndKind.STALLED)

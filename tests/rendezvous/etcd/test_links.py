@@ -471,6 +471,7 @@ def die_whole(pid: int) -> None:
             os.kill(each, sig)
 
 
+@pytest.mark.long("a")
 @pytest.mark.parametrize("dying", ["a", "c"])
 def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(server: EtcdServer, nodes: Nodes, dying: str) -> None:
     """The one that has started first leads."""
@@ -507,6 +508,7 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(server: EtcdServer, node
     assert jobs[1].finish().returncode == 0
 
 
+@pytest.mark.long
 def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: EtcdServer, nodes: Nodes) -> None:
     """Not with the usual grace: the others may have begun the next round."""
     conf = CONF.replace("stop_grace=2", "stop_grace=25")

@@ -1,98 +1,164 @@
 """How long until a job that hangs trains again? From the hang to the first all_reduce after the restart, on all ranks.
 
-    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,stopped] [--timeout 90]
+    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,stopped,cut] [--timeout 90]
 
     sleep      the two ranks wait in different collectives, asleep, as gloo waits
     spin       the same, and each waits with a whole core, as NCCL waits; on the CPU, through tests/scripts/spinning_group.py
     stopped    rank 1 is stopped by a signal, and rank 0 waits for it
+    cut        three hosts behind a router (hosts.py), --nnodes=2:3; the way between two of them is cut and stays cut. Both reach
+               the third and the store. Ours hangs twice, and then one of the two leaves. Needs root
 
 Stock torchrun has no hang detection: it waits until torch's own collectives time out. Both sides run with the timeout that
 --timeout sets in the script; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL. Ours is `--rdzv-backend=ext_c10d`
 with defaults: no hang_timeout, the limits are learned. Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without
-which most of its restarts do not come up (see restart_reliability.py). They take turns. Figures are medians.
+which most of its restarts do not come up (see restart_reliability.py). In the row `cut`, ours is ext_etcd, and stock is c10d with
+its store on the host that both others reach. They take turns. Figures are medians.
 
     noticed    until the first worker of the next attempt runs the script
-    again      until the first all_reduce of the next attempt is done on all ranks
+    again      until the first all_reduce of a later attempt is done on all ranks; in the row `cut`, on two
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
+from hosts import Agents, three_hosts
 
 SCRIPT = Path(__file__).with_name("workers") / "hanging_job.py"
-WORKERS = 2
+WORKERS = 2  # that train again
+
+
+@dataclass(frozen=True)
+class Row:
+    """title: for tables. workers: at the start. hangs: the most until the job trains again, or has no restart left."""
+
+    title: str
+    workers: int = WORKERS
+    hangs: int = 1
+
+
 ROWS = {
-    "sleep": "ranks in different collectives, asleep (gloo)",
-    "spin": "ranks in different collectives, spinning (as NCCL)",
-    "stopped": "a rank is stopped by a signal",
+    "sleep": Row("ranks in different collectives, asleep (gloo)"),
+    "spin": Row("ranks in different collectives, spinning (as NCCL)"),
+    "stopped": Row("a rank is stopped by a signal"),
+    "cut": Row("two of three hosts cannot reach each other", workers=3, hangs=1 + jobs.MAX_RESTARTS),
 }
 SIDES = {"ours": {}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-START_S = 60.0  # for a job to start, twice
+START_S = 30.0  # for a job to start once
 OURS_S = 90.0  # more than any limit of ours in these rows
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds from the hang to what the module's docstring says."""
+    """Seconds from the hang to what the module's docstring says.
+
+    Attributes:
+        again_s: None if the job did not come up on enough ranks.
+        died_s: until it ended instead; None: it did not.
+    """
 
     noticed_s: float
-    again_s: float
+    again_s: float | None
+    died_s: float | None = None
 
 
-def recovery(stamps: Iterable[jobs.Stamp]) -> Recovery | None:
-    """Return None if the job did not come up again on all ranks."""
+def recovery(stamps: Iterable[jobs.Stamp], workers: int = WORKERS, ended_ns: int | None = None) -> Recovery | None:
+    """Return None if no worker started again.
+
+    Args:
+        workers: of the job at its start.
+        ended_ns: when all its agents had ended, in CLOCK_MONOTONIC; None: they were killed at the limit.
+    """
     seen = list(stamps)
-    faults = [stamp.ns for stamp in seen if stamp.event == "fault" and stamp.attempt == 0]
-    later = sorted({stamp.attempt for stamp in seen if stamp.attempt > 0})
-    for attempt in later:
-        mine = [stamp for stamp in seen if stamp.attempt == attempt]
-        done = [stamp.ns for stamp in mine if stamp.event == "all_reduce"]
-        if len(faults) == len(done) == WORKERS:
-            begins = [stamp.ns for stamp in mine if stamp.event == "begin"]
-            return Recovery((min(begins) - max(faults)) / 1e9, (max(done) - max(faults)) / 1e9)
-    return None
+    faults = [stamp.ns for stamp in seen if stamp.event == "fault"]
+    if len(faults) != workers:
+        return None
+    later = [stamp for stamp in seen if stamp.ns > max(faults)]
+    begins = [stamp.ns for stamp in later if stamp.event == "begin"]
+    if not begins:
+        return None
+    done: dict[int, int] = {}  # the first all_reduce of each rank
+    for stamp in later:
+        if stamp.event == "all_reduce":
+            done.setdefault(stamp.rank, stamp.ns)
+
+    def since(ns: int) -> float:
+        return (ns - max(faults)) / 1e9
+
+    if len(done) >= WORKERS:
+        return Recovery(since(min(begins)), since(max(done.values())))
+    return Recovery(since(min(begins)), None, None if ended_ns is None else since(ended_ns))
+
+
+@contextmanager
+def agents(side: str, row: str, folder: Path) -> Iterator[Agents]:
+    """Make what the job of a row needs, and say how to start it."""
+    if row == "cut":
+        with three_hosts(side, folder) as made:
+            yield made
+        return
+    yield Agents([[sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[side], f"--nproc-per-node={WORKERS}"]], {})
 
 
 def one_try(side: str, row: str, collective_s: float) -> Recovery | None:
     """collective_s: the timeout of torch's collectives."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, agents(side, row, Path(directory)) as started:
         stamps = Path(directory, "stamps")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[side])
-        command = [*torchrun, f"--nproc-per-node={WORKERS}", f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row]
+        script = [f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row, str(stamps), str(collective_s)]
+        commands = [[*torchrun, *script] for torchrun in started.commands]
         with open(Path(directory, "output"), "w", errors="replace") as output:
-            env = jobs.environment(**SIDES[side])
-            jobs.run([*command, str(stamps), str(collective_s)], directory, env, output, deadline_s(collective_s))
-        return recovery(jobs.read_stamps(stamps))
+            env = jobs.environment(**SIDES[side], **started.variables)
+            codes = jobs.run_all(commands, directory, env, output, limit_s(row, collective_s))
+        ended_ns = None if None in codes else time.monotonic_ns()
+        return recovery(jobs.read_stamps(stamps), ROWS[row].workers, ended_ns)
+
+
+def skip_reason(row: str) -> str | None:
+    """Why this cannot be measured; None: it can."""
+    return "network namespaces need root" if row == "cut" and os.geteuid() != 0 else None
 
 
 def summary(tries: Sequence[Recovery | None]) -> dict[str, Any]:
-    found = [each for each in tries if each is not None]
+    noticed_s = [each.noticed_s for each in tries if each is not None]
+    again_s = [each.again_s for each in tries if each is not None and each.again_s is not None]
     return {
-        "noticed_s": measure.rounded(measure.median([each.noticed_s for each in found])),
-        "median_s": measure.rounded(measure.median([each.again_s for each in found])),
-        "all_s": [measure.rounded(each.again_s) for each in found],
-        "lost": len(tries) - len(found),
+        "noticed_s": measure.rounded(measure.median(noticed_s)),
+        "median_s": measure.rounded(measure.median(again_s)),
+        "all_s": [measure.rounded(each) for each in again_s],
+        "lost": len(tries) - len(again_s),
+        "died_s": [measure.rounded(each.died_s) for each in tries if each is not None and each.died_s is not None],
     }
+
+
+def fate(side: dict[str, Any], limit_s: float) -> str:
+    """What became of the tries that did not train again. side: see `summary`."""
+    if side["lost"] > len(side["died_s"]):
+        return f"not in {limit_s:g} s"
+    return f"the job dies after {max(side['died_s']):.0f} s" if side["died_s"] else ""
 
 
 def draw(figure: Any, rows: Sequence[dict[str, Any]], collective_s: float) -> None:
     axes = figure.subplots()
     for place, (side, color) in enumerate((("ours", "#4c9f70"), ("stock", "#c8553d"))):
         middles = [at + (place - 0.5) * 0.35 for at in range(len(rows))]
-        axes.barh(middles, [row[side]["median_s"] or 0 for row in rows], height=0.32, color=color, label=side)
+        bars = axes.barh(middles, [row[side]["median_s"] or 0 for row in rows], height=0.32, color=color, label=side)
+        axes.bar_label(bars, ["" if row[side]["all_s"] else fate(row[side], row["limit_s"]) for row in rows], padding=3)
         for middle, row in zip(middles, rows, strict=True):
             axes.plot(row[side]["all_s"], [middle] * len(row[side]["all_s"]), ".", color="#333333", markersize=4)
     axes.axvline(collective_s, color="#999999", linestyle=":", label=f"torch's timeout, set to {collective_s:g} s")
-    axes.set_yticks(range(len(rows)), [ROWS[row["row"]] for row in rows])
+    axes.set_yticks(range(len(rows)), [ROWS[row["row"]].title for row in rows])
     axes.invert_yaxis()
     axes.set(xlabel="seconds until all train again", title="A job that hangs")
     axes.spines[["top", "right"]].set_visible(False)
@@ -103,18 +169,23 @@ def shown(record: dict[str, Any]) -> str:
     """The table, and what it does not count."""
     cells, lost = [], []
     for row in record["rows"]:
+        title = ROWS[row["row"]].title
         times = [measure.shown(row[side][what]) for side in SIDES for what in ("noticed_s", "median_s")]
-        cells.append([ROWS[row["row"]], *times, measure.shown(row["ratio"], 1)])
-        lost += [f"{side}, {ROWS[row['row']]}: {row[side]['lost']}" for side in SIDES if row[side]["lost"]]
+        cells.append([title, *times, measure.shown(row["ratio"], 1)])
+        for side in SIDES:
+            if row[side]["lost"]:
+                lost.append(f"{side}, {title}: {row[side]['lost']} ({fate(row[side], row['limit_s'])})")
     text = measure.table(["hang", "ours: noticed s", "again s", "stock: noticed s", "again s", "stock / ours"], cells)
     waits = f"Stock waits for torch's own timeout, which is {record['timeout_s']:g} s here, on both sides."
-    late = f"Not counted: jobs not up again {deadline_s(record['timeout_s']):g} s after their start: {'; '.join(lost) or 'none'}."
-    return f"{text}\n\nMedians of {record['repeat']}. {waits} {late}"
+    late = f"Not counted, because they did not train again: {'; '.join(lost) or 'none'}."
+    skipped = "".join(f" Skipped: {ROWS[row].title} ({reason})." for row, reason in record["skipped"].items())
+    return f"{text}\n\nMedians of {record['repeat']}. {waits} {late}{skipped}"
 
 
-def deadline_s(collective_s: float) -> float:
+def limit_s(row: str, collective_s: float) -> float:
     """How long a job may take."""
-    return START_S + max(collective_s, OURS_S)
+    hangs = ROWS[row].hangs
+    return (1 + hangs) * START_S + hangs * max(collective_s, OURS_S)
 
 
 def main() -> int:
@@ -127,10 +198,16 @@ def main() -> int:
     wanted = args.rows.split(",")
     if unknown := [row for row in wanted if row not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
+    # Leave through the with blocks, so that no agent and no namespace stays.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = measure.machine()
     jobs.adopt_orphans()
     rows = []
+    skipped = {row: reason for row in wanted if (reason := skip_reason(row)) is not None}
     for row in wanted:
+        if row in skipped:
+            print(row, "skipped:", skipped[row], file=sys.stderr, flush=True)
+            continue
         tries: dict[str, list[Recovery | None]] = {side: [] for side in SIDES}
         for _ in range(args.repeat):
             for side, each in tries.items():
@@ -138,8 +215,9 @@ def main() -> int:
                 print(row, side, each[-1], file=sys.stderr, flush=True)
         sides = {side: summary(each) for side, each in tries.items()}
         ratio = measure.rounded(measure.ratio(sides["stock"]["median_s"], sides["ours"]["median_s"]), 1)
-        rows.append({"row": row, **sides, "ratio": ratio})
-    record = {"benchmark": "hangs", "rows": rows, "timeout_s": args.timeout, "repeat": args.repeat, "machine": machine}
+        rows.append({"row": row, **sides, "ratio": ratio, "limit_s": limit_s(row, args.timeout)})
+    record = {"benchmark": "hangs", "rows": rows, "skipped": skipped, "timeout_s": args.timeout}
+    record |= {"repeat": args.repeat, "machine": machine}
     measure.publish(args.results, record, shown(record), lambda figure: draw(figure, rows, args.timeout))
     return 0 if all(row["ours"]["lost"] == 0 for row in rows) else 1
 

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,26 +88,43 @@ def environment(**variables: str) -> dict[str, str]:
 
 def run(command: list[str], cwd: str, env: dict[str, str], output: Any, timeout_s: float) -> int | None:
     """Return the exit code; None: the command was killed at the deadline. All its descendants are dead afterwards."""
+    return run_all([command], cwd, env, output, timeout_s)[0]
+
+
+def run_all(commands: Sequence[list[str]], cwd: str, env: dict[str, str], output: Any, timeout_s: float) -> list[int | None]:
+    """Run commands beside each other; see `run`. The deadline is that of all together."""
     adopt_orphans()
-    process = subprocess.Popen(
-        command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
+    processes: list[subprocess.Popen[Any]] = []
     try:
-        if _ends_within(process, timeout_s):
-            return process.wait()
-        process.send_signal(signal.SIGTERM)
-        _ends_within(process, TERM_GRACE_S)
-        return None
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+            )
+        in_time = _end_within(processes, timeout_s)
+        late = [process for process, ended in zip(processes, in_time, strict=True) if not ended]
+        for process in late:
+            process.send_signal(signal.SIGTERM)
+        _end_within(late, TERM_GRACE_S)
+        return [process.wait() if ended else None for process, ended in zip(processes, in_time, strict=True)]
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         kill_children()
+
+
+def _end_within(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> list[bool]:
+    """Wait for all of them; return which have ended in time."""
+    deadline = time.monotonic() + timeout_s
+    return [_ends_within(process, deadline - time.monotonic()) for process in processes]
 
 
 def _ends_within(process: subprocess.Popen[Any], timeout_s: float) -> bool:
     pidfd = os.pidfd_open(process.pid)
     try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
+        return bool(select.select([pidfd], [], [], max(0.0, timeout_s))[0])
     finally:
         os.close(pidfd)
 

@@ -1,14 +1,15 @@
-"""Two ranks that train and then hang once, in the first attempt. They stamp the progress of each attempt.
+"""Ranks that train and then hang once: as long as no fault is stamped. They stamp the progress of each attempt.
 
     hanging_job.py HANG STAMPS TIMEOUT
 
     HANG       sleep: each rank waits in another all_reduce, asleep, as gloo waits
                spin: the same, but each waits with a whole core, as NCCL waits (tests/scripts/spinning_group.py)
                stopped: rank 1 gets SIGSTOP
+               cut: the hosts of ranks 1 and 2 of three cannot reach each other, from then on; see ../hosts.py
     STAMPS     a file; see faulty_job.py
     TIMEOUT    of torch's collectives, in seconds. Rank 0's own is what ends the job where nothing else does
 
-The events: fault (attempt 0, each rank right before it), begin (the first line of this file), all_reduce (the first is done).
+The events: fault (right before it; a cut: right after it), begin (the first line of this file), all_reduce (the first is done).
 """
 
 import time
@@ -17,9 +18,14 @@ begin_ns = time.monotonic_ns()
 
 import json  # noqa: E402
 import os  # noqa: E402
+import shlex  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from datetime import timedelta  # noqa: E402
+from ipaddress import ip_address  # noqa: E402
+from itertools import count  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -27,11 +33,13 @@ import torch.distributed as dist  # noqa: E402
 
 HANG, STAMPS, TIMEOUT_S = sys.argv[1], sys.argv[2], float(sys.argv[3])
 STEPS = 100
+RANKS = 3 if HANG == "cut" else 2
+ROOT = Path(__file__).parents[2]
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 RANK = int(os.environ["RANK"])
 
 if HANG == "spin":
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "scripts"))
+    sys.path.insert(0, str(ROOT / "tests" / "scripts"))
     import spinning_group  # noqa: F401 - registers the backend
 
 
@@ -42,26 +50,59 @@ def stamp(**events: int) -> None:
         file.write("".join(lines).encode())
 
 
+def cut() -> None:
+    """Cut the way between the hosts of ranks 1 and 2, for good. A route tells each rank the address of its own host."""
+    sys.path.insert(0, str(ROOT))
+    from tests.networks import SERVER, Host, Network
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((SERVER, 9))
+        own = torch.tensor([int(ip_address(probe.getsockname()[0]))])
+    found = [torch.empty_like(own) for _ in range(RANKS)]
+    dist.all_gather(found, own)
+    if RANK == 1:
+        one, other = (Host(str(ip_address(int(address))), []) for address in found[1:])
+        Network(shlex.split(os.environ["ROUTER"]), []).cut(one, other)
+
+
 def fault(other: dist.ProcessGroup) -> None:
+    """After a cut the training goes on, as far as it comes; any other fault hangs here."""
+    if HANG == "cut":
+        cut()
     stamp(fault=time.monotonic_ns())
     if HANG == "stopped" and RANK == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(1), group=other if RANK == 1 else None)
+    if HANG != "cut":
+        dist.all_reduce(torch.ones(1), group=other if RANK == 1 else None)
 
 
-dist.init_process_group("spinning" if HANG == "spin" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-dist.all_reduce(torch.ones(1))
-stamp(begin=begin_ns, all_reduce=time.monotonic_ns())
-if ATTEMPT == 0:
+def train(goes_on: Callable[[int], bool]) -> None:
+    """goes_on: whether to take one more step after so many."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.01)
-    other_group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    for _ in range(STEPS):
+    for done in count():
+        if not goes_on(done):
+            return
         gradient = torch.ones(4)
         dist.all_reduce(gradient)
         weight.grad = gradient
         optimizer.step()
         time.sleep(0.05)
+
+
+def trains_first() -> bool:
+    """Whether nothing has happened yet. The restart count does not tell: stock's agents count apart, and not every restart."""
+    return not os.path.exists(STAMPS) or '"fault"' not in Path(STAMPS).read_text()
+
+
+stamp(begin=begin_ns)
+dist.init_process_group("spinning" if HANG == "spin" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+dist.all_reduce(torch.ones(1))
+stamp(all_reduce=time.monotonic_ns())
+if trains_first():
+    other_group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    train(lambda done: done < STEPS or dist.get_world_size() < RANKS)  # a smaller world trains until the others join
     fault(other_group)
+    train(lambda _: HANG == "cut")
 dist.barrier() if HANG != "spin" else dist.all_reduce(torch.ones(1))
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

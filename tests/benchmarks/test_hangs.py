@@ -1,6 +1,8 @@
 """benchmarks/hangs.py runs and reports what it promises. Its figures are not tested."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -40,19 +42,67 @@ def test_one_row(tmp_path):
 def test_an_unknown_row_is_refused():
     done = run("--rows=spi")
     assert done.returncode == 2
-    assert "unknown row 'spi'; expected some of sleep, spin, stopped" in done.stderr
+    assert "unknown row 'spi'; expected some of sleep, spin, stopped, cut" in done.stderr
+
+
+def test_what_is_skipped_has_a_reason(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "need root" in str(hangs.skip_reason("cut"))
+    assert hangs.skip_reason("sleep") is None
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert hangs.skip_reason("cut") is None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces, which only root may")
+def test_after_a_cut_two_hosts_train_again():
+    """In a process of its own, for it kills all its children. Stock would take its timeout four times."""
+    code = "import hangs; found = hangs.one_try('ours', 'cut', 60.0); print(found.noticed_s, found.again_s)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
+    noticed_s, again_s = map(float, done.stdout.split())
+    assert 0 < noticed_s < again_s
+
+
+def test_a_job_that_never_trains_again_has_no_figure_but_a_fate():
+    sides = {
+        "ours": hangs.summary([hangs.Recovery(15.0, 31.0)]),
+        "stock": hangs.summary([hangs.Recovery(92.0, None, 376.4), hangs.Recovery(93.0, None, 375.0)]),
+    }
+    row = {"row": "cut", **sides, "ratio": None, "limit_s": 510.0}
+    text = hangs.shown({"rows": [row], "skipped": {"cut": "no"}, "timeout_s": 90.0, "repeat": 2})
+    assert re.search(r"\| +15.00 \| +31.00 \| +92.50 \| +- \| +- \|", text)
+    assert "stock, two of three hosts cannot reach each other: 2 (the job dies after 376 s)" in text
+    assert "Skipped: two of three hosts cannot reach each other (no)." in text
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    hangs.draw(figure, [row], 90.0)
+    assert "the job dies after 376 s" in [each.get_text() for each in figure.axes[0].texts]
+
+
+def attempt(number: int, begin_s: int, *done_s: int) -> list[Stamp]:
+    begins = [Stamp(number, rank, "begin", begin_s * 10**9) for rank, _ in enumerate(done_s)]
+    return begins + [Stamp(number, rank, "all_reduce", at * 10**9) for rank, at in enumerate(done_s)]
 
 
 def test_a_recovery_is_from_the_last_fault_to_the_last_rank():
-    def attempt(number: int, begin_s: int, *done_s: int) -> list[Stamp]:
-        begins = [Stamp(number, rank, "begin", begin_s * 10**9) for rank, _ in enumerate(done_s)]
-        return begins + [Stamp(number, rank, "all_reduce", at * 10**9) for rank, at in enumerate(done_s)]
-
     faults = [Stamp(0, 0, "fault", 10 * 10**9), Stamp(0, 1, "fault", 11 * 10**9)]
     first = attempt(0, 1, 2, 3)
     assert hangs.recovery([*first, *faults, *attempt(1, 20, 22, 23)]) == hangs.Recovery(9.0, 12.0)
-    assert hangs.recovery([*first, *faults, *attempt(1, 20, 22), *attempt(2, 30, 31, 31)]) == hangs.Recovery(19.0, 20.0)
-    assert hangs.recovery([*first, *faults, *attempt(1, 20, 22)]) is None
+    assert hangs.recovery([*first, *faults, *attempt(1, 20, 22), *attempt(2, 30, 31, 31)]) == hangs.Recovery(9.0, 20.0)
+    assert hangs.recovery([*first, *faults, *attempt(1, 20, 22)]) == hangs.Recovery(9.0, None)
+    assert hangs.recovery([*first, *faults]) is None
     assert hangs.recovery([*first, *attempt(1, 20, 22, 23)]) is None
-    lost = hangs.summary([None, hangs.Recovery(1.0, 3.0), hangs.Recovery(2.0, 5.0)])
-    assert lost == {"noticed_s": 1.5, "median_s": 4.0, "all_s": [3.0, 5.0], "lost": 1}
+    lost = hangs.summary([None, hangs.Recovery(1.0, 3.0), hangs.Recovery(2.0, 5.0), hangs.Recovery(9.0, None)])
+    assert lost == {"noticed_s": 2.0, "median_s": 4.0, "all_s": [3.0, 5.0], "lost": 2, "died_s": []}
+    assert hangs.fate(lost, 150.0) == "not in 150 s"
+
+
+def test_two_of_three_are_enough_after_a_cut_whatever_each_agent_counts():
+    faults = [Stamp(0, rank, "fault", (10 + rank) * 10**9) for rank in range(3)]
+    seen = [*attempt(0, 1, 2, 3, 3), *faults, Stamp(0, 2, "begin", 20 * 10**9), Stamp(1, 0, "begin", 21 * 10**9)]
+    died = hangs.recovery(seen, 3, 90 * 10**9)
+    assert died == hangs.Recovery(8.0, None, 78.0)
+    assert hangs.recovery(seen, 2) is None
+    assert hangs.recovery([*seen, *attempt(2, 30, 31, 32)], 3, 90 * 10**9) == hangs.Recovery(8.0, 20.0)
+    assert hangs.fate(hangs.summary([died]), 510.0) == "the job dies after 78 s"

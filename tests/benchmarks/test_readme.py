@@ -76,9 +76,18 @@ def hangs(record: dict[str, Any]) -> Rows:
         "sleep": "ranks in different collectives, asleep (gloo)",
         "spin": "the same, spinning (as NCCL)",
         "stopped": "a rank is stopped by a signal",
+        "cut": "two of three hosts cannot reach each other",
     }
+
+    def cell(side: dict[str, Any], limit_s: float) -> str:
+        if side["median_s"] is not None:
+            return seconds(side["median_s"], 1)
+        died_s = side["died_s"]
+        return f"the job dies after {max(died_s):.0f} s" if len(died_s) == side["lost"] else f"not in {limit_s:g} s"
+
     for row in record["rows"]:
-        yield [titles[row["row"]], *(seconds(row[side]["median_s"], 1) for side in ("ours", "stock")), f"{row['ratio']:.1f}"]
+        cells = [cell(row[side], row.get("limit_s", 0.0)) for side in ("ours", "stock")]  # an old result has no limit
+        yield [titles[row["row"]], *cells, "-" if row["ratio"] is None else f"{row['ratio']:.1f}"]
 
 
 def rendezvous(record: dict[str, Any]) -> Rows:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from elastic_ext.base.records import Name, Rank, Seconds
 
+NO_RANK = -1
+
 
 @dataclass(frozen=True)
 class Silent:
-    """rank: of a worker that gets no answer from this address, for so many seconds."""
+    """rank: of a worker that gets no answer from this address, for so many seconds; NO_RANK and 0 if not known."""
 
     rank: Rank
     address: Name
@@ -36,6 +38,13 @@ class Reach:
 
 
 NOTHING_KNOWN = Reach()
+
+
+def union(one: Reach, other: Reach) -> Reach:
+    """Return what a node has told at two times. `one` counts where both name an address."""
+    known = {each.address for each in one.silent}
+    silent = (*one.silent, *(each for each in other.silent if each.address not in known))
+    return Reach(tuple(dict.fromkeys((*one.addresses, *other.addresses))), silent)
 
 
 @dataclass(frozen=True)

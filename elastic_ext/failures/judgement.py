@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures import cuts, history, policy
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
-from elastic_ext.failures.cuts import Cut
+from elastic_ext.failures.cuts import NOTHING_KNOWN, Cut, Reach
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
 from elastic_ext.failures.rules import HANG_RULE
@@ -24,6 +24,8 @@ class Circumstances:
         min_nodes: minimum number of nodes of the job.
         lost: ids of the round's nodes that are gone or were cut off; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
+        reaches: what nodes told of their connections while the job hung, by id, besides what the reports say: connections may be
+            gone by the time of a report.
         at: see JobVerdict.
         exit_codes, backoff, jitter: see policy.decide.
         kind_limits: see policy.Budget.
@@ -35,6 +37,7 @@ class Circumstances:
     min_nodes: int | None = None
     lost: tuple[str, ...] = ()
     charges: int | None = None
+    reaches: Mapping[str, Reach] = field(default_factory=dict)
     at: str = ""
     kind_limits: Mapping[str, int] = field(default_factory=dict)
     backoff: policy.Backoff = policy.NO_BACKOFF
@@ -86,7 +89,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
 def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
-    if cause.rule == HANG_RULE and (found := cuts.cuts({id_: report.reach for id_, report in reports.items()})):
+    if cause.rule == HANG_RULE and (found := _cuts(reports, circumstances)):
         return _cut_off(reports, found)
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     if circumstances.lost and report.follows:
@@ -95,15 +98,20 @@ def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple
     return node, cause
 
 
+def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
+    told = circumstances.reaches
+    return cuts.cuts({id_: cuts.union(report.reach, told.get(id_, NOTHING_KNOWN)) for id_, report in reports.items()})
+
+
 def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut]) -> tuple[str, Diagnosis]:
     """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait."""
     ranks = {id_: report.diagnosis.evidence.rank for id_, report in reports.items()}
     cut, node = cuts.named(found, ranks)
     here, there, silent = reports[cut.node].host, reports[cut.other].host, cut.silent
-    reason = (
-        f"rank {silent.rank} on {here} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address}), "
-        f"for {silent.for_s:.3g} s"
-    )
+    who = f"rank {silent.rank} on {here}" if silent.rank != cuts.NO_RANK else here
+    reason = f"{who} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address})"
+    if silent.for_s:
+        reason += f", for {silent.for_s:.3g} s"
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     evidence = reports[node].diagnosis.evidence

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import Reach, Silent, cuts, named
+from elastic_ext.failures.cuts import NO_RANK, Reach, Silent, cuts, named
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
@@ -117,6 +117,18 @@ def test_nobody_leaves_a_job_that_cannot_run_without_one():
     assert "the job cannot run without one of them" in second.decision.reason
     spare = dataclasses.replace(RULES, min_nodes=4, nodes=5)
     assert judged(reaches(b="c"), reaches(b="c"), rules=spare)[1].decision.response is Response.REPLACE_NODE
+
+
+def test_what_nodes_told_while_they_waited_counts_although_their_connections_are_gone_by_the_report():
+    """The first agent to end its workers resets those of the others, which may be gone when their agents look."""
+    told = {id_: Reach(each.addresses, tuple(Silent(NO_RANK, one.address, 0.0) for one in each.silent))
+            for id_, each in reaches(a="b", b="c").items()}  # fmt: skip
+    rules = dataclasses.replace(RULES, reaches=told)
+    (verdict,) = judged({**dict.fromkeys("abcd", Reach()), **{"a": reaches(a="b")["a"]}}, rules=rules)
+    assert (verdict.node, verdict.cut) == ("b", ("host-b", "host-c"))
+    assert verdict.decision.reason.startswith("host-b gets no answer from host-c, the host of rank 4 (10.0.0.3) (and 1 more")
+    (verdict,) = judged(reaches(b="c"), rules=dataclasses.replace(RULES, reaches=reaches(b="c", x="b")))
+    assert "rank 2 on host-b" in verdict.decision.reason  # as the report says
 
 
 def test_all_cuts_of_one_node_are_counted():

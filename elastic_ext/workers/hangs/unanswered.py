@@ -13,6 +13,7 @@ Standard library only; times are in seconds.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,17 +91,32 @@ class Reach:
 
 
 def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
-    """Sum up the connections of a node's workers. connections: by global rank."""
+    """Sum up the connections of a node's workers. connections: by global rank.
+
+    A host has been silent for no longer than since its kernel last acknowledged anything on the same way: one connection may be
+    dead by itself, to a container that is gone or a port that a firewall now blocks.
+    """
     own = {each.local for found in connections.values() for each in found if _between_hosts(each.local)}
+    answered_s = _answered_s(each for found in connections.values() for each in found)
     longest: dict[str, Unanswered] = {}
     for rank, found in connections.items():
         for each in found:
-            for_s = each.unanswered_s
+            for_s = min(each.unanswered_s, answered_s.get((each.local, each.peer), math.inf))
             known = longest.get(each.peer)
             if for_s and each.peer not in own and _between_hosts(each.peer) and (known is None or known.for_s < for_s):
                 longest[each.peer] = Unanswered(rank, each.peer, each.port, for_s)
     by_time = sorted(longest.values(), key=lambda one: -one.for_s)
     return Reach(tuple(sorted(own)[:MAX_ADDRESSES]), tuple(by_time[:MAX_ADDRESSES]))
+
+
+def _answered_s(connections: Iterable[Connection]) -> dict[tuple[str, str], float]:
+    """Return how many seconds ago the last acknowledgement came, by local address and peer."""
+    latest: dict[tuple[str, str], float] = {}
+    for each in connections:
+        if not each.connecting:
+            way = each.local, each.peer
+            latest[way] = min(each.acked_s, latest.get(way, math.inf))
+    return latest
 
 
 def lasting(reach: Reach, limit_s: float) -> Reach:

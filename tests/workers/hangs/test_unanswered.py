@@ -65,6 +65,21 @@ def test_the_reach_of_a_node():
     assert unanswered.lasting(reach, 15.0) == Reach(reach.addresses, reach.unanswered[:1])
 
 
+@pytest.mark.parametrize(
+    ("other", "silent_s"),
+    [
+        (Connection(3, HERE, THERE, 80, acked_s=0.3), 0.3),  # the host answers on another port
+        (Connection(3, HERE, THERE, 80, acked_s=21.0), 19.6),
+        (Connection(3, HERE, THERE, 80, connecting=True, acked_s=0.0), 19.6),  # says nothing
+        (Connection(3, "10.1.0.1", THERE, 80, acked_s=0.3), 19.6),  # another way
+        (Connection(3, HERE, "10.0.0.3", 80, acked_s=0.3), 19.6),
+    ],
+)
+def test_a_host_that_acknowledges_anything_has_not_been_silent_since_before(other, silent_s):
+    for ranks in ({4: [SENT, other]}, {4: [SENT], 5: [other]}):
+        assert [each.for_s for each in unanswered.reach_of(ranks).unanswered] == [pytest.approx(silent_s, abs=0.1)]
+
+
 def worker(rank: int = 0, quiet_s: float = 16.0, **more) -> WorkerStatus:
     return WorkerStatus(rank, **{"steps": 10, "quiet_s": quiet_s, "working": False, "state": "S", **more})
 

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from elastic_ext.workers.hangs import detector
 from elastic_ext.workers.hangs.detector import LONG_PHASES, Activity, WorkerStatus
 
-# With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7 and 15 s.
-# Linux begins at 0.2 s in a fast network: data is sent again for the sixth time after 12.6 s, for the seventh after 25.4 s.
-UNANSWERED_S = 15.0
-RETRANSMISSIONS = 3  # R1 of RFC 1122, 4.2.3.5: from then on, not loss but the path is suspected
+# With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7, 15, 31 s;
+# since Linux 6.5, four times a second apart before it doubles (tcp_syn_linear_timeouts). Linux begins at 0.2 s in a fast network:
+# data is sent again for the sixth time after 12.6 s. The limit leaves 2 s for the answer to what is sent at 15 s.
+UNANSWERED_S = 17.0
+# R1 of RFC 1122, 4.2.3.5 suspects the path, not loss, from three on. But if a fifth of the packets is lost both ways, each
+# try fails with 36 %: four of them in a row are 1 in 60, six (with the first one) 1 in 460.
+RETRANSMISSIONS = 5
 LONGEST_FACTOR = 2.0  # times a usual gap between signs of life
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 MIN_CHECK_S = 0.1

@@ -38,15 +38,16 @@ SENT = Connection(1, HERE, THERE, 99, False, 6, 6, 0, 13.056, 6.3, 19.6)  # as s
         (Connection(1, HERE, THERE, 99), 0),
         (replace(SENT, acked_s=20.2), 12.852 + 6.756),
         (replace(SENT, acked_s=17.0), 17.0),  # never longer than since the last acknowledgement
-        (replace(SENT, retransmissions=2, backoff=2, timeout_s=0.816), 0),  # loss
-        (replace(SENT, retransmissions=3, backoff=3, timeout_s=1.6, left_s=1.0), 2.0),
-        (replace(SENT, retransmissions=3, backoff=3, timeout_s=1.6, left_s=9.0), 1.4),
-        # The first segment: after 1, 3 and 7 s; newer kernels send it four times a second apart, then double the timeout.
-        (replace(SENT, connecting=True, retransmissions=3, backoff=3, timeout_s=8.0, left_s=7.5, acked_s=0.0), 7.5),
+        (replace(SENT, retransmissions=4, backoff=4, timeout_s=3.2), 0),  # loss
+        (replace(SENT, retransmissions=5, backoff=5, timeout_s=6.4, left_s=5.8), 6.8),
+        (replace(SENT, retransmissions=5, backoff=5, timeout_s=6.4, left_s=9.0), 6.2),
+        # The first segment: after 1, 3, 7, 15 and 31 s; newer kernels send it four times a second apart, then double the timeout.
+        (replace(SENT, connecting=True, retransmissions=4, backoff=4, timeout_s=16.0, left_s=12.0, acked_s=0.0), 0),
+        (replace(SENT, connecting=True, retransmissions=5, backoff=5, timeout_s=32.0, left_s=31.5, acked_s=0.0), 31.5),
         (replace(SENT, connecting=True, retransmissions=5, backoff=1, timeout_s=2.0, left_s=0.5, acked_s=0.0), 6.5),
         # A full receiver answers each probe, as long as it lives.
-        (replace(SENT, retransmissions=0, window_probes=2, acked_s=30.0), 0),
-        (replace(SENT, retransmissions=0, window_probes=3, acked_s=30.0), 30.0),
+        (replace(SENT, retransmissions=0, window_probes=4, acked_s=30.0), 0),
+        (replace(SENT, retransmissions=0, window_probes=5, acked_s=30.0), 30.0),
     ],
 )
 def test_for_how_long(connection, for_s):
@@ -108,8 +109,8 @@ def test_who_is_quiet(changes, quiet):
 @pytest.mark.parametrize(
     ("gaps", "fixed_s", "limit_s"),
     [
-        ((), None, 15),
-        ((0,) * 10 + (500,), None, 15),  # steps of up to 1 s
+        ((), None, 17),
+        ((0,) * 10 + (500,), None, 17),  # steps of up to 1 s
         ((0,) * 14 + (500,), None, 32.768),  # of 8 to 16 s
         ((0,) * 14 + (500,), 4.0, 4),
         ((), 600.0, 600),  # whoever sets a longer one, has a network that comes back
@@ -141,6 +142,7 @@ import os, socket, sys
 from elastic_ext.workers.hangs import tcp_connections, unanswered
 from tests.workers.hangs.test_unanswered import told
 address = sys.argv[1], int(sys.argv[2])
+unanswered.RETRANSMISSIONS = 3
 late = socket.socket()
 late.setblocking(False)
 first = socket.create_connection(address)
@@ -168,7 +170,7 @@ def claim(pid: int, path: str) -> Reach:
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         words[progress_layout.PID], words[progress_layout.STEPS] = pid, 3
         words[progress_layout.SIGN_NS] = time.monotonic_ns()
-    unanswered.UNANSWERED_S = 1.5
+    unanswered.UNANSWERED_S, unanswered.RETRANSMISSIONS = 1.5, 3
     watch, pause = QuietWatch(board, {0: 7}, None), threading.Event()
     while watch.reach is None:
         pause.wait(watch.next_check_s())

@@ -52,7 +52,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         ledger: the job's history before this round.
         round_: the round that has ended.
     """
-    node, cause = _cause(reports, circumstances)
+    node, cause = _cause(reports, ledger, circumstances)
     report = reports[node]
     now = history.record(cause, report.resumed_at, report.resumed_from)
     budget = _budget(ledger, now, circumstances)
@@ -86,12 +86,13 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     )
 
 
-def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
+def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> tuple[str, Diagnosis]:
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
-    if cause.rule == HANG_RULE and (found := _cuts(reports, circumstances)):
-        return _cut_off(reports, found)
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    if cause.rule == HANG_RULE and (found := _cuts(reports, circumstances)):
+        past = history.precedents(history.record(cause, report.resumed_at, report.resumed_from), ledger.failures)
+        return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:
         reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
         cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
@@ -103,10 +104,13 @@ def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[C
     return cuts.cuts({id_: cuts.union(report.reach, told.get(id_, NOTHING_KNOWN)) for id_, report in reports.items()})
 
 
-def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut]) -> tuple[str, Diagnosis]:
-    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait."""
+def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Sequence[tuple[str, ...]]) -> tuple[str, Diagnosis]:
+    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait.
+
+    earlier: see `cuts.named`.
+    """
     ranks = {id_: report.diagnosis.evidence.rank for id_, report in reports.items()}
-    cut, node = cuts.named(found, ranks)
+    cut, node = cuts.named(found, ranks, {id_: report.host for id_, report in reports.items()}, earlier)
     here, there, silent = reports[cut.node].host, reports[cut.other].host, cut.silent
     who = f"rank {silent.rank} on {here}" if silent.rank != cuts.NO_RANK else here
     reason = f"{who} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address})"
@@ -115,7 +119,8 @@ def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut]) -> tuple[str, 
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     evidence = reports[node].diagnosis.evidence
-    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there)))))
+    apart = any(node not in each.pair for each in found)
+    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there))), cuts_apart=apart))
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

@@ -306,7 +306,7 @@ def test_a_job_that_needs_both_hosts_restarts_and_goes_on_once_they_reach_each_o
         pair = net.hosts[ranks[1]], net.hosts[ranks[2]]
         net.cut(*pair)
         for job in jobs:
-            job.wait_for("the job cannot run without one of them")
+            job.wait_for("the job cannot run without it")
         net.mend(*pair)
         for job in jobs:
             job.wait_for(r'"world": 3, "attempt": 2')

@@ -18,6 +18,7 @@ MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
 MAX_NAME = 500  # characters of a class name or of a frame
 MAX_FRAMES = 100  # the innermost are kept
+CERTAIN = 0  # the first number of Evidence.hang_blame, if the others surely waited for this worker
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.failures import cuts, history, policy
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
 from elastic_ext.failures.cuts import NOTHING_KNOWN, Cut, Reach
+from elastic_ext.failures.evidence import CERTAIN
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
 from elastic_ext.failures.rules import HANG_RULE
@@ -90,7 +91,8 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
-    if cause.rule == HANG_RULE and (found := _cuts(reports, circumstances)):
+    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
+    if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
         past = history.precedents(history.record(cause, report.resumed_at, report.resumed_from), ledger.failures)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:

@@ -21,6 +21,7 @@ from elastic_ext.failures.ledger import (
     encode_report,
     encode_verdict,
 )
+from elastic_ext.workers.hangs import detector
 
 ORDER = {"a": 0, "b": 2, "c": 4, "d": 6}
 HOSTS = {id_: f"host-{id_}" for id_ in ORDER}
@@ -169,3 +170,10 @@ def test_a_broken_gpu_of_a_node_that_hangs_is_still_the_cause():
     """Every worker waits for it, whoever cannot reach whom."""
     (verdict,) = judged(reaches(b="c"), xids=(79,))
     assert (verdict.decision.rule, verdict.cut) == ("xid-replace", ())
+
+
+def test_a_worker_that_the_others_surely_wait_for_is_still_the_cause():
+    (verdict,) = judged(reaches(b="c"), hang_blame=(detector.CERTAIN, 5, 0, 0))
+    assert (verdict.decision.rule, verdict.cut) == ("hang", ())
+    (verdict,) = judged(reaches(b="c"), hang_blame=(detector.LIKELY, 5, 0, 0))
+    assert verdict.decision.rule == "network-cut"

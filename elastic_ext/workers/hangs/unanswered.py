@@ -27,6 +27,7 @@ UNANSWERED_S = 17.0
 # R1 of RFC 1122, 4.2.3.5 suspects the path, not loss, from three on. But if a fifth of the packets is lost both ways, each
 # try fails with 36 %: four of them in a row are 1 in 60, six (with the first one) 1 in 460.
 RETRANSMISSIONS = 5
+EXPLAINS_S = 10.0  # the least silence that explains a hang of any kind: well above loss, and not all notice a cut at once
 LONGEST_FACTOR = 2.0  # times a usual gap between signs of life
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 MIN_CHECK_S = 0.1
@@ -125,6 +126,11 @@ def _answered_s(connections: Iterable[Connection]) -> dict[tuple[str, str], floa
 def lasting(reach: Reach, limit_s: float) -> Reach:
     """Leave out what has not lasted for limit_s seconds yet."""
     return Reach(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
+
+
+def explaining(reach: Reach, fixed_s: float | None) -> Reach:
+    """Leave out what is too short to be why the job hangs, when it does. fixed_s: see `limit_s`."""
+    return lasting(reach, EXPLAINS_S if fixed_s is None else min(EXPLAINS_S, fixed_s))
 
 
 def _between_hosts(address: str) -> bool:

@@ -81,6 +81,13 @@ def test_a_host_that_acknowledges_anything_has_not_been_silent_since_before(othe
         assert [each.for_s for each in unanswered.reach_of(ranks).unanswered] == [pytest.approx(silent_s, abs=0.1)]
 
 
+@pytest.mark.parametrize(("fixed_s", "explains"), [(None, [10.5]), (600.0, [10.5]), (4.0, [10.5, 6.3])])
+def test_what_explains_a_hang(fixed_s, explains):
+    """Not the few tries of a moment of loss, when something else hangs."""
+    reach = Reach((HERE,), tuple(Unanswered(0, THERE, 99, for_s) for for_s in (10.5, 6.3, 1.4)))
+    assert [each.for_s for each in unanswered.explaining(reach, fixed_s).unanswered] == explains
+
+
 def worker(rank: int = 0, quiet_s: float = 16.0, **more) -> WorkerStatus:
     return WorkerStatus(rank, **{"steps": 10, "quiet_s": quiet_s, "working": False, "state": "S", **more})
 
@@ -175,6 +182,8 @@ def claim(pid: int, path: str) -> Reach:
     while watch.reach is None:
         pause.wait(watch.next_check_s())
         watch.check({0: pid})
+    unanswered.EXPLAINS_S = 1000.0  # if the job hung for another reason now
+    assert watch.examine({0: pid}) == Reach(watch.reach.addresses)
     return watch.reach
 
 

@@ -86,7 +86,7 @@ class HangHandling(Companion):
 
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
-        reach = self._quiet.read_reach(workers.running_pids())
+        reach = self._quiet.examine(workers.running_pids())
         self.reach = _recorded(reach)
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
         culprits = detector.culprits(list(stuck.values()))

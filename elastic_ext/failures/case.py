@@ -72,7 +72,13 @@ EVIDENCE: Fields = {
 }
 EXCEPTION: Fields = {"type": ("a string", _is_text), "message": _TEXT, "frames": _TEXTS}
 PLATFORM: Fields = {"name": _TEXT, "reason": _TEXT, "disruption_target": _FLAG}
-PAST: Fields = {"same_fingerprint": ("true or false", _is_flag), "progress": _FLAG, "node": _TEXT, "first_step_done": _FLAG}
+PAST: Fields = {
+    "same_fingerprint": ("true or false", _is_flag),
+    "progress": _FLAG,
+    "node": _TEXT,
+    "first_step_done": _FLAG,
+    "cut": _TEXTS,
+}
 
 
 def parse_evidence(case: object) -> Evidence:
@@ -116,7 +122,13 @@ def parse_evidence(case: object) -> Evidence:
 
 def _past(past: Mapping[str, Any], number: int) -> Precedent:
     _check(past, PAST, f"history[{number}].")
-    return Precedent(past.get("same_fingerprint", False), past.get("progress"), past.get("node"), past.get("first_step_done"))
+    return Precedent(
+        past.get("same_fingerprint", False),
+        past.get("progress"),
+        past.get("node"),
+        past.get("first_step_done"),
+        cut=tuple(past.get("cut") or ()),
+    )
 
 
 def _check(values: Mapping[str, Any], fields: Fields, prefix: str) -> None:

@@ -7,15 +7,17 @@ is, the other node's own report says. An address of no node of the job (an objec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.base.records import Name, Rank, Seconds
 
+NO_RANK = -1
+
 
 @dataclass(frozen=True)
 class Silent:
-    """rank: of a worker that gets no answer from this address, for so many seconds."""
+    """rank: of a worker that gets no answer from this address, for so many seconds; NO_RANK and 0 if not known."""
 
     rank: Rank
     address: Name
@@ -36,6 +38,13 @@ class Reach:
 
 
 NOTHING_KNOWN = Reach()
+
+
+def union(one: Reach, other: Reach) -> Reach:
+    """Return what a node has told at two times. `one` counts where both name an address."""
+    known = {each.address for each in one.silent}
+    silent = (*one.silent, *(each for each in other.silent if each.address not in known))
+    return Reach(tuple(dict.fromkeys((*one.addresses, *other.addresses))), silent)
 
 
 @dataclass(frozen=True)
@@ -79,20 +88,24 @@ def _claimed(reaches: Mapping[str, Reach]) -> Iterator[Cut]:
                 yield Cut(node, owner[0], silent)
 
 
-def named(found: Collection[Cut], order: Mapping[str, int]) -> tuple[Cut, str]:
+def named(
+    found: Collection[Cut], order: Mapping[str, int], hosts: Mapping[str, str], earlier: Collection[Sequence[str]] = ()
+) -> tuple[Cut, str]:
     """Return the cut that stands for all of them, and which of its two nodes the job can do without.
 
-    That is the node with the most cuts: its own connection to the network is the likely cause. Among equals, it is the one with
-    the higher rank: rank 0 serves the store of the round.
+    That is the node with the most cuts, now and earlier: its own connection to the network is the likely cause. Among equals, it
+    is the one with the higher rank: rank 0 serves the store of the round.
 
     Args:
         found: at least one.
         order: the rank of each node (or of one of its workers), by node id.
+        hosts: the name of each node's host, by node id.
+        earlier: the names of each two hosts that could not reach each other before, and may still not.
     """
-    count = Counter(node for cut in found for node in cut.pair)
+    count = Counter(hosts[node] for cut in found for node in cut.pair) + Counter(host for pair in earlier for host in pair)
 
     def key(node: str) -> tuple[int, int]:
-        return count[node], order[node]
+        return count[hosts[node]], order[node]
 
     cut = max(found, key=lambda one: sorted(map(key, one.pair), reverse=True))
     return cut, max(cut.pair, key=key)

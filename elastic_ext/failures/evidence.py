@@ -18,6 +18,7 @@ MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
 MAX_NAME = 500  # characters of a class name or of a frame
 MAX_FRAMES = 100  # the innermost are kept
+CERTAIN = 0  # the first number of Evidence.hang_blame, if the others surely waited for this worker
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Precedent:
         first_step_done: whether its worker had done an optimizer step; None if unknown.
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
         warm: whether its process was a warm standby; None if unknown.
+        cut: see Evidence.
     """
 
     same_fingerprint: bool
@@ -82,6 +84,12 @@ class Precedent:
     first_step_done: bool | None = None
     same_checkpoint: bool = False
     warm: bool | None = None
+    cut: tuple[str, ...] = ()
+
+    @property
+    def lasting_cut(self) -> tuple[str, ...]:
+        """`cut`, unless the job has made progress since: then whatever it was has passed."""
+        return self.cut if self.progress is not True else ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class Evidence:
         hang: whether the hang detector ended it.
         hang_reason: the detector's reason for this worker.
         cut: names of this host and another one, in order, if workers of one get no answer from the other's host; see `cuts`.
+        cuts_apart: whether other hosts cannot reach each other either, without this one: no single node is the likely cause.
         hang_blame: of all workers that hung, the one with the lowest value is the cause (see `workers.hangs.detector.Stuck`).
         checkpoint_load: whether it was loading a checkpoint.
         node_health_failed: whether this node's health check failed before the start; None without a check.
@@ -131,6 +140,7 @@ class Evidence:
     hang_reason: str = ""
     hang_blame: tuple[int, ...] = ()
     cut: tuple[str, ...] = ()
+    cuts_apart: bool = False
     checkpoint_load: bool | None = None
     node_health_failed: bool | None = None
     node: str | None = None

@@ -20,6 +20,7 @@ class PastFailure:
         kind: the kind of the diagnosis.
         charged: whether the restart after it counted against the budget.
         warm: whether its process was a warm standby; None if unknown.
+        cut: see Evidence.
     """
 
     fingerprint: str
@@ -31,6 +32,7 @@ class PastFailure:
     charged: bool = False
     resumed_from: str = ""
     warm: bool | None = None
+    cut: tuple[str, ...] = ()
 
 
 def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
@@ -45,6 +47,7 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
         diagnosis.kind,
         resumed_from=resumed_from,
         warm=evidence.warm,
+        cut=evidence.cut,
     )
 
 
@@ -58,6 +61,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Preced
             past.first_step_done,
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
             past.warm,
+            past.cut,
         )
         for number, past in enumerate(earlier)
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures import cuts, history, policy
 from elastic_ext.failures.classify import Diagnosis, classify, root_cause
-from elastic_ext.failures.cuts import Cut
+from elastic_ext.failures.cuts import NOTHING_KNOWN, Cut, Reach
+from elastic_ext.failures.evidence import CERTAIN
 from elastic_ext.failures.history import PastFailure
 from elastic_ext.failures.ledger import MAX_FAILURES, MAX_STACKS, MAX_VERDICTS, JobVerdict, Ledger, Report
 from elastic_ext.failures.rules import HANG_RULE
@@ -24,6 +25,8 @@ class Circumstances:
         min_nodes: minimum number of nodes of the job.
         lost: ids of the round's nodes that are gone or were cut off; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
+        reaches: what nodes told of their connections while the job hung, by id, besides what the reports say: connections may be
+            gone by the time of a report.
         at: see JobVerdict.
         exit_codes, backoff, jitter: see policy.decide.
         kind_limits: see policy.Budget.
@@ -35,6 +38,7 @@ class Circumstances:
     min_nodes: int | None = None
     lost: tuple[str, ...] = ()
     charges: int | None = None
+    reaches: Mapping[str, Reach] = field(default_factory=dict)
     at: str = ""
     kind_limits: Mapping[str, int] = field(default_factory=dict)
     backoff: policy.Backoff = policy.NO_BACKOFF
@@ -49,7 +53,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         ledger: the job's history before this round.
         round_: the round that has ended.
     """
-    node, cause = _cause(reports, circumstances)
+    node, cause = _cause(reports, ledger, circumstances)
     report = reports[node]
     now = history.record(cause, report.resumed_at, report.resumed_from)
     budget = _budget(ledger, now, circumstances)
@@ -83,31 +87,42 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     )
 
 
-def _cause(reports: Mapping[str, Report], circumstances: Circumstances) -> tuple[str, Diagnosis]:
+def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> tuple[str, Diagnosis]:
     """Return the id of the node with the root cause, and its diagnosis."""
     cause = root_cause([report.diagnosis for report in reports.values()])
-    if cause.rule == HANG_RULE and (found := cuts.cuts({id_: report.reach for id_, report in reports.items()})):
-        return _cut_off(reports, found)
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
+    certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
+    if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
+        past = history.precedents(history.record(cause, report.resumed_at, report.resumed_from), ledger.failures)
+        return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:
         reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
         cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
     return node, cause
 
 
-def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut]) -> tuple[str, Diagnosis]:
-    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait."""
+def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
+    told = circumstances.reaches
+    return cuts.cuts({id_: cuts.union(report.reach, told.get(id_, NOTHING_KNOWN)) for id_, report in reports.items()})
+
+
+def _cut_off(reports: Mapping[str, Report], found: Sequence[Cut], earlier: Sequence[tuple[str, ...]]) -> tuple[str, Diagnosis]:
+    """Return what `_cause` returns for a hang between hosts that cannot reach each other: the workers only wait.
+
+    earlier: see `cuts.named`.
+    """
     ranks = {id_: report.diagnosis.evidence.rank for id_, report in reports.items()}
-    cut, node = cuts.named(found, ranks)
+    cut, node = cuts.named(found, ranks, {id_: report.host for id_, report in reports.items()}, earlier)
     here, there, silent = reports[cut.node].host, reports[cut.other].host, cut.silent
-    reason = (
-        f"rank {silent.rank} on {here} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address}), "
-        f"for {silent.for_s:.3g} s"
-    )
+    who = f"rank {silent.rank} on {here}" if silent.rank != cuts.NO_RANK else here
+    reason = f"{who} gets no answer from {there}, the host of rank {ranks[cut.other]} ({silent.address})"
+    if silent.for_s:
+        reason += f", for {silent.for_s:.3g} s"
     if len(found) > 1:
         reason += f" (and {len(found) - 1} more between hosts of the job)"
     evidence = reports[node].diagnosis.evidence
-    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there)))))
+    apart = any(node not in each.pair for each in found)
+    return node, classify(replace(evidence, hang=True, hang_reason=reason, cut=tuple(sorted((here, there))), cuts_apart=apart))
 
 
 def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> policy.Budget:

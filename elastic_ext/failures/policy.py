@@ -256,7 +256,7 @@ def _at_start(past: Precedent) -> bool:
 
 def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
-    if diagnosis.evidence.cut and any(earlier.same_fingerprint for earlier in past):
+    if diagnosis.evidence.cut and _in_all_cuts(diagnosis, past):
         outcome = _cut_again(outcome, diagnosis, nodes)
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
@@ -265,7 +265,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         return outcome
     node = diagnosis.evidence.node
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
-    same_node = bool(same) and node is not None and not nodes.only_one and all(earlier.node == node for earlier in same)
+    alone = node is not None and not nodes.only_one and not diagnosis.evidence.cut  # for a cut, see `_in_all_cuts`
+    same_node = alone and bool(same) and all(earlier.node == node for earlier in same)
     surely_stuck = sum(earlier.progress is False for earlier in same)
     only_exit = diagnosis.rule == NO_EVIDENCE and diagnosis.evidence.exception is None
     if outcome.response is Response.CONFIRM and not same_node and _confirmed(same, only_exit):
@@ -284,12 +285,23 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     return outcome
 
 
+def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
+    """Return whether there was a cut before, without progress since, and this node is in all pairs of hosts, then and now.
+
+    Where no node is, it is the network that is cut, and the job needs all its nodes once that is mended.
+    """
+    evidence = diagnosis.evidence
+    earlier = [each.lasting_cut for each in past if each.lasting_cut]
+    return bool(earlier) and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
+
+
 def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> _Outcome:
-    """Without one of the two, the job needs no way between them. Progress since then does not matter: the cut has come back."""
-    reason = f"{outcome.reason}; these two hosts have had a hang between them before"
+    """Without this node, the job needs no way between it and the others."""
+    node = diagnosis.evidence.node
+    reason = f"{outcome.reason}; {node} has had such a hang before, without progress since"
     if not nodes.one_may_leave:
-        return replace(outcome, reason=f"{reason}, but the job cannot run without one of them")
-    return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {diagnosis.evidence.node} leaves", CUT_AGAIN, EX_NODE)
+        return replace(outcome, reason=f"{reason}, but the job cannot run without it")
+    return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {node} leaves", CUT_AGAIN, EX_NODE)
 
 
 def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:

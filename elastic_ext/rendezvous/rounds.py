@@ -132,6 +132,17 @@ def lost(view: View) -> tuple[str, ...]:
     return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
 
 
+def reaches(view: View) -> dict[str, Reach]:
+    """Return what the members whose workers are all quiet have told of their connections, by id; not who or for how long."""
+    number = view.header.round
+    nodes = {id_: view.nodes[id_] for id_ in view.members if id_ in view.nodes}
+    return {
+        id_: Reach(node.addresses, tuple(Silent(cuts.NO_RANK, address, 0.0) for address in node.silent))
+        for id_, node in nodes.items()
+        if node.quiet == number and node.done < number
+    }
+
+
 _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
@@ -216,12 +227,7 @@ def _hangs(view: View) -> str | None:
         return STALLED
     if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
         return None
-    reaches = {
-        id_: Reach(node.addresses, tuple(Silent(-1, address, 0.0) for address in node.silent))
-        for id_, node in nodes.items()
-        if node.quiet == number
-    }
-    cut = next(iter(cuts.cuts(reaches)), None)
+    cut = next(iter(cuts.cuts(reaches(view))), None)
     return f"{STALLED}: node {cut.node} gets no answer from node {cut.other}" if cut is not None else None
 
 

@@ -1,12 +1,14 @@
 """Two nodes that cannot reach each other: who they are, what the job's verdict says of them, and which one leaves. Pure."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 import pytest
 
 from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.cuts import Reach, Silent, cuts, named
+from elastic_ext.failures.cuts import NO_RANK, Reach, Silent, cuts, named
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
@@ -19,8 +21,10 @@ from elastic_ext.failures.ledger import (
     encode_report,
     encode_verdict,
 )
+from elastic_ext.workers.hangs import detector
 
 ORDER = {"a": 0, "b": 2, "c": 4, "d": 6}
+HOSTS = {id_: f"host-{id_}" for id_ in ORDER}
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3", "d": "fd00::4"}
 
 
@@ -51,10 +55,10 @@ def test_the_pairs_and_who_leaves(silent, pairs, leaves):
     found = cuts(reaches(**silent))
     assert sorted("".join(sorted(cut.pair)) for cut in found) == pairs
     if leaves is not None:
-        cut, node = named(found, ORDER)
+        cut, node = named(found, ORDER, HOSTS)
         assert node == leaves
         assert node in cut.pair
-        assert named(found[::-1], ORDER) == (cut, node)
+        assert named(found[::-1], ORDER, HOSTS) == (cut, node)
 
 
 def test_of_two_that_do_not_answer_each_other_the_one_that_has_waited_longer_tells():
@@ -82,10 +86,11 @@ def reports(found: dict[str, Reach], **more) -> dict[str, Report]:
 RULES = Circumstances(max_restarts=9, nodes=4, min_nodes=2)
 
 
-def judged(*rounds: dict[str, Reach], rules: Circumstances = RULES, **more):
-    """The verdicts on rounds that hung. All records travel as JSON."""
+def judged(*rounds: dict[str, Reach], rules: Circumstances = RULES, steps: Iterable[int] = (), **more):
+    """The verdicts on rounds that hung. All records travel as JSON. steps: done in each round; 5 in all others."""
     ledger, verdicts = Ledger(), []
-    for number, found in enumerate(rounds, 1):
+    for number, (found, step) in enumerate(itertools.zip_longest(rounds, steps, fillvalue=5), 1):
+        more |= {"step": step, "first_step_done": step > 0}
         told = {id_: decode_report(encode_report(each)) for id_, each in reports(found, **more).items()}
         ledger, verdict = judge(told, decode_ledger(encode_ledger(ledger)), rules, number)
         verdicts.append(decode_verdict(encode_verdict(verdict)))
@@ -93,7 +98,7 @@ def judged(*rounds: dict[str, Reach], rules: Circumstances = RULES, **more):
 
 
 def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_leave():
-    first, second = judged(reaches(b="c"), reaches(c="b"))
+    first, second = judged(reaches(b="c"), reaches(c="b"), steps=(5, 0))
     assert (first.decision.response, first.decision.kind, first.cut) == (Response.RESTART, "network", ("host-b", "host-c"))
     assert first.decision.reason.startswith(
         "rank 2 on host-b gets no answer from host-c, the host of rank 4 (10.0.0.3), for 20 s: the network between these two"
@@ -101,22 +106,60 @@ def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_l
     assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
     assert second.for_node("c").exit_code == 69
     assert second.for_node("b").exit_code is None
-    assert second.decision.reason.endswith("have had a hang between them before; host-c leaves")
+    assert second.decision.reason.endswith("host-c has had such a hang before, without progress since; host-c leaves")
+
+
+ENOUGH = dataclasses.replace(RULES, max_restarts=99)
 
 
 def test_a_hang_between_two_others_or_of_another_kind_is_no_second_one():
-    verdicts = judged(reaches(b="c"), reaches(a="b"), reaches(a="52.1.2.3"), rules=dataclasses.replace(RULES, max_restarts=99))
+    verdicts = judged(reaches(b="c"), reaches(a="d"), reaches(a="52.1.2.3"), rules=ENOUGH)
     assert [verdict.decision.rule for verdict in verdicts] == ["network-cut", "network-cut", "hang"]
     assert verdicts[2].cut == ()
     assert "it waits" in verdicts[2].decision.reason
 
 
+def test_a_hang_after_progress_is_a_first_one():
+    verdicts = judged(reaches(b="c"), reaches(b="c"), reaches(b="c"), rules=ENOUGH, steps=(5, 500, 0))
+    assert [verdict.decision.rule for verdict in verdicts] == ["network-cut", "network-cut", "cut-again"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "leave"),
+    [
+        (({"a": "b"}, {"a": "b", "c": "a"}), "a"),  # the first one is isolated; at first only one notices
+        (({"a": "b"}, {"a": "c"}), "a"),
+        (({"a": "b"}, {"a": "b"}, {"a": "c"}), "ba"),  # then it is not the turn of c
+        (({"b": "c"}, {"a": "b"}), "b"),
+        (({"b": "c"}, {"a": "b", "c": "d"}), ""),  # the network itself
+        (({"a": "b", "c": "d"}, {"a": "b", "c": "d"}), ""),
+        (({"a": "b"}, {"c": "d"}, {"a": "b"}), ""),
+    ],
+)
+def test_the_host_that_is_in_all_pairs_leaves(rounds, leave):
+    verdicts = judged(*(reaches(**each) for each in rounds), rules=ENOUGH, steps=[0] * len(rounds))
+    assert "".join(each.node for each in verdicts if each.decision.response is Response.REPLACE_NODE) == leave
+    assert all(each.decision.rule in ("network-cut", "cut-again") for each in verdicts)
+
+
 def test_nobody_leaves_a_job_that_cannot_run_without_one():
     _, second = judged(reaches(b="c"), reaches(b="c"), rules=dataclasses.replace(RULES, min_nodes=4))
     assert (second.decision.response, second.decision.charged) == (Response.RESTART, True)
-    assert "the job cannot run without one of them" in second.decision.reason
+    assert "the job cannot run without it" in second.decision.reason
     spare = dataclasses.replace(RULES, min_nodes=4, nodes=5)
     assert judged(reaches(b="c"), reaches(b="c"), rules=spare)[1].decision.response is Response.REPLACE_NODE
+
+
+def test_what_nodes_told_while_they_waited_counts_although_their_connections_are_gone_by_the_report():
+    """The first agent to end its workers resets those of the others, which may be gone when their agents look."""
+    told = {id_: Reach(each.addresses, tuple(Silent(NO_RANK, one.address, 0.0) for one in each.silent))
+            for id_, each in reaches(a="b", b="c").items()}  # fmt: skip
+    rules = dataclasses.replace(RULES, reaches=told)
+    (verdict,) = judged({**dict.fromkeys("abcd", Reach()), **{"a": reaches(a="b")["a"]}}, rules=rules)
+    assert (verdict.node, verdict.cut) == ("b", ("host-b", "host-c"))
+    assert verdict.decision.reason.startswith("host-b gets no answer from host-c, the host of rank 4 (10.0.0.3) (and 1 more")
+    (verdict,) = judged(reaches(b="c"), rules=dataclasses.replace(RULES, reaches=reaches(b="c", x="b")))
+    assert "rank 2 on host-b" in verdict.decision.reason  # as the report says
 
 
 def test_all_cuts_of_one_node_are_counted():
@@ -127,3 +170,10 @@ def test_a_broken_gpu_of_a_node_that_hangs_is_still_the_cause():
     """Every worker waits for it, whoever cannot reach whom."""
     (verdict,) = judged(reaches(b="c"), xids=(79,))
     assert (verdict.decision.rule, verdict.cut) == ("xid-replace", ())
+
+
+def test_a_worker_that_the_others_surely_wait_for_is_still_the_cause():
+    (verdict,) = judged(reaches(b="c"), hang_blame=(detector.CERTAIN, 5, 0, 0))
+    assert (verdict.decision.rule, verdict.cut) == ("hang", ())
+    (verdict,) = judged(reaches(b="c"), hang_blame=(detector.LIKELY, 5, 0, 0))
+    assert verdict.decision.rule == "network-cut"

@@ -13,8 +13,13 @@ def of(type_=None, message="", **more):
     return classify(Evidence(0, **{"first_step_done": True, "node": "n1", "exception": exception, **more}))
 
 
+def cut_of(*hosts, progress=False):
+    return Precedent(hosts == ("n1", "n2"), progress, "n1", cut=hosts)
+
+
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
 CUT = of(hang=True, cut=("n1", "n2"), first_step_done=False)
+CUTS_APART = of(hang=True, cut=("n1", "n2"), cuts_apart=True, first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
@@ -71,14 +76,19 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (OWN, (Precedent(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
-        # two hosts that cannot reach each other: the second time one leaves, whatever came between
+        # two hosts that cannot reach each other: the second time one leaves, if nothing was done in between
         (CUT, (), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (Precedent(False, False, "n1"),), (3, 2), "restart", "network", "network-cut", None),  # another pair
-        (CUT, (SAME_HERE,), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (SAME_THERE,), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (Precedent(True, True, "n2"),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (SAME_THERE,), (2, 2), "restart", "network", "network-cut", None),
-        (CUT, (SAME_THERE,) * 2, (2, 2), "stop", "network", "ceiling", 1),
+        (CUT, (Precedent(False, False, "n1"),), (3, 2), "restart", "network", "network-cut", None),  # no cut
+        (CUT, (cut_of("n1", "n2"),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (cut_of("n1", "n3"),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (cut_of("n2", "n3"),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2", progress=None),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (cut_of("n1", "n2", progress=True),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n2", "n3"), cut_of("n1", "n2")), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n2", "n3", progress=True), cut_of("n1", "n2")), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUTS_APART, (cut_of("n1", "n2"),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2"),), (2, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2"),) * 2, (2, 2), "stop", "network", "ceiling", 1),
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
         (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),

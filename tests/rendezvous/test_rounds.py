@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elastic_ext.base.records import RecordError
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous import rounds
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Seal, View, Wait, lost, next_action
@@ -122,6 +123,12 @@ def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as
     nodes = {id_: node(**{"quiet": 3, **addresses, **changes.get(id_, {})}) for id_, addresses in QUIET.items()}
     assert next_action(view(RUNNING, nodes, "abc"), LIMITS, 0) == action
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
+
+
+def test_what_quiet_nodes_told_is_there_for_the_verdict():
+    told = {"a": node(quiet=3, silent=("10.0.0.2",), **QUIET["a"]), "b": node(quiet=2, **QUIET["b"])}
+    told |= {"c": node(quiet=3, done=3, **QUIET["c"]), "d": node(quiet=3)}
+    assert rounds.reaches(view(BROKEN, told, "abcx")) == {"a": Reach(("10.0.0.1",), (Silent(-1, "10.0.0.2", 0.0),))}
 
 
 @pytest.mark.parametrize(

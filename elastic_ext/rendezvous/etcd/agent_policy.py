@@ -40,7 +40,7 @@ class AgentPolicy:
     def judge(self, reports: RoundReports, ledger_text: str) -> Judgement:
         """Return one judgement for all nodes."""
         given = {id_: judging.report_of(text, reports.orders[id_]) for id_, text in reports.texts.items()}
-        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost)
+        rules = replace(self._circumstances(reports.nodes), min_nodes=self._min_nodes, lost=reports.lost, reaches=reports.reaches)
         window_s = self._settings.budget_window or 0
         if window_s:
             rules = replace(rules, charges=reports.charges)

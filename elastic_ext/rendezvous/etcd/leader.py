@@ -165,6 +165,7 @@ class Leader:
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
             len(view.nodes),
+            rounds.reaches(view),
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
             self._reload()

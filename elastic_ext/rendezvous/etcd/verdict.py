@@ -9,6 +9,7 @@ from typing import Protocol
 
 from elastic_ext.etcd import Compare, Delete, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.failures.cuts import Reach
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.round_records import State
@@ -25,6 +26,7 @@ class RoundReports:
         orders: etcd's revision of each, by node id.
         lost: members of the round that are gone.
         nodes: the current number of nodes.
+        reaches: see `judgement.Circumstances`.
         charges: restarts that count against the budget and have not expired (see `Judgement.window_s`).
     """
 
@@ -33,6 +35,7 @@ class RoundReports:
     orders: Mapping[str, int]
     lost: tuple[str, ...]
     nodes: int
+    reaches: Mapping[str, Reach]
     charges: int = 0
 
 

@@ -43,13 +43,17 @@ class QuietWatch:
         reach = None
         if workers and unanswered.needs_stats(workers, limit_s):
             workers = self._with_stats(workers, pids, now, limit_s)
-            reach = self.read_reach(pids) if unanswered.is_quiet(workers, limit_s) else None
+            reach = self._read_reach(pids) if unanswered.is_quiet(workers, limit_s) else None
         else:
             self._stall = None
         self.reach = unanswered.lasting(reach, limit_s) if reach is not None else None
         self._next_check = now + unanswered.next_check_s(workers, limit_s, reach)
 
-    def read_reach(self, pids: Mapping[int, int]) -> Reach:
+    def examine(self, pids: Mapping[int, int]) -> Reach:
+        """Return the hosts that have not answered the workers for so long that it explains a hang. pids: by local rank."""
+        return unanswered.explaining(self._read_reach(pids), self._fixed_s)
+
+    def _read_reach(self, pids: Mapping[int, int]) -> Reach:
         """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
         found = tcp_connections.by_rank({self._ranks[local_rank]: pid for local_rank, pid in pids.items()})
         return unanswered.reach_of(found or {})

@@ -13,16 +13,21 @@ Standard library only; times are in seconds.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ext.workers.hangs import detector
 from elastic_ext.workers.hangs.detector import LONG_PHASES, Activity, WorkerStatus
 
-# With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7 and 15 s.
-# Linux begins at 0.2 s in a fast network: data is sent again for the sixth time after 12.6 s, for the seventh after 25.4 s.
-UNANSWERED_S = 15.0
-RETRANSMISSIONS = 3  # R1 of RFC 1122, 4.2.3.5: from then on, not loss but the path is suspected
+# With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7, 15, 31 s;
+# since Linux 6.5, four times a second apart before it doubles (tcp_syn_linear_timeouts). Linux begins at 0.2 s in a fast network:
+# data is sent again for the sixth time after 12.6 s. The limit leaves 2 s for the answer to what is sent at 15 s.
+UNANSWERED_S = 17.0
+# R1 of RFC 1122, 4.2.3.5 suspects the path, not loss, from three on. But if a fifth of the packets is lost both ways, each
+# try fails with 36 %: four of them in a row are 1 in 60, six (with the first one) 1 in 460.
+RETRANSMISSIONS = 5
+EXPLAINS_S = 10.0  # the least silence that explains a hang of any kind: well above loss, and not all notice a cut at once
 LONGEST_FACTOR = 2.0  # times a usual gap between signs of life
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 MIN_CHECK_S = 0.1
@@ -90,12 +95,17 @@ class Reach:
 
 
 def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
-    """Sum up the connections of a node's workers. connections: by global rank."""
+    """Sum up the connections of a node's workers. connections: by global rank.
+
+    A host has been silent for no longer than since its kernel last acknowledged anything on the same way: one connection may be
+    dead by itself, to a container that is gone or a port that a firewall now blocks.
+    """
     own = {each.local for found in connections.values() for each in found if _between_hosts(each.local)}
+    answered_s = _answered_s(each for found in connections.values() for each in found)
     longest: dict[str, Unanswered] = {}
     for rank, found in connections.items():
         for each in found:
-            for_s = each.unanswered_s
+            for_s = min(each.unanswered_s, answered_s.get((each.local, each.peer), math.inf))
             known = longest.get(each.peer)
             if for_s and each.peer not in own and _between_hosts(each.peer) and (known is None or known.for_s < for_s):
                 longest[each.peer] = Unanswered(rank, each.peer, each.port, for_s)
@@ -103,9 +113,24 @@ def reach_of(connections: Mapping[int, Iterable[Connection]]) -> Reach:
     return Reach(tuple(sorted(own)[:MAX_ADDRESSES]), tuple(by_time[:MAX_ADDRESSES]))
 
 
+def _answered_s(connections: Iterable[Connection]) -> dict[tuple[str, str], float]:
+    """Return how many seconds ago the last acknowledgement came, by local address and peer."""
+    latest: dict[tuple[str, str], float] = {}
+    for each in connections:
+        if not each.connecting:
+            way = each.local, each.peer
+            latest[way] = min(each.acked_s, latest.get(way, math.inf))
+    return latest
+
+
 def lasting(reach: Reach, limit_s: float) -> Reach:
     """Leave out what has not lasted for limit_s seconds yet."""
     return Reach(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
+
+
+def explaining(reach: Reach, fixed_s: float | None) -> Reach:
+    """Leave out what is too short to be why the job hangs, when it does. fixed_s: see `limit_s`."""
+    return lasting(reach, EXPLAINS_S if fixed_s is None else min(EXPLAINS_S, fixed_s))
 
 
 def _between_hosts(address: str) -> bool:

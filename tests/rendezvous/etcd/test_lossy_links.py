@@ -43,3 +43,5 @@ def test_a_killed_worker_is_replaced_while_all_links_lose_packets(tmp_path: Path
                 job.wait_for(r"trains: \d+ \d+ (\d+)", before + 1, AGAIN_S)[-1] for job, before in zip(jobs, seen, strict=True)
             ]
         network.change(dict.fromkeys([*NODES, "etcd"], (CLEAN, CLEAN)))
+        for job in jobs:
+            assert "network-cut" not in job.err

@@ -38,15 +38,16 @@ SENT = Connection(1, HERE, THERE, 99, False, 6, 6, 0, 13.056, 6.3, 19.6)  # as s
         (Connection(1, HERE, THERE, 99), 0),
         (replace(SENT, acked_s=20.2), 12.852 + 6.756),
         (replace(SENT, acked_s=17.0), 17.0),  # never longer than since the last acknowledgement
-        (replace(SENT, retransmissions=2, backoff=2, timeout_s=0.816), 0),  # loss
-        (replace(SENT, retransmissions=3, backoff=3, timeout_s=1.6, left_s=1.0), 2.0),
-        (replace(SENT, retransmissions=3, backoff=3, timeout_s=1.6, left_s=9.0), 1.4),
-        # The first segment: after 1, 3 and 7 s; newer kernels send it four times a second apart, then double the timeout.
-        (replace(SENT, connecting=True, retransmissions=3, backoff=3, timeout_s=8.0, left_s=7.5, acked_s=0.0), 7.5),
+        (replace(SENT, retransmissions=4, backoff=4, timeout_s=3.2), 0),  # loss
+        (replace(SENT, retransmissions=5, backoff=5, timeout_s=6.4, left_s=5.8), 6.8),
+        (replace(SENT, retransmissions=5, backoff=5, timeout_s=6.4, left_s=9.0), 6.2),
+        # The first segment: after 1, 3, 7, 15 and 31 s; newer kernels send it four times a second apart, then double the timeout.
+        (replace(SENT, connecting=True, retransmissions=4, backoff=4, timeout_s=16.0, left_s=12.0, acked_s=0.0), 0),
+        (replace(SENT, connecting=True, retransmissions=5, backoff=5, timeout_s=32.0, left_s=31.5, acked_s=0.0), 31.5),
         (replace(SENT, connecting=True, retransmissions=5, backoff=1, timeout_s=2.0, left_s=0.5, acked_s=0.0), 6.5),
         # A full receiver answers each probe, as long as it lives.
-        (replace(SENT, retransmissions=0, window_probes=2, acked_s=30.0), 0),
-        (replace(SENT, retransmissions=0, window_probes=3, acked_s=30.0), 30.0),
+        (replace(SENT, retransmissions=0, window_probes=4, acked_s=30.0), 0),
+        (replace(SENT, retransmissions=0, window_probes=5, acked_s=30.0), 30.0),
     ],
 )
 def test_for_how_long(connection, for_s):
@@ -63,6 +64,28 @@ def test_the_reach_of_a_node():
     assert [(each.rank, each.address) for each in reach.unanswered] == [(5, THERE), (5, "10.0.0.3")]
     assert reach.unanswered[0].text == "rank 5 gets no answer from 10.0.0.2 (port 99) for 19.6 s"
     assert unanswered.lasting(reach, 15.0) == Reach(reach.addresses, reach.unanswered[:1])
+
+
+@pytest.mark.parametrize(
+    ("other", "silent_s"),
+    [
+        (Connection(3, HERE, THERE, 80, acked_s=0.3), 0.3),  # the host answers on another port
+        (Connection(3, HERE, THERE, 80, acked_s=21.0), 19.6),
+        (Connection(3, HERE, THERE, 80, connecting=True, acked_s=0.0), 19.6),  # says nothing
+        (Connection(3, "10.1.0.1", THERE, 80, acked_s=0.3), 19.6),  # another way
+        (Connection(3, HERE, "10.0.0.3", 80, acked_s=0.3), 19.6),
+    ],
+)
+def test_a_host_that_acknowledges_anything_has_not_been_silent_since_before(other, silent_s):
+    for ranks in ({4: [SENT, other]}, {4: [SENT], 5: [other]}):
+        assert [each.for_s for each in unanswered.reach_of(ranks).unanswered] == [pytest.approx(silent_s, abs=0.1)]
+
+
+@pytest.mark.parametrize(("fixed_s", "explains"), [(None, [10.5]), (600.0, [10.5]), (4.0, [10.5, 6.3])])
+def test_what_explains_a_hang(fixed_s, explains):
+    """Not the few tries of a moment of loss, when something else hangs."""
+    reach = Reach((HERE,), tuple(Unanswered(0, THERE, 99, for_s) for for_s in (10.5, 6.3, 1.4)))
+    assert [each.for_s for each in unanswered.explaining(reach, fixed_s).unanswered] == explains
 
 
 def worker(rank: int = 0, quiet_s: float = 16.0, **more) -> WorkerStatus:
@@ -93,8 +116,8 @@ def test_who_is_quiet(changes, quiet):
 @pytest.mark.parametrize(
     ("gaps", "fixed_s", "limit_s"),
     [
-        ((), None, 15),
-        ((0,) * 10 + (500,), None, 15),  # steps of up to 1 s
+        ((), None, 17),
+        ((0,) * 10 + (500,), None, 17),  # steps of up to 1 s
         ((0,) * 14 + (500,), None, 32.768),  # of 8 to 16 s
         ((0,) * 14 + (500,), 4.0, 4),
         ((), 600.0, 600),  # whoever sets a longer one, has a network that comes back
@@ -126,6 +149,7 @@ import os, socket, sys
 from elastic_ext.workers.hangs import tcp_connections, unanswered
 from tests.workers.hangs.test_unanswered import told
 address = sys.argv[1], int(sys.argv[2])
+unanswered.RETRANSMISSIONS = 3
 late = socket.socket()
 late.setblocking(False)
 first = socket.create_connection(address)
@@ -153,11 +177,13 @@ def claim(pid: int, path: str) -> Reach:
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         words[progress_layout.PID], words[progress_layout.STEPS] = pid, 3
         words[progress_layout.SIGN_NS] = time.monotonic_ns()
-    unanswered.UNANSWERED_S = 1.5
+    unanswered.UNANSWERED_S, unanswered.RETRANSMISSIONS = 1.5, 3
     watch, pause = QuietWatch(board, {0: 7}, None), threading.Event()
     while watch.reach is None:
         pause.wait(watch.next_check_s())
         watch.check({0: pid})
+    unanswered.EXPLAINS_S = 1000.0  # if the job hung for another reason now
+    assert watch.examine({0: pid}) == Reach(watch.reach.addresses)
     return watch.reach
 
 
@@ -289,7 +315,7 @@ def test_a_job_that_needs_both_hosts_restarts_and_goes_on_once_they_reach_each_o
         pair = net.hosts[ranks[1]], net.hosts[ranks[2]]
         net.cut(*pair)
         for job in jobs:
-            job.wait_for("the job cannot run without one of them")
+            job.wait_for("the job cannot run without it")
         net.mend(*pair)
         for job in jobs:
             job.wait_for(r'"world": 3, "attempt": 2')

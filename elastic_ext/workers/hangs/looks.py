@@ -98,13 +98,21 @@ class Looks:
         now: float,
     ) -> None:
         asked = {local_rank: pid for local_rank, pid in pids.items() if stacks.ask(pid)}
-        dumps = stacks.dump_all({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
+        dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
         for local_rank, pid in asked.items():
             text = dumps.get(pid, "")
             wait = waits.wait_of(text)
             if wait is not Wait.NOTHING:
                 idle = waits.others_idle(text)
                 self._stays[local_rank] = Stay(now, wait, rows[local_rank].answers, idle, stats[local_rank])
+
+
+def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
+    """Return the stacks of these processes. They are not kept: looks may go on for days, and the files often lie in memory."""
+    dumps = stacks.dump_all(paths)
+    for path in paths.values():
+        stacks.empty(path)
+    return dumps
 
 
 def can_answer(row: Progress, stats: ProcessStats) -> bool:

@@ -48,6 +48,14 @@ def dump_all(paths: Mapping[int, str]) -> dict[int, str]:
     return {pid: _read(path, before[pid]) for pid, path in paths.items() if _size(path) > before[pid]}
 
 
+def empty(path: str) -> None:
+    """Discard what a worker has written to this file. It goes on at the new end, because it appends."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError as error:
+        logger.debug("cannot empty %s: %s", path, error)
+
+
 def ask(pid: int) -> bool:
     """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
 

@@ -26,6 +26,7 @@ from elastic_ext.workers.hangs.waits import Wait
 from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
+from tests import refusing
 
 # What a stack waits for.
 
@@ -310,3 +311,37 @@ def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick
             assert time.monotonic() < deadline
             pause.wait(0.01)
         assert [table.read(slot).answers for slot in range(2)] == [1, 2]
+
+
+MANY_LOOKS = """
+import os, subprocess, sys, threading
+from elastic_ext.workers import pidfds
+from elastic_ext.workers.hangs import stacks
+from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
+assert pidfds.why_unavailable()
+path = sys.argv[1]
+child = subprocess.Popen([sys.executable, "-c", f'''
+import faulthandler, signal
+faulthandler.register({STACKS_SIGNAL}, file=open({path!r}, "ab"))
+signal.signal({ANSWER_SIGNAL}, lambda *_: None)
+print("ready", flush=True)
+while True:
+    signal.pause()
+'''], stdout=subprocess.PIPE)
+child.stdout.readline()
+def kept(): return threading.active_count(), len(os.listdir("/proc/self/fd"))
+before = kept()
+assert all(stacks.ask(child.pid) and "Current thread" in stacks.dump(child.pid, path) for _ in range(5))
+after = kept()
+child.kill()
+child.wait()
+assert not stacks.ask(child.pid) and stacks.dump(child.pid, path) == ""
+print(before == after, before, after)
+"""
+
+
+@pytest.mark.skipif(not refusing.possible, reason="the numbers of system calls are known for two architectures")
+def test_without_pidfds_looks_leave_nothing_behind(tmp_path):
+    command = [sys.executable, "-m", "tests.refusing", "pidfd_open=ENOSYS", sys.executable, "-c", MANY_LOOKS, str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("True"), done.stdout

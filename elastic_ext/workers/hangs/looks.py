@@ -3,7 +3,8 @@
 Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
 thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
-long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
+long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals. Only
+a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
 
 Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no other process that computes,
 and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin too.
@@ -116,8 +117,16 @@ def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
 
 
 def can_answer(row: Progress, stats: ProcessStats) -> bool:
-    """Return whether this worker may be sent the signals, and could answer."""
-    if not row.stacks_armed or not row.answers or row.phase == "exit" or stats.debugged:
+    """Return whether this worker may be sent the signals, and would answer: it has done so before.
+
+    A library can replace the handler, and then no answer means nothing.
+    """
+    return row.answers > 1 and row.stacks_armed and may_be_asked(row, stats)
+
+
+def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
+    """Return whether this worker has had the handler, and is in a state to answer."""
+    if not row.answers or row.phase == "exit" or stats.debugged:
         return False
     return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 

@@ -61,10 +61,11 @@ def empty(path: str) -> None:
 def ask(pid: int) -> bool:
     """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
 
+    Not asked: one that blocks the signal, because it would not answer whatever it does.
     Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
     """
     with _opened([pid]) as pidfds_of:
-        return pid in pidfds_of and _send(pidfds_of[pid], pid, ANSWER_SIGNAL)
+        return pid in pidfds_of and not _has(pid, "SigBlk", ANSWER_SIGNAL) and _send(pidfds_of[pid], pid, ANSWER_SIGNAL)
 
 
 @contextmanager
@@ -90,14 +91,22 @@ def _opened(pids: Iterable[int]) -> Iterator[dict[int, int | None]]:
 def _send(pidfd: int | None, pid: int, number: int) -> bool:
     """Send the signal if the process still has a handler. After exec() it has none, but its progress row still claims one."""
     try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]
-        if not int(caught, 16) >> (number - 1) & 1:
+        if not _has(pid, "SigCgt", number):
             return False
         pidfds.send(pidfd, pid, number)
-    except (OSError, StopIteration):  # it has ended
+    except OSError:  # it has ended
         return False
     return True
+
+
+def _has(pid: int, mask: str, number: int) -> bool:
+    """Return whether a mask of signals in proc_pid_status(5) has this one; False if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            found = next(line for line in status if line.startswith(f"{mask}:")).split()[1]
+    except (OSError, StopIteration):
+        return False
+    return bool(int(found, 16) >> (number - 1) & 1)
 
 
 def _read(path: str, start: int) -> str:

@@ -170,6 +170,7 @@ def all_reduce(wait): wait()
 def synchronize(wait): wait()
 def ready(): print('ready', flush=True)
 """
+ANSWERS = "signal.raise_signal(ANSWER_SIGNAL)"  # as at the agent's first question
 SPIN = "all_reduce(spin)"
 BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
 BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
@@ -180,18 +181,23 @@ libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
 
 
 @contextmanager
-def workers(tmp_path: Path, scripts: list[str], path: str = C10D) -> Iterator[tuple[ProgressTable, list[int], dict[int, str]]]:
-    """Workers that have done enough steps and then run these scripts. path: of the file in which all their functions are."""
+def workers(
+    tmp_path: Path, scripts: list[str], path: str = C10D, first: str = ANSWERS
+) -> Iterator[tuple[ProgressTable, list[int], dict[int, str]]]:
+    """Workers that have done enough steps and then run these scripts.
+
+    path: of the file in which all their functions are. first: runs before they are watched.
+    """
     table, files = ProgressTable(str(tmp_path / "table"), len(scripts)), {}
     source = tmp_path / path.lstrip("/")
     source.parent.mkdir(parents=True)
-    source.write_text(COLLECTIVES)
+    source.write_text(f"ANSWER_SIGNAL = {int(ANSWER_SIGNAL)}\n{COLLECTIVES}")
     started = []
     try:
         for slot, script in enumerate(scripts):
             files[slot] = str(tmp_path / f"stacks{slot}")
             told = {"slot": slot, "progress": table.path, "progress_version": layout.VERSION, "stacks": files[slot]}
-            run = f"exec(compile(open({str(source)!r}).read(), {str(source)!r}, 'exec'))\nready()\n{script}\n"
+            run = f"exec(compile(open({str(source)!r}).read(), {str(source)!r}, 'exec'))\n{first}\nready()\n{script}\n"
             (tmp_path / f"script{slot}.py").write_text(run)
             environ = {**os.environ, "ELASTIC_EXT_WORKER": json.dumps(told)}
             command = [sys.executable, BOOTSTRAP, str(tmp_path / f"script{slot}.py")]
@@ -257,14 +263,28 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
         "spin()",  # this call is the script's
         "while True: pass",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])\nwhile True: all_reduce(short)",
     ],
-    ids=["loop", "child", "thread", "own-call", "python", "blocked"],
+    ids=["loop", "child", "thread", "own-call", "python", "blocked", "answers-blocked"],
 )
 def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:
         verdict = watched(*found)
         assert all(os.path.exists(f"/proc/{pid}/stat") for pid in found[1])
     assert not verdict.stalled, verdict.reason
+
+
+def test_no_answer_means_nothing_where_there_has_never_been_one(tmp_path, quick):
+    replaced = "signal.signal(ANSWER_SIGNAL, lambda *_: None)"
+    with workers(tmp_path, ["while True: all_reduce(short)"], first=replaced) as found:
+        verdict = watched(*found)
+    assert not verdict.stalled, verdict.reason
+
+
+def test_each_worker_is_asked_for_a_first_answer(tmp_path, quick):
+    with workers(tmp_path, ["for _ in range(5): short()\n" + SPIN], first="") as found:
+        assert watched(*found, for_s=20).waiting
+        assert found[0].read(0).answers > 1
 
 
 def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):
@@ -307,10 +327,10 @@ def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick
         for pid in pids:
             os.kill(pid, ANSWER_SIGNAL)
         deadline, pause = time.monotonic() + 20, threading.Event()
-        while table.read(1).answers == 1:
+        while table.read(1).answers == 2:
             assert time.monotonic() < deadline
             pause.wait(0.01)
-        assert [table.read(slot).answers for slot in range(2)] == [1, 2]
+        assert [table.read(slot).answers for slot in range(2)] == [2, 3]
 
 
 MANY_LOOKS = """

@@ -30,6 +30,9 @@ from elastic_ext.workers.hangs.waits import Wait
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
 WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.DEVICE: 60.0}
+# Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
+# MegaScale (NSDI 2024) reports 30 s, after much work on it.
+CONNECT_S = 0.01
 IDLE_FLOOR_S = 60.0
 WORKING_FLOOR_S = 1800.0
 LONG_FLOOR_S = 1800.0
@@ -74,6 +77,7 @@ class WorkerStatus:
         known: its bootstrap is in place; without it, its progress is not known.
         wait: what the call waits for in which its main thread is; not known before the first look.
         stayed_s: seconds for which it has not left that call, while nothing else of its family did anything.
+        world: number of ranks of the job.
     """
 
     rank: int
@@ -90,6 +94,7 @@ class WorkerStatus:
     known: bool = True
     wait: Wait = Wait.NOTHING
     stayed_s: float = 0.0
+    world: int = 1
 
     @property
     def started(self) -> bool:
@@ -227,11 +232,11 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 
 def wait_limit_s(worker: WorkerStatus) -> float:
     """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
-    longest_s = learned_s(worker.gaps, idle=False)
+    longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
     if worker.wait is Wait.DEVICE:
-        return max(WAIT_FLOOR_S[Wait.DEVICE], longest_s)
+        return max(WAIT_FLOOR_S[Wait.DEVICE], connect_s, longest_s)
     # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
-    return max(WAIT_FLOOR_S[Wait.RANKS], learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
+    return max(WAIT_FLOOR_S[Wait.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:

@@ -3,11 +3,12 @@
 Neither processor time nor one stack tells. NCCL waits spin, as work does, and a healthy evaluation may spend most of its time in
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
 thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
-long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals. Only
-a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
+long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
+Only a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
 
-Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no other process that computes,
-and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin too.
+Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connections, no other
+process that computes, and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin,
+too.
 
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
 them, which Python and torch retry. A worker that stays gets two signals in all. One that does its own part gets two more after
@@ -135,8 +136,18 @@ def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool
     """Return whether the worker is still in its call, and nothing else of its family has done anything meanwhile."""
     if answers != stay.answers or stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED:
         return False
+    if _connects(stay.stats, stats):
+        return False
     if now - stay.since < RATES_S:
         return True
     rates = process_stats.rates(stay.stats, stats, now - stay.since)
     threads_share = 0.0 if stay.others_idle else rates.threads_share
     return not detector.works(rates.children_share, rates.bytes_s) and not detector.works(threads_share, rates.bytes_s)
+
+
+def _connects(before: ProcessStats, now: ProcessStats) -> bool:
+    """Return whether the family has opened or closed TCP connections.
+
+    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on.
+    """
+    return before.sockets is not None and now.sockets is not None and before.sockets.keys() != now.sockets.keys()

@@ -28,15 +28,19 @@ class HangWatch:
     for half of their limit.
     """
 
-    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
-        """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
+    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
+        """Start watching.
+
+        ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout. world: number of ranks of the job.
+        """
         self._found = NOTHING_FOUND  # at the last check
-        self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
+        self._progress, self._fixed_s = progress, fixed_s
+        self._new = {local_rank: WorkerStatus(rank, 0, 0.0, world=world) for local_rank, rank in ranks.items()}
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._next_stats = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
         self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
-        self._speeds = Speeds(self._ranks)
+        self._speeds = Speeds(dict(ranks))
         self._warned = False
         self._asked: set[int] = set()  # the local ranks that were asked for their first answer
 
@@ -123,20 +127,20 @@ class HangWatch:
             self._warned = True
             logger.warning(
                 "elastic_ext: cannot count the reads, writes and network traffic of rank %s; it never counts as idle",
-                self._ranks[uncounted[0]],
+                self._new[uncounted[0]].rank,
             )
 
     def _status(self, pids: Mapping[int, int], now: float) -> list[WorkerStatus]:
         workers = []
         for local_rank in pids:
             progress = self._progress.read(local_rank)
-            worker = WorkerStatus(
-                self._ranks[local_rank],
-                progress.steps,
-                self._quiet_s(progress, now),
-                progress.reports,
-                progress.phase,
-                progress.gaps,
+            worker = replace(
+                self._new[local_rank],
+                steps=progress.steps,
+                quiet_s=self._quiet_s(progress, now),
+                reports=progress.reports,
+                phase=progress.phase,
+                gaps=progress.gaps,
                 known=progress.pid != 0,
             )
             if self._stall is not None:
@@ -166,7 +170,7 @@ class HangWatch:
             can_answer = progress.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
             stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
             found[local_rank] = Stuck(
-                self._ranks[local_rank],
+                self._new[local_rank].rank,
                 progress.steps,
                 progress.reports,
                 self._quiet_s(progress, now),

@@ -103,6 +103,9 @@ def worker(**more) -> WorkerStatus:
         ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 43.0}, 60),  # one of 33 s
         ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 43.0}, 60),  # one of minutes
         ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 190.0, "wait": Wait.DEVICE}, 2 * 131.072),
+        ({"world": 1500}, 15),
+        ({"world": 4096, "stayed_s": 29.0}, 40.96),
+        ({"world": 8192, "stayed_s": 58.0, "wait": Wait.DEVICE}, 81.92),
         # These keep the limit of work.
         ({"wait": Wait.NOTHING}, 1800),
         ({"stayed_s": 10.4}, 1800),
@@ -174,6 +177,15 @@ ANSWERS = "signal.raise_signal(ANSWER_SIGNAL)"  # as at the agent's first questi
 SPIN = "all_reduce(spin)"
 BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
 BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
+CONNECTIONS = """
+import socket
+def connect():
+    server, kept = socket.create_server(("127.0.0.1", 0)), []
+    while True:
+        kept.append(socket.create_connection(server.getsockname()))
+        short()
+threading.Thread(target=connect, daemon=True).start()
+"""
 BUSY_NATIVE = """
 code = ctypes.cast(libc.pthread_spin_lock, ctypes.c_void_p)
 libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
@@ -226,9 +238,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "RATES_S", 0.4)
 
 
-def watched(table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0) -> detector.Assessment:
+def watched(
+    table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0, world: int = 1
+) -> detector.Assessment:
     """Watch until they stall, or for `for_s` seconds."""
-    watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None), threading.Event()
+    watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None, world), threading.Event()
     deadline, verdict = time.monotonic() + for_s, None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
         pause.wait(watch.next_check_s())
@@ -260,12 +274,13 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
         "while True: all_reduce(short)",  # the same line, nearly always
         BUSY_CHILD + SPIN,
         BUSY_THREAD + SPIN,
+        CONNECTIONS + SPIN,
         "spin()",  # this call is the script's
         "while True: pass",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
         "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])\nwhile True: all_reduce(short)",
     ],
-    ids=["loop", "child", "thread", "own-call", "python", "blocked", "answers-blocked"],
+    ids=["loop", "child", "thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
 )
 def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:
@@ -285,6 +300,12 @@ def test_each_worker_is_asked_for_a_first_answer(tmp_path, quick):
     with workers(tmp_path, ["for _ in range(5): short()\n" + SPIN], first="") as found:
         assert watched(*found, for_s=20).waiting
         assert found[0].read(0).answers > 1
+
+
+def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):
+    with workers(tmp_path, [SPIN]) as found:
+        verdict = watched(*found, world=1000)
+    assert not verdict.stalled
 
 
 def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):

@@ -175,7 +175,8 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
 
 
 def _waited_for(workers: Sequence[WorkerStatus]) -> str:
-    return " or ".join(sorted({worker.wait.value for worker in workers}))
+    others = all(worker.wait is Wait.RANKS for worker in workers)
+    return Wait.RANKS.value if others else f"{Wait.RANKS.value} or {Wait.DEVICE.value}"  # which may wait for other ranks
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:

@@ -44,16 +44,20 @@ def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) ->
     ("frames", "wait"),
     [
         ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], Wait.RANKS),
-        ([(TORCH + C10D, "barrier")], Wait.RANKS),
+        ([(TORCH + C10D, "monitored_barrier")], Wait.RANKS),
         ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], Wait.RANKS),
         ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], Wait.RANKS),
         ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], Wait.RANKS),
         ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], Wait.DEVICE),
         ([(TORCH + "/torch/cuda/streams.py", "synchronize")], Wait.DEVICE),
+        ([(TORCH + C10D, "barrier")], Wait.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "finalize_backward")], Wait.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "wait_for_unshard")], Wait.RANKS),
         # Their own part, perhaps.
         ([("train.py", "log_loss")], Wait.NOTHING),
         ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
         ([(TORCH + C10D, "new_group")], Wait.NOTHING),
+        ([(TORCH + C10D, "_create_process_group_wrapper"), (TORCH + C10D, "new_group")], Wait.NOTHING),
         ([(TORCH + C10D, "destroy_process_group")], Wait.NOTHING),
         ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
         ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], Wait.NOTHING),
@@ -134,6 +138,13 @@ def test_one_that_does_its_own_part_is_enough():
         {"state": "T"},
     ):
         assert not detector.assess([worker(), worker(rank=1, **more)]).stalled
+
+
+def test_the_reason_tells_what_they_wait_for():
+    assert detector.assess([worker(), worker(rank=1)]).reason.count("waits for other ranks;") == 1
+    device = worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)
+    assert "a call that waits for other ranks or its device;" in detector.assess([worker(), device]).reason
+    assert "a call that waits for other ranks or its device;" in detector.assess([device]).reason
 
 
 def test_a_limit_that_is_set_is_kept():

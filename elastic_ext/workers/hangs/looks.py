@@ -11,15 +11,15 @@ process that computes, and no other Python thread that may use the processor. Th
 too.
 
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
-them, which Python and torch retry. A worker that stays gets two signals in all. One that does its own part gets two more after
-FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
+them, which Python and torch retry. A worker that stays gets two signals, and one before its node claims a stall. One that does
+its own part gets two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ext.workers.hangs import detector, process_stats, stacks, waits
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
@@ -38,7 +38,8 @@ class Stay:
         since: monotonic seconds.
         wait: what the call waits for.
         answers: see Progress; another count means that it has left the call.
-        others_idle: its other Python threads wait for work.
+        others_idle: its other Python threads waited for work when this began.
+        confirmed: they did when the node was about to claim a stall, too.
         stats: of its family, when this began.
     """
 
@@ -47,6 +48,7 @@ class Stay:
     answers: int
     others_idle: bool
     stats: ProcessStats
+    confirmed: bool = False
 
 
 class Looks:
@@ -79,6 +81,19 @@ class Looks:
         """Return what this worker waits for and for how many seconds it has not left that call."""
         stay = self._stays.get(local_rank)
         return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
+
+    def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
+        """Return whether the stacks still tell what they told when each stay began; end the stays of which they do not.
+
+        A thread may have begun to compute since. Asks each worker once per stay. Arguments by local rank.
+        """
+        new = {local_rank: pid for local_rank, pid in pids.items() if (s := self._stays.get(local_rank)) and not s.confirmed}
+        dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in new.items()})
+        for local_rank, pid in new.items():
+            stay, text = self._stays.pop(local_rank), dumps.get(pid, "")
+            if waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle):
+                self._stays[local_rank] = replace(stay, confirmed=True)
+        return self._stays.keys() >= pids.keys()
 
     def rates(self, local_rank: int) -> Rates:
         """Return this worker's rates since it has been in its call; not known for one that does not stay."""

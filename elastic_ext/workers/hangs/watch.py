@@ -87,6 +87,8 @@ class HangWatch:
             self._next_stats = now + schedule.next_check_s(workers, self._fixed_s)
         workers = self._look(workers, pids, stacks_files, now)
         self._found = detector.assess(workers, self._fixed_s)
+        if self._found.waiting and self._looks is not None and not self._looks.confirm(pids, stacks_files):
+            self._found = detector.assess(self._status(pids, now), self._fixed_s)
         left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
         self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
         return self._found

@@ -194,6 +194,7 @@ ANSWERS = "signal.raise_signal(ANSWER_SIGNAL)"  # as at the agent's first questi
 SPIN = "all_reduce(spin)"
 BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
 BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
+LATER_BUSY_THREAD = "threading.Timer(1.2, spin).start()\n"  # it waits when it is first looked at
 CONNECTIONS = """
 import socket
 def connect():
@@ -291,13 +292,14 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
         "while True: all_reduce(short)",  # the same line, nearly always
         BUSY_CHILD + SPIN,
         BUSY_THREAD + SPIN,
+        LATER_BUSY_THREAD + SPIN,
         CONNECTIONS + SPIN,
         "spin()",  # this call is the script's
         "while True: pass",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
         "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])\nwhile True: all_reduce(short)",
     ],
-    ids=["loop", "child", "thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
+    ids=["loop", "child", "thread", "later-thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
 )
 def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:

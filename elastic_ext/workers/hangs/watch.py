@@ -25,7 +25,7 @@ class HangWatch:
     """The hang watch of one round.
 
     Reading the progress costs microseconds. /proc is read, and the workers are looked at, only when all of them have been quiet
-    for half of their limit.
+    for half of their limit, and once when a worker has started.
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
@@ -113,7 +113,8 @@ class HangWatch:
             return
         sample = process_stats.read(new.values())
         for local_rank, pid in new.items():
-            if pid in sample and looks.may_be_asked(rows[local_rank], sample[pid]) and stacks.ask(pid):
+            if pid in sample and looks.may_be_asked(rows[local_rank], sample[pid]):
+                stacks.ask(pid)
                 self._asked.add(local_rank)
 
     def _restart_count(self, now: float) -> None:

@@ -115,7 +115,7 @@ class RoundStart:
             saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
         # Without the bootstrap, workers never report progress, and that is no sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
-            watch = HangWatch(progress, ranks, settings.hang_timeout)
+            watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
             quiet = QuietWatch(progress, ranks, settings.hang_timeout)
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)

@@ -50,14 +50,8 @@ def _refusal(call: str, error: OSError) -> str:
     return reason
 
 
-def watch(pid: int) -> int:
-    """Return a descriptor that becomes readable when this child has ended. The caller closes it.
-
-    Raises:
-        ProcessLookupError: the child has ended and was reaped.
-        OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
-            errno if no descriptor or thread is available.
-    """
+def of(pid: int) -> int | None:
+    """Return a pidfd of this child; None if there are no pidfds, but `send` reaches it all the same. Raises as `watch` does."""
     if why_unavailable() is None:
         return os.pidfd_open(pid)
     try:
@@ -66,6 +60,20 @@ def watch(pid: int) -> int:
         if state(pid) in ("", "Z", "X"):
             raise ProcessLookupError(errno.ESRCH, f"no child {pid}") from error
         raise OSError(errno.ENOTSUP, f"cannot watch process {pid}: it is not our child, and {why_unavailable()}") from error
+    return None
+
+
+def watch(pid: int) -> int:
+    """Return a descriptor that becomes readable when this child has ended. The caller closes it.
+
+    Raises:
+        ProcessLookupError: the child has ended and was reaped.
+        OSError: ENOTSUP if there are no pidfds and this is not a child of this process (start method forkserver); another
+            errno if no descriptor or thread is available.
+    """
+    pidfd = of(pid)
+    if pidfd is not None:
+        return pidfd
     ours, theirs = os.pipe()
     try:
         threading.Thread(target=_await_end, args=(pid, theirs), name="elastic_ext_end", daemon=True).start()
@@ -88,9 +96,9 @@ def _await_end(pid: int, writer: int) -> None:
     os.close(writer)
 
 
-def send(descriptor: int, pid: int, sig: int) -> None:
-    """Send a signal to the child behind a descriptor from `watch`. Raises ProcessLookupError, PermissionError."""
-    if why_unavailable() is None:
+def send(descriptor: int | None, pid: int, sig: int) -> None:
+    """Send a signal to the child behind a descriptor from `watch` or `of`. Raises ProcessLookupError, PermissionError."""
+    if descriptor is not None and why_unavailable() is None:
         signal.pidfd_send_signal(descriptor, sig)
     else:
         os.kill(pid, sig)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from spinning_group import Delay, Spin
 
-STEPS = 60
+STEPS = 80  # for longer than the agent needs to ask for a first answer
 QUIET_S = float(os.environ.get("QUIET_S", "22"))  # how long what is no hang takes
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -109,6 +109,6 @@ while True:
             print(f"{fault} is over at {rank}", flush=True)
     if over:
         break
-    time.sleep(0.01)
+    time.sleep(0.1)
 print(f"finished {rank}", flush=True)
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -30,6 +30,9 @@ from elastic_ext.workers.hangs.waits import Wait
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
 WAIT_FLOOR_S = {Wait.RANKS: 15.0, Wait.DEVICE: 60.0}
+# Times the ranks of the job, if that is longer: a group's first collective connects them all. For all groups of 10,000 ranks,
+# MegaScale (NSDI 2024) reports 30 s, after much work on it.
+CONNECT_S = 0.01
 IDLE_FLOOR_S = 60.0
 WORKING_FLOOR_S = 1800.0
 LONG_FLOOR_S = 1800.0
@@ -48,7 +51,7 @@ STARVED_SHARE = 0.5  # of the time, ready to run but not running
 IMMINENT_SHARE = 0.75  # of the limit: a hang is expected from then on, if no worker works
 IMMINENT_IDLE_SHARE = 0.2  # of the limit: no worker has worked for this long, so not since about half of the limit
 STEADY_GAPS = 20  # in this phase; fewer do not tell how long a step may take
-STAY_SHARE = 0.7  # of that limit: a worker has not left its call for this long, whatever it did before
+STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, whatever it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
 STOPPED, ASLEEP_IN_KERNEL = "T", "D"
@@ -74,6 +77,7 @@ class WorkerStatus:
         known: its bootstrap is in place; without it, its progress is not known.
         wait: what the call waits for in which its main thread is; not known before the first look.
         stayed_s: seconds for which it has not left that call, while nothing else of its family did anything.
+        world: number of ranks of the job.
     """
 
     rank: int
@@ -90,6 +94,7 @@ class WorkerStatus:
     known: bool = True
     wait: Wait = Wait.NOTHING
     stayed_s: float = 0.0
+    world: int = 1
 
     @property
     def started(self) -> bool:
@@ -170,7 +175,8 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
 
 
 def _waited_for(workers: Sequence[WorkerStatus]) -> str:
-    return " or ".join(sorted({worker.wait.value for worker in workers}))
+    others = all(worker.wait is Wait.RANKS for worker in workers)
+    return Wait.RANKS.value if others else f"{Wait.RANKS.value} or {Wait.DEVICE.value}"  # which may wait for other ranks
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
@@ -227,11 +233,11 @@ def limit_s(worker: WorkerStatus, activity: Activity, fixed_s: float | None) -> 
 
 def wait_limit_s(worker: WorkerStatus) -> float:
     """Return for how many seconds a steady worker may give no sign of life if each stays in a call that only waits."""
-    longest_s = learned_s(worker.gaps, idle=False)
+    longest_s, connect_s = learned_s(worker.gaps, idle=False), CONNECT_S * worker.world
     if worker.wait is Wait.DEVICE:
-        return max(WAIT_FLOOR_S[Wait.DEVICE], longest_s)
+        return max(WAIT_FLOOR_S[Wait.DEVICE], connect_s, longest_s)
     # One long gap was mostly somebody's own part, which no call of all ranks contains; only the end of it may have been one.
-    return max(WAIT_FLOOR_S[Wait.RANKS], learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
+    return max(WAIT_FLOOR_S[Wait.RANKS], connect_s, learned_s(worker.gaps, idle=True), min(longest_s, IDLE_FLOOR_S))
 
 
 def learned_s(gaps: Sequence[int], idle: bool) -> float:

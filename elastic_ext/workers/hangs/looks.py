@@ -4,20 +4,22 @@ Neither processor time nor one stack tells. NCCL waits spin, as work does, and a
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
 thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
 long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
+Only a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
 
-Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no other process that computes,
-and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin too.
+Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connections, no other
+process that computes, and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin,
+too.
 
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
-them, which Python and torch retry. A worker that stays gets two signals in all. One that does its own part gets two more after
-FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
+them, which Python and torch retry. A worker that stays gets two signals, and one before its node claims a stall. One that does
+its own part gets two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ext.workers.hangs import detector, process_stats, stacks, waits
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
@@ -36,7 +38,8 @@ class Stay:
         since: monotonic seconds.
         wait: what the call waits for.
         answers: see Progress; another count means that it has left the call.
-        others_idle: its other Python threads wait for work.
+        others_idle: its other Python threads waited for work when this began.
+        confirmed: they did when the node was about to claim a stall, too.
         stats: of its family, when this began.
     """
 
@@ -45,6 +48,7 @@ class Stay:
     answers: int
     others_idle: bool
     stats: ProcessStats
+    confirmed: bool = False
 
 
 class Looks:
@@ -78,6 +82,19 @@ class Looks:
         stay = self._stays.get(local_rank)
         return (stay.wait, now - stay.since) if stay is not None else (Wait.NOTHING, 0.0)
 
+    def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
+        """Return whether the stacks still tell what they told when each stay began; end the stays of which they do not.
+
+        A thread may have begun to compute since. Asks each worker once per stay. Arguments by local rank.
+        """
+        new = {local_rank: pid for local_rank, pid in pids.items() if (s := self._stays.get(local_rank)) and not s.confirmed}
+        dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in new.items()})
+        for local_rank, pid in new.items():
+            stay, text = self._stays.pop(local_rank), dumps.get(pid, "")
+            if waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle):
+                self._stays[local_rank] = replace(stay, confirmed=True)
+        return self._stays.keys() >= pids.keys()
+
     def rates(self, local_rank: int) -> Rates:
         """Return this worker's rates since it has been in its call; not known for one that does not stay."""
         stay = self._stays.get(local_rank)
@@ -98,7 +115,7 @@ class Looks:
         now: float,
     ) -> None:
         asked = {local_rank: pid for local_rank, pid in pids.items() if stacks.ask(pid)}
-        dumps = stacks.dump_all({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
+        dumps = _dumps({pid: stacks_files[local_rank] for local_rank, pid in asked.items()})
         for local_rank, pid in asked.items():
             text = dumps.get(pid, "")
             wait = waits.wait_of(text)
@@ -107,9 +124,25 @@ class Looks:
                 self._stays[local_rank] = Stay(now, wait, rows[local_rank].answers, idle, stats[local_rank])
 
 
+def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
+    """Return the stacks of these processes. They are not kept: looks may go on for days, and the files often lie in memory."""
+    dumps = stacks.dump_all(paths)
+    for path in paths.values():
+        stacks.empty(path)
+    return dumps
+
+
 def can_answer(row: Progress, stats: ProcessStats) -> bool:
-    """Return whether this worker may be sent the signals, and could answer."""
-    if not row.stacks_armed or not row.answers or row.phase == "exit" or stats.debugged:
+    """Return whether this worker may be sent the signals, and would answer: it has done so before.
+
+    A library can replace the handler, and then no answer means nothing.
+    """
+    return row.answers > 1 and row.stacks_armed and may_be_asked(row, stats)
+
+
+def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
+    """Return whether this worker has had the handler, and is in a state to answer."""
+    if not row.answers or row.phase == "exit" or stats.debugged:
         return False
     return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
@@ -118,8 +151,18 @@ def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool
     """Return whether the worker is still in its call, and nothing else of its family has done anything meanwhile."""
     if answers != stay.answers or stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED:
         return False
+    if _connects(stay.stats, stats):
+        return False
     if now - stay.since < RATES_S:
         return True
     rates = process_stats.rates(stay.stats, stats, now - stay.since)
     threads_share = 0.0 if stay.others_idle else rates.threads_share
     return not detector.works(rates.children_share, rates.bytes_s) and not detector.works(threads_share, rates.bytes_s)
+
+
+def _connects(before: ProcessStats, now: ProcessStats) -> bool:
+    """Return whether the family has opened or closed TCP connections.
+
+    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on.
+    """
+    return before.sockets is not None and now.sockets is not None and before.sockets.keys() != now.sockets.keys()

@@ -10,8 +10,10 @@ from elastic_ext.workers.hangs.detector import Activity, WorkerStatus
 from elastic_ext.workers.hangs.waits import Wait
 
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-LOOK_SHARE = 0.25  # of the limit of a wait: from then on the agent looks whether the workers stay in their calls
-LOOK_S = 5.0  # between later looks; less than any stay, so that the stays on all nodes have a moment in common
+LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether the workers stay; leaves time for STAY_SHARE
+# Between later looks. No node looks again when the last one claims, so a claim may be this old, and older where an agent is late.
+# The stays of all nodes must have a moment in common all the same: each lasts for 12 s at least.
+LOOK_S = 3.0
 MIN_CHECK_S = 0.1
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from elastic_ext.base.wakeup import milliseconds
@@ -32,58 +32,81 @@ def dump_all(paths: Mapping[int, str]) -> dict[int, str]:
     deadline = time.monotonic() + WAIT_S
     before = {pid: _size(path) for pid, path in paths.items()}
     sizes, writing, ends = dict(before), set(), select.poll()
-    with _watched(paths) as descriptors:
-        for pid, descriptor in descriptors.items():
-            if _send(descriptor, pid, STACKS_SIGNAL):
+    with _opened(paths) as pidfds_of:
+        for pid, pidfd in pidfds_of.items():
+            if _send(pidfd, pid, STACKS_SIGNAL):
                 writing.add(pid)
-                ends.register(descriptor, select.POLLIN)
+                if pidfd is not None:
+                    ends.register(pidfd, select.POLLIN)
         # A dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
         while writing and time.monotonic() < deadline:
             ended = {descriptor for descriptor, _ in ends.poll(milliseconds(QUIET_S))}
             last, sizes = sizes, {pid: _size(path) for pid, path in paths.items()}
-            done = {pid for pid in writing if descriptors[pid] in ended or before[pid] < sizes[pid] == last[pid]}
+            done = {pid for pid in writing if pidfds_of[pid] in ended or before[pid] < sizes[pid] == last[pid]}
             for pid in done:
-                ends.unregister(descriptors[pid])
+                if (pidfd := pidfds_of[pid]) is not None:
+                    ends.unregister(pidfd)
             writing -= done
     return {pid: _read(path, before[pid]) for pid, path in paths.items() if _size(path) > before[pid]}
+
+
+def empty(path: str) -> None:
+    """Discard what a worker has written to this file. It goes on at the new end, because it appends."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError as error:
+        logger.debug("cannot empty %s: %s", path, error)
 
 
 def ask(pid: int) -> bool:
     """Ask the main thread of process `pid` to answer as soon as it runs Python code; return whether it was asked.
 
+    Not asked: one that blocks the signal, because it would not answer whatever it does.
     Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
     """
-    with _watched([pid]) as descriptors:
-        return pid in descriptors and _send(descriptors[pid], pid, ANSWER_SIGNAL)
+    with _opened([pid]) as pidfds_of:
+        return pid in pidfds_of and not _has(pid, "SigBlk", ANSWER_SIGNAL) and _send(pidfds_of[pid], pid, ANSWER_SIGNAL)
 
 
 @contextmanager
-def _watched(pids: Mapping[int, str] | list[int]) -> Iterator[dict[int, int]]:
-    """A descriptor of each process; see pidfds.watch. Without those that have ended, or for which no descriptor is left."""
-    found: dict[int, int] = {}
+def _opened(pids: Iterable[int]) -> Iterator[dict[int, int | None]]:
+    """A pidfd of each process, or None; see pidfds.of. Without those that have ended, or for which no descriptor is left.
+
+    Not pidfds.watch: without pidfds, each call would leave a thread until the process ends.
+    """
+    found: dict[int, int | None] = {}
     try:
         for pid in pids:
             try:
-                found[pid] = pidfds.watch(pid)
+                found[pid] = pidfds.of(pid)
             except OSError as error:
                 logger.debug("cannot signal process %s: %s", pid, error)
         yield found
     finally:
-        for descriptor in found.values():
-            os.close(descriptor)
+        for pidfd in found.values():
+            if pidfd is not None:
+                os.close(pidfd)
 
 
-def _send(descriptor: int, pid: int, number: int) -> bool:
+def _send(pidfd: int | None, pid: int, number: int) -> bool:
     """Send the signal if the process still has a handler. After exec() it has none, but its progress row still claims one."""
     try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt:")).split()[1]
-        if not int(caught, 16) >> (number - 1) & 1:
+        if not _has(pid, "SigCgt", number):
             return False
-        pidfds.send(descriptor, pid, number)
-    except (OSError, StopIteration):  # it has ended
+        pidfds.send(pidfd, pid, number)
+    except OSError:  # it has ended
         return False
     return True
+
+
+def _has(pid: int, mask: str, number: int) -> bool:
+    """Return whether a mask of signals in proc_pid_status(5) has this one; False if the process has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            found = next(line for line in status if line.startswith(f"{mask}:")).split()[1]
+    except (OSError, StopIteration):
+        return False
+    return bool(int(found, 16) >> (number - 1) & 1)
 
 
 def _read(path: str, start: int) -> str:

@@ -20,7 +20,7 @@ from enum import Enum
 
 
 class Wait(Enum):
-    """What a worker's main thread waits for."""
+    """What a worker's main thread waits for. DEVICE: perhaps for other ranks as well."""
 
     NOTHING = "nothing that is known"
     RANKS = "other ranks"
@@ -44,21 +44,25 @@ _THREAD = re.compile(r"^(?:Thread|Current thread) 0x.*\n", re.MULTILINE)
 
 _C10D = "/torch/distributed/distributed_c10d.py"
 _FUNCTIONAL = "/torch/distributed/_functional_collectives.py"
+_FSDP_GROUP = "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
 _COLLECTIVES = (
     _C10D,
     _FUNCTIONAL,
     "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
-    "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    _FSDP_GROUP,
     "/torch/nn/parallel/distributed.py",
 )
 _OPERATOR = ("/torch/_ops.py", ("__call__",))  # waits for others where a functional collective calls it
 # What these do may take long without any other rank: pickling, connecting all ranks, closing the connections.
 _OWN_PART = (
     (_C10D, ("_object_to_tensor", "_tensor_to_object", "init_process_group", "_new_process_group_helper", "new_group")),
+    (_C10D, ("_create_process_group_wrapper",)),
     (_C10D, ("split_group", "destroy_process_group", "_shutdown_backend", "_abort_process_group", "shrink_group")),
     (_FUNCTIONAL, ("__torch_dispatch__",)),  # computes with the result
 )
 _SYNCHRONISING = (
+    (_C10D, ("barrier",)),  # NCCL's waits for all that the device has been asked for before, too
+    (_FSDP_GROUP, ("finalize_backward",)),  # for gradients on their way to the CPU
     ("/torch/cuda/__init__.py", ("synchronize",)),
     ("/torch/cuda/streams.py", ("synchronize",)),
     ("/torch/accelerator/__init__.py", ("synchronize",)),
@@ -92,9 +96,9 @@ def wait_of(stacks: str) -> Wait:
     frame = caller if inner.is_in(*_OPERATOR) and caller.is_in(_FUNCTIONAL) else inner
     if any(frame.is_in(*each) for each in _OWN_PART):
         return Wait.NOTHING
-    if any(frame.is_in(path) for path in _COLLECTIVES):
-        return Wait.RANKS
-    return Wait.DEVICE if any(inner.is_in(*each) for each in _SYNCHRONISING) else Wait.NOTHING
+    if any(inner.is_in(*each) for each in _SYNCHRONISING):
+        return Wait.DEVICE
+    return Wait.RANKS if any(frame.is_in(path) for path in _COLLECTIVES) else Wait.NOTHING
 
 
 def others_idle(stacks: str) -> bool:

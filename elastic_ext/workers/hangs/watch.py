@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
+from elastic_ext.workers.hangs import detector, looks, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.workers.hangs.looks import Looks
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
@@ -17,6 +17,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
+NOTHING_FOUND = Assessment(False, (), "not checked yet")
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
@@ -24,22 +25,34 @@ class HangWatch:
     """The hang watch of one round.
 
     Reading the progress costs microseconds. /proc is read, and the workers are looked at, only when all of them have been quiet
-    for half of their limit.
-
-    Attributes:
-        stalled: all workers of this node stalled at the last check. imminent: they soon will.
+    for half of their limit, and once when a worker has started.
     """
 
-    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None) -> None:
-        """Start watching. ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout."""
-        self.stalled = self.imminent = False
-        self._progress, self._ranks, self._fixed_s = progress, dict(ranks), fixed_s
+    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
+        """Start watching.
+
+        ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout. world: number of ranks of the job.
+        """
+        self._found = NOTHING_FOUND  # at the last check
+        self._progress, self._fixed_s = progress, fixed_s
+        self._new = {local_rank: WorkerStatus(rank, 0, 0.0, world=world) for local_rank, rank in ranks.items()}
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._next_stats = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
         self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
-        self._speeds = Speeds(self._ranks)
+        self._speeds = Speeds(dict(ranks))
         self._warned = False
+        self._asked: set[int] = set()  # the local ranks that were asked for their first answer
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all workers of this node stalled at the last check."""
+        return self._found.stalled
+
+    @property
+    def imminent(self) -> bool:
+        """Whether they soon will."""
+        return self._found.imminent
 
     @property
     def step_s(self) -> dict[int, float]:
@@ -61,6 +74,7 @@ class HangWatch:
         if now > self._next_check + detector.LATE_S:
             self._restart_count(now)
         self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
+        self._ask_once(pids)
         workers = self._status(pids, now)
         if not workers or not schedule.needs_stats(workers, self._fixed_s):
             self._stall = None
@@ -72,11 +86,12 @@ class HangWatch:
         if now >= self._next_stats:
             self._next_stats = now + schedule.next_check_s(workers, self._fixed_s)
         workers = self._look(workers, pids, stacks_files, now)
-        assessment = detector.assess(workers, self._fixed_s)
-        self.stalled, self.imminent = assessment.stalled, assessment.imminent
+        self._found = detector.assess(workers, self._fixed_s)
+        if self._found.waiting and self._looks is not None and not self._looks.confirm(pids, stacks_files):
+            self._found = detector.assess(self._status(pids, now), self._fixed_s)
         left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
         self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
-        return assessment
+        return self._found
 
     def _look(
         self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
@@ -89,6 +104,18 @@ class HangWatch:
             self._looks = Looks()
         self._looks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
         return self._status(pids, now)
+
+    def _ask_once(self, pids: Mapping[int, int]) -> None:
+        """Ask each worker that has started for one answer. `looks` trusts the silence of those that have given it."""
+        rows = {each: self._progress.read(each) for each in pids.keys() - self._asked} if self._fixed_s is None else {}
+        new = {each: pids[each] for each, row in rows.items() if row.answers == 1 and row.sign_ns}
+        if not new:
+            return
+        sample = process_stats.read(new.values())
+        for local_rank, pid in new.items():
+            if pid in sample and looks.may_be_asked(rows[local_rank], sample[pid]):
+                stacks.ask(pid)
+                self._asked.add(local_rank)
 
     def _restart_count(self, now: float) -> None:
         self._quiet_from, self._looks = now, None
@@ -103,20 +130,20 @@ class HangWatch:
             self._warned = True
             logger.warning(
                 "elastic_ext: cannot count the reads, writes and network traffic of rank %s; it never counts as idle",
-                self._ranks[uncounted[0]],
+                self._new[uncounted[0]].rank,
             )
 
     def _status(self, pids: Mapping[int, int], now: float) -> list[WorkerStatus]:
         workers = []
         for local_rank in pids:
             progress = self._progress.read(local_rank)
-            worker = WorkerStatus(
-                self._ranks[local_rank],
-                progress.steps,
-                self._quiet_s(progress, now),
-                progress.reports,
-                progress.phase,
-                progress.gaps,
+            worker = replace(
+                self._new[local_rank],
+                steps=progress.steps,
+                quiet_s=self._quiet_s(progress, now),
+                reports=progress.reports,
+                phase=progress.phase,
+                gaps=progress.gaps,
                 known=progress.pid != 0,
             )
             if self._stall is not None:
@@ -146,7 +173,7 @@ class HangWatch:
             can_answer = progress.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
             stack = stacks.dump(pid, stacks_files[local_rank]) if can_answer else ""
             found[local_rank] = Stuck(
-                self._ranks[local_rank],
+                self._new[local_rank].rank,
                 progress.steps,
                 progress.reports,
                 self._quiet_s(progress, now),

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,13 @@ import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.hangs import detector, looks, schedule, waits
+from elastic_ext.workers.hangs import detector, looks, schedule, stacks, waits
 from elastic_ext.workers.hangs.detector import WorkerStatus
 from elastic_ext.workers.hangs.waits import Wait
 from elastic_ext.workers.hangs.watch import HangWatch
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL
+from tests import refusing
 
 # What a stack waits for.
 
@@ -42,16 +44,20 @@ def stack(*frames: tuple[str, str], others: tuple[tuple[str, str], ...] = ()) ->
     ("frames", "wait"),
     [
         ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], Wait.RANKS),
-        ([(TORCH + C10D, "barrier")], Wait.RANKS),
+        ([(TORCH + C10D, "monitored_barrier")], Wait.RANKS),
         ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], Wait.RANKS),
         ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], Wait.RANKS),
         ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], Wait.RANKS),
         ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], Wait.DEVICE),
         ([(TORCH + "/torch/cuda/streams.py", "synchronize")], Wait.DEVICE),
+        ([(TORCH + C10D, "barrier")], Wait.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "finalize_backward")], Wait.DEVICE),
+        ([(TORCH + waits._FSDP_GROUP, "wait_for_unshard")], Wait.RANKS),
         # Their own part, perhaps.
         ([("train.py", "log_loss")], Wait.NOTHING),
         ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
         ([(TORCH + C10D, "new_group")], Wait.NOTHING),
+        ([(TORCH + C10D, "_create_process_group_wrapper"), (TORCH + C10D, "new_group")], Wait.NOTHING),
         ([(TORCH + C10D, "destroy_process_group")], Wait.NOTHING),
         ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], Wait.NOTHING),
         ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], Wait.NOTHING),
@@ -88,7 +94,7 @@ STEADY = (0,) * 10 + (500,)  # gaps of half a second to a second
 
 def worker(**more) -> WorkerStatus:
     told = {"rank": 0, "steps": 10, "quiet_s": 15.5, "gaps": STEADY, "working": True, "state": "R"}
-    return WorkerStatus(**{**told, "wait": Wait.RANKS, "stayed_s": 10.6, **more})
+    return WorkerStatus(**{**told, "wait": Wait.RANKS, "stayed_s": 12.1, **more})
 
 
 @pytest.mark.parametrize(
@@ -96,14 +102,17 @@ def worker(**more) -> WorkerStatus:
     [
         ({}, 15),
         ({"working": False, "state": "S"}, 15),
-        ({"wait": Wait.DEVICE, "stayed_s": 43.0}, 60),
-        ({"gaps": (0,) * 12 + (100,), "stayed_s": 29.0}, 40.96),  # steps of 2 to 4 s: ten times that
-        ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 43.0}, 60),  # one of 33 s
-        ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 43.0}, 60),  # one of minutes
-        ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 190.0, "wait": Wait.DEVICE}, 2 * 131.072),
+        ({"wait": Wait.DEVICE, "stayed_s": 49.0}, 60),
+        ({"gaps": (0,) * 12 + (100,), "stayed_s": 33.0}, 40.96),  # steps of 2 to 4 s: ten times that
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 4 + (1,), "stayed_s": 49.0}, 60),  # one of 33 s
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 8 + (1,), "stayed_s": 49.0}, 60),  # one of minutes
+        ({"gaps": (0,) * 10 + (500,) + (0,) * 6 + (1,), "stayed_s": 210.0, "wait": Wait.DEVICE}, 2 * 131.072),
+        ({"world": 1500}, 15),
+        ({"world": 4096, "stayed_s": 33.0}, 40.96),
+        ({"world": 8192, "stayed_s": 66.0, "wait": Wait.DEVICE}, 81.92),
         # These keep the limit of work.
         ({"wait": Wait.NOTHING}, 1800),
-        ({"stayed_s": 10.4}, 1800),
+        ({"stayed_s": 11.9}, 1800),
         ({"gaps": (0,) * 10 + (19,)}, 1800),
         ({"asleep_in_kernel": True, "working": False, "wait": Wait.NOTHING}, 1800),
         ({"phase": "eval"}, 1800),
@@ -131,6 +140,13 @@ def test_one_that_does_its_own_part_is_enough():
         assert not detector.assess([worker(), worker(rank=1, **more)]).stalled
 
 
+def test_the_reason_tells_what_they_wait_for():
+    assert detector.assess([worker(), worker(rank=1)]).reason.count("waits for other ranks;") == 1
+    device = worker(rank=1, wait=Wait.DEVICE, quiet_s=61, stayed_s=50)
+    assert "a call that waits for other ranks or its device;" in detector.assess([worker(), device]).reason
+    assert "a call that waits for other ranks or its device;" in detector.assess([device]).reason
+
+
 def test_a_limit_that_is_set_is_kept():
     assert not detector.assess([worker(quiet_s=99)], 100).stalled
     assert detector.assess([worker(quiet_s=6, stayed_s=0.0)], 5).stalled
@@ -139,16 +155,22 @@ def test_a_limit_that_is_set_is_kept():
 
 
 def test_the_next_look():
-    assert schedule.next_look_s([worker(quiet_s=1)]) == 2.75
-    assert schedule.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 5
-    assert schedule.next_look_s([worker(quiet_s=12.5, stayed_s=9.0)]) == 2.5
-    assert schedule.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=10.0)]) == 0.5
-    assert schedule.next_look_s([worker(quiet_s=100)]) == 5  # it stalls: does it still?
-    assert schedule.next_look_s([worker(steps=0)]) == 3.75
-    assert schedule.needs_looks([worker(quiet_s=3.75)])
-    assert schedule.needs_looks([worker(quiet_s=3.75, wait=Wait.DEVICE)])  # the first look must not be forgotten
-    for more in ({"quiet_s": 3.7}, {"debugged": True}, {"gaps": ()}):
-        assert not schedule.needs_looks([worker(quiet_s=3.75), worker(rank=1, **more)])
+    assert schedule.next_look_s([worker(quiet_s=1)]) == 2
+    assert schedule.next_look_s([worker(quiet_s=4.0, stayed_s=0.0)]) == 3
+    assert schedule.next_look_s([worker(quiet_s=12.5, stayed_s=9.5)]) == 2.5
+    assert schedule.next_look_s([worker(quiet_s=15), worker(quiet_s=15, stayed_s=11.5)]) == 0.5
+    assert schedule.next_look_s([worker(quiet_s=100)]) == 3  # it stalls: does it still?
+    assert schedule.next_look_s([worker(steps=0)]) == 3
+    assert schedule.needs_looks([worker(quiet_s=3.0)])
+    assert schedule.needs_looks([worker(quiet_s=3.0, wait=Wait.DEVICE)])  # the first look must not be forgotten
+    for more in ({"quiet_s": 2.9}, {"debugged": True}, {"gaps": ()}):
+        assert not schedule.needs_looks([worker(quiet_s=3.0), worker(rank=1, **more)])
+
+
+def test_the_stays_of_all_nodes_have_a_moment_in_common():
+    """Even where an agent is nine seconds late with its look, and the looks leave time for a stay that long."""
+    assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - schedule.LOOK_S >= 9
+    assert schedule.LOOK_SHARE + detector.STAY_SHARE <= 1
 
 
 # Real workers, on a watch with seconds in place of minutes.
@@ -168,9 +190,20 @@ def all_reduce(wait): wait()
 def synchronize(wait): wait()
 def ready(): print('ready', flush=True)
 """
+ANSWERS = "signal.raise_signal(ANSWER_SIGNAL)"  # as at the agent's first question
 SPIN = "all_reduce(spin)"
 BUSY_CHILD = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
 BUSY_THREAD = "threading.Thread(target=spin, daemon=True).start()\n"
+LATER_BUSY_THREAD = "threading.Timer(1.2, spin).start()\n"  # it waits when it is first looked at
+CONNECTIONS = """
+import socket
+def connect():
+    server, kept = socket.create_server(("127.0.0.1", 0)), []
+    while True:
+        kept.append(socket.create_connection(server.getsockname()))
+        short()
+threading.Thread(target=connect, daemon=True).start()
+"""
 BUSY_NATIVE = """
 code = ctypes.cast(libc.pthread_spin_lock, ctypes.c_void_p)
 libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
@@ -178,18 +211,23 @@ libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
 
 
 @contextmanager
-def workers(tmp_path: Path, scripts: list[str], path: str = C10D) -> Iterator[tuple[ProgressTable, list[int], dict[int, str]]]:
-    """Workers that have done enough steps and then run these scripts. path: of the file in which all their functions are."""
+def workers(
+    tmp_path: Path, scripts: list[str], path: str = C10D, first: str = ANSWERS
+) -> Iterator[tuple[ProgressTable, list[int], dict[int, str]]]:
+    """Workers that have done enough steps and then run these scripts.
+
+    path: of the file in which all their functions are. first: runs before they are watched.
+    """
     table, files = ProgressTable(str(tmp_path / "table"), len(scripts)), {}
     source = tmp_path / path.lstrip("/")
     source.parent.mkdir(parents=True)
-    source.write_text(COLLECTIVES)
+    source.write_text(f"ANSWER_SIGNAL = {int(ANSWER_SIGNAL)}\n{COLLECTIVES}")
     started = []
     try:
         for slot, script in enumerate(scripts):
             files[slot] = str(tmp_path / f"stacks{slot}")
             told = {"slot": slot, "progress": table.path, "progress_version": layout.VERSION, "stacks": files[slot]}
-            run = f"exec(compile(open({str(source)!r}).read(), {str(source)!r}, 'exec'))\nready()\n{script}\n"
+            run = f"exec(compile(open({str(source)!r}).read(), {str(source)!r}, 'exec'))\n{first}\nready()\n{script}\n"
             (tmp_path / f"script{slot}.py").write_text(run)
             environ = {**os.environ, "ELASTIC_EXT_WORKER": json.dumps(told)}
             command = [sys.executable, BOOTSTRAP, str(tmp_path / f"script{slot}.py")]
@@ -218,9 +256,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "RATES_S", 0.4)
 
 
-def watched(table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0) -> detector.Assessment:
+def watched(
+    table: ProgressTable, pids: list[int], files: dict[int, str], for_s: float = 4.0, world: int = 1
+) -> detector.Assessment:
     """Watch until they stall, or for `for_s` seconds."""
-    watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None), threading.Event()
+    watch, pause = HangWatch(table, {slot: slot for slot in range(len(pids))}, None, world), threading.Event()
     deadline, verdict = time.monotonic() + for_s, None
     while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
         pause.wait(watch.next_check_s())
@@ -252,17 +292,39 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
         "while True: all_reduce(short)",  # the same line, nearly always
         BUSY_CHILD + SPIN,
         BUSY_THREAD + SPIN,
+        LATER_BUSY_THREAD + SPIN,
+        CONNECTIONS + SPIN,
         "spin()",  # this call is the script's
         "while True: pass",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nall_reduce(spin)",  # cannot answer
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])\nwhile True: all_reduce(short)",
     ],
-    ids=["loop", "child", "thread", "own-call", "python", "blocked"],
+    ids=["loop", "child", "thread", "later-thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
 )
 def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:
         verdict = watched(*found)
         assert all(os.path.exists(f"/proc/{pid}/stat") for pid in found[1])
     assert not verdict.stalled, verdict.reason
+
+
+def test_no_answer_means_nothing_where_there_has_never_been_one(tmp_path, quick):
+    replaced = "signal.signal(ANSWER_SIGNAL, lambda *_: None)"
+    with workers(tmp_path, ["while True: all_reduce(short)"], first=replaced) as found:
+        verdict = watched(*found)
+    assert not verdict.stalled, verdict.reason
+
+
+def test_each_worker_is_asked_for_a_first_answer(tmp_path, quick):
+    with workers(tmp_path, ["for _ in range(5): short()\n" + SPIN], first="") as found:
+        assert watched(*found, for_s=20).waiting
+        assert found[0].read(0).answers > 1
+
+
+def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):
+    with workers(tmp_path, [SPIN]) as found:
+        verdict = watched(*found, world=1000)
+    assert not verdict.stalled
 
 
 def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):
@@ -279,13 +341,25 @@ def test_a_worker_that_goes_on_withdraws_the_claim(tmp_path, quick):
                 seen.append(verdict.stalled)
 
 
-def test_a_worker_gets_few_signals(tmp_path, quick):
-    """One dump where it stays; with what does its own part, ever fewer."""
+def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
+    """One dump where it stays; with what does its own part, ever fewer. No dump is kept."""
+    dumps: Counter[int] = Counter()
+
+    def counted(paths: Mapping[int, str]) -> dict[int, str]:
+        found = dump_all(paths)
+        dumps.update(pid for pid, text in found.items() if "Current thread" in text)
+        return found
+
+    dump_all = stacks.dump_all
+    monkeypatch.setattr(stacks, "dump_all", counted)
     with workers(tmp_path, [SPIN, "while True: pass"]) as found:
         assert not watched(*found, for_s=5).stalled
-        dumps = [Path(file).read_text().count("Current thread") for file in found[2].values()]
-    assert dumps[0] == 1
-    assert 2 <= dumps[1] <= 5  # eight without longer gaps
+        assert [os.path.getsize(file) for file in found[2].values()] == [0, 0]
+        assert "in all_reduce" in stacks.dump(found[1][0], found[2][0])
+        assert "in all_reduce" in Path(found[2][0]).read_text()  # that of the hang is kept
+    stays, works = (dumps[pid] for pid in found[1])
+    assert stays == 2  # one is ours
+    assert 2 <= works <= 5  # eight without longer gaps
 
 
 def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick):
@@ -293,7 +367,41 @@ def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick
         for pid in pids:
             os.kill(pid, ANSWER_SIGNAL)
         deadline, pause = time.monotonic() + 20, threading.Event()
-        while table.read(1).answers == 1:
+        while table.read(1).answers == 2:
             assert time.monotonic() < deadline
             pause.wait(0.01)
-        assert [table.read(slot).answers for slot in range(2)] == [1, 2]
+        assert [table.read(slot).answers for slot in range(2)] == [2, 3]
+
+
+MANY_LOOKS = """
+import os, subprocess, sys, threading
+from elastic_ext.workers import pidfds
+from elastic_ext.workers.hangs import stacks
+from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
+assert pidfds.why_unavailable()
+path = sys.argv[1]
+child = subprocess.Popen([sys.executable, "-c", f'''
+import faulthandler, signal
+faulthandler.register({STACKS_SIGNAL}, file=open({path!r}, "ab"))
+signal.signal({ANSWER_SIGNAL}, lambda *_: None)
+print("ready", flush=True)
+while True:
+    signal.pause()
+'''], stdout=subprocess.PIPE)
+child.stdout.readline()
+def kept(): return threading.active_count(), len(os.listdir("/proc/self/fd"))
+before = kept()
+assert all(stacks.ask(child.pid) and "Current thread" in stacks.dump(child.pid, path) for _ in range(5))
+after = kept()
+child.kill()
+child.wait()
+assert not stacks.ask(child.pid) and stacks.dump(child.pid, path) == ""
+print(before == after, before, after)
+"""
+
+
+@pytest.mark.skipif(not refusing.possible, reason="the numbers of system calls are known for two architectures")
+def test_without_pidfds_looks_leave_nothing_behind(tmp_path):
+    command = [sys.executable, "-m", "tests.refusing", "pidfd_open=ENOSYS", sys.executable, "-c", MANY_LOOKS, str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("True"), done.stdout

@@ -7,11 +7,9 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     event/N                     N-th event of the round, from 1: a record   agents (ext_c10d)       agents (ext_c10d)
                                 of `rendezvous.c10d.round_events`
     done                        number of nodes whose workers finished      agents (ext_c10d)       agents (ext_c10d)
-    stalled                     number of nodes that claim a stall now      agents (ext_c10d)       agents (ext_c10d)
-    quiet                       number of nodes that have claimed to be     agents (ext_c10d)       agents (ext_c10d)
-                                quiet
-    quiet/N                     claim of the N-th of them: a record of      agents (ext_c10d)       agents (ext_c10d)
-                                `rendezvous.c10d.quiet_claims`
+    claim/RANK                  what the node of this group rank claims:    agents (ext_c10d)       agents (ext_c10d)
+                                a record of `rendezvous.c10d.claims`;
+                                absent while its workers work
     save/N/acks                 number of agents whose workers see the      agents                  agents
                                 N-th save on demand
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
@@ -34,8 +32,6 @@ PREFIX = "elastic_ext"
 
 # The keys below are relative to PREFIX; `connect` adds it.
 DONE = "done"
-STALLED = "stalled"
-QUIET = "quiet"
 
 
 def event(number: int) -> str:
@@ -43,9 +39,9 @@ def event(number: int) -> str:
     return f"event/{number}"
 
 
-def quiet(number: int) -> str:
-    """Return the key of a claim. number: from 1."""
-    return f"{QUIET}/{number}"
+def claim(rank: int) -> str:
+    """Return the key of a node's claim. rank: its group rank."""
+    return f"claim/{rank}"
 
 
 def save_acks(number: int) -> str:
@@ -73,6 +69,8 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
 
     def get(self, key: str, /) -> bytes: ...
 

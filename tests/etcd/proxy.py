@@ -60,6 +60,11 @@ class Proxy:
         for thread in threads:
             thread.join()
 
+    def refuse(self) -> None:
+        """Refuse new connections until `start`; those there are go on."""
+        assert self._listener is not None
+        self._close(self._listener)
+
     def reset(self) -> None:
         """Like `stop`, but each connection ends as something on the way ends it, not as the other side does."""
         self._resets = True

@@ -23,9 +23,10 @@ from elastic_ext.base import round_store
 from elastic_ext.base.records import NameOrEmpty
 from elastic_ext.base.round_store import Store
 from elastic_ext.failures.cuts import Reach
-from elastic_ext.rendezvous.c10d.quiet_claims import QuietClaims
+from elastic_ext.rendezvous.c10d.claims import Claim, Claims
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.reader import RecordReader
+from elastic_ext.rendezvous.rounds import STALLED as NO_PROGRESS
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ SCHEMA = 1  # of `RoundEvent`
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 NO_EVENT = "-"  # in place of an empty value
 LEAVE_TIMEOUT_S = 3.0  # for the event of a leaving node
+RETRY_S = 1.0  # until a claim that did not arrive is sent again
 
 
 class EventKind(str, Enum):
@@ -65,7 +67,7 @@ class RoundEvent:
 
 
 SAVE = RoundEvent(EventKind.SAVE)
-STALLED = RoundEvent(EventKind.STALLED, "no worker of the job is making progress")
+STALLED = RoundEvent(EventKind.STALLED, NO_PROGRESS)
 MOVED_ON = RoundEvent(EventKind.MOVED_ON, "a node has moved on to the next round")
 ALL_DONE = RoundEvent(EventKind.ALL_DONE, "all workers have finished")
 
@@ -117,10 +119,11 @@ class RoundEvents:
         saves: number of saves on demand requested so far.
     """
 
-    def __init__(self, host: str, port: int, nodes: int, on_event: Callable[[], None]) -> None:
+    def __init__(self, host: str, port: int, rank: int, nodes: int, on_event: Callable[[], None]) -> None:
         """Connect to the round's store at host and port.
 
         Args:
+            rank: this node's group rank.
             nodes: number of nodes in the round.
             on_event: called from another thread whenever an attribute has changed.
 
@@ -135,12 +138,12 @@ class RoundEvents:
         self._reader = RecordReader()
         self._number = 1  # of the next event
         self._closed = False
-        self._stalled = False
-        self._quiet = QuietClaims(nodes, self._reader)
+        self._claims = Claims(rank, nodes, self._reader)
         self._finished = threading.Event()  # no more events come
         store = round_store.connect(host, port)
-        self._threads = [threading.Thread(target=self._listen, args=(store,), name="elastic_ext-events", daemon=True)]
-        self._threads[0].start()
+        listener = threading.Thread(target=self._listen, args=(store,), name="elastic_ext-events", daemon=True)
+        self._threads = {listener}
+        listener.start()
 
     def _listen(self, store: Store) -> None:
         ended_by: RoundEvent | None = None
@@ -194,6 +197,7 @@ class RoundEvents:
             True if the workers of all nodes have finished, or if that cannot be known: the store is gone, or the timeout has
             passed. False if the round ended otherwise.
         """
+        self._claim(lambda _: Claim(finished=True))
         self._start(self._count_done)
         self._finished.wait(timeout_s)
         if self.ended_by is None:
@@ -209,23 +213,32 @@ class RoundEvents:
 
         A claim may be repeated: the workers of other nodes may have finished since.
         """
-        if stalled or self._stalled:
-            change = stalled - self._stalled
-            self._stalled = stalled
-            self._start(lambda store: self._claim(store, change, stalled))
-
-    def _claim(self, store: Store, change: int, stalled: bool) -> None:
-        if store.add(round_store.STALLED, change) + store.add(round_store.DONE, 0) >= self._nodes and stalled:
-            self._publish(store, STALLED)
+        self._claim(lambda claim: replace(claim, stalled=stalled))
 
     def quiet(self, reach: Reach | None) -> None:
-        """Claim that all workers of this node are quiet, or withdraw the claim; see `QuietClaims`."""
-        if self._quiet.set(reach):
-            self._start(self._claim_quiet)
+        """Claim that all workers of this node are quiet, or withdraw the claim.
 
-    def _claim_quiet(self, store: Store) -> None:
-        if (why := self._quiet.write(store)) is not None:
-            self._publish(store, replace(STALLED, reason=f"{STALLED.reason}: {why}"))
+        If all nodes are quiet and two of them cannot reach each other, the last one to claim it ends the round.
+        """
+        self._claim(lambda claim: replace(claim, reach=reach))
+
+    def _claim(self, change: Callable[[Claim], Claim]) -> None:
+        if self._claims.change(change):
+            self._run(self._send_claims)
+
+    def _send_claims(self) -> None:
+        """Send until all is told: a withdrawal that got lost would let the others end the round of a healthy job."""
+        level = logging.WARNING
+        while not (self._closed or self._finished.is_set()):
+            try:
+                store = round_store.connect(*self._address)
+                if (why := self._claims.send(store)) is not None:
+                    self._publish(store, replace(STALLED, reason=why))
+                return
+            except (RuntimeError, ValueError) as error:
+                logger.log(level, "could not tell the other nodes whether the workers of this node make progress: %s", error)
+                level = logging.DEBUG
+                self._finished.wait(RETRY_S)
 
     def failed(self, reason: str, host: str) -> None:
         """Tell all agents that workers of this host have failed; return at once."""
@@ -254,9 +267,13 @@ class RoundEvents:
                 return
 
     def _start(self, call: Callable[[Store], None]) -> threading.Thread:
-        thread = threading.Thread(target=self._call, args=(call,), name="elastic_ext-events", daemon=True)
-        self._threads.append(thread)
+        return self._run(lambda: self._call(call))
+
+    def _run(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name="elastic_ext-tell", daemon=True)
         thread.start()
+        self._threads -= {each for each in self._threads.copy() if not each.is_alive()}  # in place: any thread may be here
+        self._threads.add(thread)
         return thread
 
     def _call(self, call: Callable[[Store], None]) -> None:
@@ -278,7 +295,7 @@ class RoundEvents:
         """
         self.close()
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
+        for thread in self._threads.copy():
             thread.join(max(0.0, deadline - time.monotonic()))
 
 

@@ -171,7 +171,7 @@ class SeveralNodes:
             self._leave_round()
         joined, published, server = self._join()
         membership = Membership(published.round, joined.rank, joined.world_size)
-        self._round = Round(membership, self._connect(published, membership.nodes), server)
+        self._round = Round(membership, self._connect(published, membership), server)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, RendezvousStoreInfo(published.addr, published.port))
 
     def _check_refused(self) -> None:
@@ -204,9 +204,9 @@ class SeveralNodes:
                 raise JobStopped(verdict) from None
             raise
 
-    def _connect(self, published: PublishedRound, nodes: int) -> RoundEvents | LocalEvents:
+    def _connect(self, published: PublishedRound, membership: Membership) -> RoundEvents | LocalEvents:
         try:
-            return RoundEvents(published.addr, published.port, nodes, self._on_event)
+            return RoundEvents(published.addr, published.port, membership.rank, membership.nodes, self._on_event)
         except (RuntimeError, ValueError) as error:
             logger.warning("this round's store does not answer, so this node receives no events from other nodes: %s", error)
             return LocalEvents(self._on_event)

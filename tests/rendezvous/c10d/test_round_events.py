@@ -3,14 +3,19 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext.base import round_store
 from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.rendezvous.c10d.claims import Claim, Claims, hang
 from elastic_ext.rendezvous.c10d.round_events import MOVED_ON, EventKind, RoundEvent, RoundEvents
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+from elastic_ext.rendezvous.reader import RecordReader
+from tests.etcd.conftest import until
+from tests.etcd.proxy import Proxy
 
 
 @pytest.fixture
@@ -24,8 +29,9 @@ def key(number: int) -> str:
 
 def settle(agent: RoundEvents) -> None:
     """Wait until what the agent has begun to write is there."""
-    for thread in agent._threads[1:]:
-        thread.join(20)
+    for thread in agent._threads.copy():
+        if thread.name == "elastic_ext-tell":
+            thread.join(20)
 
 
 def nothing() -> None:
@@ -38,7 +44,7 @@ def reasons(*agents: RoundEvents) -> list[str | None]:
 
 def test_one_tells_and_all_hear(server):
     heard = [threading.Event() for _ in range(4)]
-    agents = [RoundEvents("localhost", server.port, 4, event.set) for event in heard]
+    agents = [RoundEvents("localhost", server.port, rank, 4, event.set) for rank, event in enumerate(heard)]
     assert reasons(*agents) == [None] * 4
     agents[2].failed("workers failed on b", "b")
     assert all(event.wait(20) for event in heard)
@@ -48,7 +54,7 @@ def test_one_tells_and_all_hear(server):
 
 def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
     heard = threading.Event()
-    mine, other = RoundEvents("localhost", server.port, 2, nothing), RoundEvents("localhost", server.port, 2, heard.set)
+    mine, other = RoundEvents("localhost", server.port, 0, 2, nothing), RoundEvents("localhost", server.port, 1, 2, heard.set)
     before = threading.active_count()
     mine.close()
     assert heard.wait(20)
@@ -62,7 +68,7 @@ def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
 def test_no_thread_is_left_at_the_end(server):
     """One that comes back from C++ while the interpreter ends aborts the process (torch 2.8: exit code -6)."""
     before = set(threading.enumerate())
-    events = RoundEvents("localhost", server.port, 1, nothing)
+    events = RoundEvents("localhost", server.port, 0, 1, nothing)
     assert set(threading.enumerate()) > before
     events.shut_down(60)
     assert set(threading.enumerate()) == before
@@ -71,7 +77,7 @@ def test_no_thread_is_left_at_the_end(server):
 def test_a_store_that_dies_ends_the_wait():
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     threads = set(threading.enumerate())
-    events = RoundEvents("localhost", server.port, 2, nothing)
+    events = RoundEvents("localhost", server.port, 0, 2, nothing)
     (waiting,) = set(threading.enumerate()) - threads
     del server
     waiting.join(20)
@@ -81,7 +87,7 @@ def test_a_store_that_dies_ends_the_wait():
 
 
 def test_all_hear_when_the_last_one_has_finished(server):
-    agents = [RoundEvents("localhost", server.port, 3, nothing) for _ in range(3)]
+    agents = [RoundEvents("localhost", server.port, rank, 3, nothing) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         first = [pool.submit(each.await_all_done, 60) for each in agents[:2]]
         assert not any(each.done() for each in first)
@@ -91,7 +97,7 @@ def test_all_hear_when_the_last_one_has_finished(server):
 
 
 def test_a_node_that_has_finished_hears_of_a_failure_first(server):
-    one, other = (RoundEvents("localhost", server.port, 2, nothing) for _ in range(2))
+    one, other = (RoundEvents("localhost", server.port, rank, 2, nothing) for rank in range(2))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(one.await_all_done, 60)
         other.failed("workers failed on b", "b")
@@ -103,7 +109,7 @@ def test_a_node_that_has_finished_hears_of_a_failure_first(server):
 
 def test_a_node_that_leaves_is_named(server):
     heard = threading.Event()
-    one, other = RoundEvents("localhost", server.port, 2, heard.set), RoundEvents("localhost", server.port, 2, nothing)
+    one, other = RoundEvents("localhost", server.port, 0, 2, heard.set), RoundEvents("localhost", server.port, 1, 2, nothing)
     other.leaving("b")
     assert heard.wait(20)
     assert (one.left_by, reasons(one)) == ("b", ["b leaves"])
@@ -112,7 +118,7 @@ def test_a_node_that_leaves_is_named(server):
 
 def test_the_last_node_to_claim_a_stall_ends_the_round(server):
     heard = threading.Event()
-    one, other = RoundEvents("localhost", server.port, 2, heard.set), RoundEvents("localhost", server.port, 2, nothing)
+    one, other = RoundEvents("localhost", server.port, 0, 2, heard.set), RoundEvents("localhost", server.port, 1, 2, nothing)
     one.stalled(True)
     one.stalled(False)
     other.stalled(True)
@@ -122,14 +128,69 @@ def test_the_last_node_to_claim_a_stall_ends_the_round(server):
     assert one.ended_by_failure
 
 
+def test_a_withdrawal_that_got_lost_is_sent_again(server, monkeypatch, caplog):
+    monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.5))
+    with Proxy(server.port) as proxy:
+        one = RoundEvents("127.0.0.1", proxy.port, 0, 3, nothing)
+        others = [RoundEvents("localhost", server.port, rank, 3, nothing) for rank in (1, 2)]
+        one.stalled(True)
+        settle(one)
+        proxy.refuse()  # the connection for events goes on
+        one.stalled(False)
+        until(lambda: "could not tell" in caplog.text)
+        proxy.start()
+        settle(one)
+        assert not server.check([f"{round_store.PREFIX}/{round_store.claim(0)}"])
+        for each in others:
+            each.stalled(True)
+            settle(each)
+        assert not server.check([key(1)])  # the first one works
+        one.shut_down()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_many_claims_leave_no_threads_and_the_newest_counts(server, at_once):
+    one, other = (RoundEvents("localhost", server.port, rank, 2, nothing) for rank in range(2))
+    for number in range(100):
+        one.stalled(number % 2 == 0)
+        if not at_once:
+            settle(one)
+    settle(one)
+    if not at_once:
+        assert len(one._threads) == 2  # one listens, one has told
+    other.stalled(True)
+    settle(other)
+    assert not server.check([key(1)])
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_node_that_has_finished_counts_once(server, claims):
+    one, two, _ = agents = [RoundEvents("localhost", server.port, rank, 3, nothing) for rank in range(3)]
+    if claims:
+        one.stalled(True)
+        one.quiet(GETS_NONE)
+    settle(one)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(one.await_all_done, 60)
+        until(lambda: server.check([f"{round_store.PREFIX}/{round_store.DONE}"]))
+        settle(one)
+        two.quiet(B)
+        two.stalled(True)
+        settle(two)
+        assert not server.check([key(1)])  # the third one works
+        agents[2].stalled(True)
+        assert done.result(60) is False
+    assert one.ended_by.end.kind is EndKind.STALLED
+
+
 A, B, C = (Reach((f"10.0.0.{number}",)) for number in (1, 2, 3))
 GETS_NONE = Reach(A.addresses, (Silent(0, "10.0.0.2", 15.0),))
 
 
 def test_the_last_node_to_claim_to_be_quiet_ends_the_round_if_two_cannot_reach_each_other(server):
     heard = threading.Event()
-    agents = [RoundEvents("localhost", server.port, 3, heard.set)] + [
-        RoundEvents("localhost", server.port, 3, nothing) for _ in range(2)
+    agents = [RoundEvents("localhost", server.port, 0, 3, heard.set)] + [
+        RoundEvents("localhost", server.port, rank, 3, nothing) for rank in (1, 2)
     ]
     one, two, three = agents
     for each, reach in ((one, A), (two, B), (three, C), (three, None), (one, GETS_NONE)):
@@ -138,19 +199,63 @@ def test_the_last_node_to_claim_to_be_quiet_ends_the_round_if_two_cannot_reach_e
     assert not server.check([key(1)])  # all were quiet when all could reach each other; now the third one works
     three.quiet(C)
     assert heard.wait(20)
-    assert one.ended_by.end == RoundEnd(
-        EndKind.STALLED, "no worker of the job is making progress: a node gets no answer from another one (10.0.0.2)"
-    )
+    assert one.ended_by.end == RoundEnd(EndKind.STALLED, GETS_NO_ANSWER)
     assert one.ended_by_failure
 
 
+GETS_NO_ANSWER = "no worker of the job is making progress: a node gets no answer from another one (10.0.0.2)"
+STALLS, DONE = Claim(stalled=True), Claim(finished=True)
+
+
+@pytest.mark.parametrize(
+    ("claims", "why"),
+    [
+        ([STALLS, STALLS], "no worker of the job is making progress"),
+        ([STALLS, DONE], "no worker of the job is making progress"),
+        ([DONE, DONE], None),
+        ([STALLS, Claim()], None),
+        ([STALLS, Claim(reach=B)], None),
+        ([Claim(reach=A), Claim(reach=B)], None),
+        ([Claim(reach=GETS_NONE), Claim(reach=B)], GETS_NO_ANSWER),
+        ([Claim(reach=GETS_NONE), Claim(reach=B), STALLS, DONE], GETS_NO_ANSWER),
+        ([Claim(reach=GETS_NONE), Claim(reach=B), Claim()], None),
+        ([Claim(reach=GETS_NONE), Claim(stalled=True, reach=B)], GETS_NO_ANSWER),
+    ],
+)
+def test_when_the_job_hangs(claims, why):
+    assert hang(claims) == why
+
+
+class Counted:
+    """A store that counts the requests to it."""
+
+    def __init__(self, store: round_store.Store) -> None:
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def test_what_a_claim_costs_does_not_grow_with_the_job_while_a_node_works(server):
+    nodes = 50
+    store = Counted(round_store.connect("localhost", server.port))
+    claims = [Claims(rank, nodes, RecordReader()) for rank in range(nodes)]
+    for each in claims[1:]:
+        assert each.change(lambda _: Claim(reach=B))
+        assert each.send(store) is None
+    assert store.requests <= 2 * nodes
+    assert claims[0].change(lambda _: Claim(reach=GETS_NONE))
+    assert claims[0].send(store) is None  # 10.0.0.2 is that of 49 nodes
+
+
 def test_an_address_of_no_node_and_a_claim_that_cannot_be_read_end_no_round(server):
-    one, other = (RoundEvents("localhost", server.port, 2, nothing) for _ in range(2))
+    one, other = (RoundEvents("localhost", server.port, rank, 2, nothing) for rank in range(2))
     other.quiet(B)
     settle(other)
     one.quiet(Reach(A.addresses, (Silent(0, "10.0.0.9", 15.0),)))
     settle(one)
-    server.set(f"{round_store.PREFIX}/{round_store.quiet(1)}", "{}")
+    server.set(f"{round_store.PREFIX}/{round_store.claim(1)}", "{}")
     one.quiet(GETS_NONE)
     settle(one)
     assert reasons(one, other) == [None, None]
@@ -164,7 +269,7 @@ def test_saves_are_asked_for_and_then_the_round_ends(server):
         with heard:
             heard.notify_all()
 
-    agents = [RoundEvents("localhost", server.port, 3, on_event) for _ in range(3)]
+    agents = [RoundEvents("localhost", server.port, rank, 3, on_event) for rank in range(3)]
     for number in (1, 2):
         agents[number].request_save()
         with heard:
@@ -187,8 +292,8 @@ def test_what_a_stranger_puts_there_is_passed_over(server, text, caplog):
     server.set(key(1), text)
     saved, ended = threading.Event(), threading.Event()
     agents = [
-        RoundEvents("localhost", server.port, 2, lambda: (ended if agents[0].ended_by else saved).set()),
-        RoundEvents("localhost", server.port, 2, nothing),
+        RoundEvents("localhost", server.port, 0, 2, lambda: (ended if agents[0].ended_by else saved).set()),
+        RoundEvents("localhost", server.port, 1, 2, nothing),
     ]
     agents[1].request_save()
     assert saved.wait(20)
@@ -205,8 +310,8 @@ def test_an_empty_value_hides_no_later_event(server):
     server.set(key(1), "")
     server.set(key(2), RoundEvent(EventKind.SAVE).encode())
     saved, ended = threading.Event(), threading.Event()
-    one = RoundEvents("localhost", server.port, 2, lambda: (ended if one.ended_by else saved).set())
-    other = RoundEvents("localhost", server.port, 2, nothing)
+    one = RoundEvents("localhost", server.port, 0, 2, lambda: (ended if one.ended_by else saved).set())
+    other = RoundEvents("localhost", server.port, 1, 2, nothing)
     assert saved.wait(20)  # so it is past the first value
     other.failed("workers failed on b", "b")
     assert ended.wait(20)

@@ -144,7 +144,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
             link_port=self._connection.links.port if self.reaper_runs() else 0,
-            silent=self._stores.silent,
+            silent=self._stores.silent(self.round),
         )
 
     def workers(self) -> list[Worker]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -17,15 +17,12 @@ logger = logging.getLogger(__name__)
 
 TRIES = 3  # of consecutive rounds
 MAX_SILENT = 32
+ROUNDS_SILENT = 5  # for how many rounds a host counts as one whose store does not answer: the network may have been mended
 CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for later calls, torch's default
 
 
 class StoreConnector:
-    """One agent's connector; it counts consecutive stores that did not answer.
-
-    Attributes:
-        silent: addresses of hosts whose store did not answer when this node last tried.
-    """
+    """One agent's connector; it counts consecutive stores that did not answer."""
 
     def __init__(self, changed: threading.Condition, break_round: Callable[[str], None]) -> None:
         """
@@ -36,7 +33,11 @@ class StoreConnector:
         self._changed = changed
         self._break_round = break_round
         self._unreachable = 0
-        self.silent: tuple[str, ...] = ()
+        self._silent: dict[str, int] = {}  # round of the last store that did not answer, by its host's address
+
+    def silent(self, round_: int) -> tuple[str, ...]:
+        """Return the addresses of hosts whose store did not answer lately when this node last tried. round_: the last one."""
+        return lately(self._silent, round_)
 
     def connect(self, header: Header, over: Callable[[], object | None]) -> TCPStore | None:
         """Connect to the store of this round; return None if it does not answer or the round is over.
@@ -57,11 +58,11 @@ class StoreConnector:
                     return None
                 self._changed.wait()
         error = answer.exception()
-        self.silent = tuple(each for each in self.silent if each != header.address)
+        self._silent.pop(header.address, None)
         if error is None:
             self._unreachable = 0
             return answer.result()
-        self.silent = (*self.silent, header.address)[-MAX_SILENT:]
+        self._silent[header.address] = header.round
         self._unreachable += 1
         if self._unreachable == TRIES:  # the other nodes are better off without this one
             raise RendezvousConnectionError(
@@ -81,3 +82,13 @@ class StoreConnector:
             answer.set_exception(error)
         with self._changed:
             self._changed.notify_all()
+
+
+def lately(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:
+    """Return which addresses were silent in one of the last ROUNDS_SILENT rounds, the latest ones last.
+
+    Args:
+        silent: the round in which each was silent, in the order of the rounds.
+        round_: the last round.
+    """
+    return tuple(address for address, at in silent.items() if at > round_ - ROUNDS_SILENT)[-MAX_SILENT:]

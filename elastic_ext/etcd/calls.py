@@ -47,7 +47,11 @@ class CallFailed(Exception):
 
 
 class Tokens:
-    """The user's token, shared by all threads. One thread at a time authenticates; the others wait for its result."""
+    """The user's token, shared by all threads.
+
+    On each connection, one thread at a time authenticates, and the others wait for its result. Those on another connection do
+    not: this one may stand still (see `race`). The first token counts.
+    """
 
     def __init__(self, user: User | None) -> None:
         self.user = user
@@ -65,14 +69,22 @@ class Tokens:
         """
         if self.user is None:
             return []
-        if not self._lock.acquire(timeout=timeout_s):
+        if not connection.authenticating.acquire(timeout=timeout_s):
             raise CallFailed(RpcFailure(Kind.NOT_TAKEN, connection.name, "no token in time"))
         try:
-            if self._token is None:
-                self._token = self._authenticate(connection, self.user, timeout_s)
-            return [("token", self._token)] if self._token else []
+            token = self._token
+            if token is None:
+                token = self._keep(self._authenticate(connection, self.user, timeout_s))
+            return [("token", token)] if token else []
         finally:
-            self._lock.release()
+            connection.authenticating.release()
+
+    def _keep(self, token: str) -> str:
+        """Return the token that counts: this one, unless another connection gave one meanwhile."""
+        with self._lock:
+            if self._token is None:
+                self._token = token
+            return self._token
 
     def drop(self, metadata: list[tuple[str, str]]) -> None:
         """Drop a token that the server refused. Do nothing if another thread has already replaced it."""
@@ -166,7 +178,7 @@ class Caller:
             send: called with an etcd3 client that holds the deadline (`timeout`, seconds) and `metadata` of this attempt.
             repeatable: the call may be sent again even if it may have been carried out. A call that the server has certainly not
                 taken is sent again in any case.
-            timeout_s: for all attempts together. They share it among the connections not tried yet.
+            timeout_s: for all attempts together. They share it among the endpoints not tried yet.
             only: the one connection to use, for all of the time.
             leader: whether to fail fast on a member without a leader.
 
@@ -174,7 +186,8 @@ class Caller:
             EtcdError: see its subclasses.
         """
         timeout_s = timeout_s or self.timeout_s
-        connections = 1 if only is not None else len(self.endpoints)
+        # A second connection to one address takes no time from the first: its answer may be on the way.
+        connections = 1 if only is not None else len(self.endpoints.endpoints)
         run = _Run(what, time.monotonic() + timeout_s, timeout_s, repeatable, only, connections)
         while True:
             if self.closed.is_set():
@@ -242,7 +255,7 @@ def left_s(end: float) -> float:
 
 @dataclass
 class _Run:
-    """The state of one call over its attempts. deadline, began (of the last attempt): monotonic seconds. connections: to try."""
+    """The state of one call over its attempts. deadline, began (of the last one): monotonic seconds. connections: in a pass."""
 
     what: str
     deadline: float

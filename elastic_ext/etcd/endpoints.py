@@ -108,12 +108,14 @@ class Connection:
 
     Attributes:
         answered_at: when the server last answered, monotonic; minus infinity if it has not since its last failure.
+        authenticating: held by the thread that asks for a token here.
     """
 
     def __init__(self, endpoint: Endpoint, tls: Tls | None) -> None:
         self.endpoint = endpoint
         self.name = str(endpoint)
         self.answered_at = -math.inf
+        self.authenticating = threading.Lock()
         self._client = vendor.etcd3().Etcd3Client(
             host=endpoint.grpc_host, port=endpoint.port, **_security(endpoint, tls), grpc_options=_options(tls)
         )

@@ -78,11 +78,12 @@ class LeaseRenewer:
     def add(self, session: LeaseSession) -> None:
         """Renew this session from now on."""
         with self._changed:
-            self._sessions[session.lease_id] = session
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="etcd-lease-renewer", daemon=True)
-                self._thread.start()
-            elif session.state.next_at < self._wakes_at:
+                thread = threading.Thread(target=self._run, name="etcd-lease-renewer", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._sessions[session.lease_id] = session
+            if session.state.next_at < self._wakes_at:
                 self._changed.notify()
 
     def remove(self, session: LeaseSession) -> None:
@@ -103,7 +104,10 @@ class LeaseRenewer:
                 self._turn()
         except Exception as error:
             logger.exception("the thread that keeps etcd leases alive failed")
-            for session in self._forget(list(self._sessions)):
+            with self._changed:
+                sessions = self._forget(list(self._sessions))
+                self._thread = None  # the next session starts another
+            for session in sessions:
                 session.end(f"the thread that keeps it alive failed: {error!r}")
 
     def _turn(self) -> None:

@@ -21,6 +21,7 @@ from elastic_ext.etcd.errors import EtcdError, TlsError, Unavailable
 T = TypeVar("T")
 
 BESIDE_S = 1.0  # longer than a healthy etcd takes, also over a slow link that has lost one packet
+GRACE_S = 0.2  # after a pause of etcd or this process, all answers arrive together, in any order
 
 
 def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float) -> T:
@@ -37,6 +38,7 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
     answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]] = queue.SimpleQueue()
     waiting = caller.endpoints.from_current()
     first, running = waiting[0], 0
+    first_failed = False
 
     def run(connection: Connection) -> None:
         answer: T | EtcdError = EtcdError(f"{what}: the thread of this call failed")
@@ -49,16 +51,42 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
 
     while True:
         if waiting:
-            running += 1
-            threading.Thread(target=run, args=(waiting.pop(0),), name="etcd-race", daemon=True).start()
+            running += _start(run, waiting.pop(0), in_place=running == 0)
         try:
             connection, answer = answers.get(timeout=beside_s if waiting else None)
         except queue.Empty:
             continue
         if not isinstance(answer, EtcdError):
-            if connection is not first:
+            if connection is not first and (first_failed or not _answers_soon(answers, first)):
                 caller.endpoints.prefer(connection, instead_of=first)
             return answer
         running -= 1
-        if not isinstance(answer, (Unavailable, TlsError)) or (running == 0 and not waiting):
+        first_failed |= connection is first
+        if not isinstance(answer, (Unavailable, TlsError)):
             raise answer
+        if running == 0 and not waiting:
+            caller.endpoints.failed(first, silent=False)  # the next race begins with another connection
+            raise answer
+
+
+def _start(run: Callable[[Connection], None], connection: Connection, in_place: bool) -> int:
+    """Run it on a thread. Return how many run; if no thread can be started, that is 0, unless it ran in place."""
+    try:
+        threading.Thread(target=run, args=(connection,), name="etcd-race", daemon=True).start()
+    except RuntimeError:  # a limit on threads or processes
+        if not in_place:
+            return 0
+        run(connection)
+    return 1
+
+
+def _answers_soon(answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]], first: Connection) -> bool:
+    """Return whether the first connection answers as well, within GRACE_S."""
+    end = time.monotonic() + GRACE_S
+    while True:
+        try:
+            connection, answer = answers.get(timeout=left_s(end))
+        except queue.Empty:
+            return False
+        if connection is first:
+            return not isinstance(answer, EtcdError)

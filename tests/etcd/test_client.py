@@ -233,6 +233,13 @@ def test_a_slow_link(proxy: Proxy, prefix: str):
 # Many endpoints
 
 
+def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str):
+    with EtcdClient(proxy.endpoint, timeout_s=3) as client:
+        client.put(prefix, "1")
+        proxy.delay(0.9)  # in each direction: more than half of the time
+        assert client.get(prefix).kv is not None
+
+
 def test_rotation_over_endpoints(server: EtcdServer, prefix: str):
     with EtcdClient([nowhere(), nowhere(), server.endpoint], first=0) as client:
         client.put(prefix + "a", "1")  # not taken by the first two: a write may go on as well

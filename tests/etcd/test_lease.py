@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from elastic_ext.etcd import ConfigError, LeaseSession
+from elastic_ext.etcd import ConfigError, LeaseSession, Unavailable
+from elastic_ext.etcd.race import race
 from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
@@ -156,6 +157,62 @@ def test_a_renewer_that_fails_tells_all_sessions(
         assert session.lost_reason is not None
         assert "a bug" in session.lost_reason
         assert "Traceback" in caplog.text
+        monkeypatch.undo()
+        later = LeaseSession(client, TTL_S)
+        was = later.alive_until
+        until(lambda: later.alive_until > was or later.late)
+        assert not later.late
+        later.revoke()
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.MonkeyPatch, limit: int):
+    """limit: threads that a renewal may start, of the two that it wants when etcd is slow."""
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "etcd-race" and sum(each.name == "etcd-race" for each in threading.enumerate()) >= limit:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    refused: list[threading.Thread] = []
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        session = LeaseSession(client, 6)
+        proxy.delay(0.4)  # in each direction, so the second connection is tried after 0.6 s
+        was = session.alive_until
+        until(lambda: session.alive_until > was or session.lost.is_set())
+        assert refused
+        assert not session.lost.is_set()
+        session.stop_renewing()
+
+
+def test_answers_that_arrive_together_move_nobody(client: EtcdClient):
+    """As after a pause of etcd. To use another connection would break the watches' stream."""
+    first, _ = client._endpoints.from_current()
+    turn = iter((first_asked := threading.Event(), threading.Event()))
+    second_answered = threading.Event()
+
+    def send(etcd: object) -> str:
+        if next(turn) is first_asked:
+            assert second_answered.wait(20)
+            return "first"
+        second_answered.set()
+        return "second"
+
+    race(client._caller, "ask", send, timeout_s=20, beside_s=0.2)
+    assert client._endpoints.current() is first
+
+
+def test_the_next_race_begins_with_another_connection(server: EtcdServer):
+    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
+        lease_id = client.lease_grant(60).lease_id
+        first = client._endpoints.current()
+        proxy.deaf()
+        with pytest.raises(Unavailable):
+            client.lease_keep_alive([lease_id], timeout_s=1, beside_s=0.2)
+        assert client._endpoints.current() is not first
 
 
 def test_closing_the_client_stops_renewing_and_is_no_loss(server: EtcdServer):

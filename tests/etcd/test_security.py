@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdError, LeaseSession, Tls, TlsError, Unavailable
 from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take, until
+from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdServer
 
@@ -227,3 +228,13 @@ def test_one_thread_authenticates_for_all(auth_server: EtcdServer, caplog: pytes
             thread.join()
     assert failed == []
     assert caplog.text.count("gave a token to user ann") == 1
+
+
+def test_a_connection_that_stands_still_holds_up_no_token(auth_server: EtcdServer):
+    """Another connection gets a token of its own, and so a lease is renewed. gRPC gives the first one up after 3 s."""
+    with Proxy(auth_server.client_port) as proxy, EtcdClient(proxy.endpoint, user="ann", password=SECRETS[0]) as client:
+        lease_id = client.lease_grant(60).lease_id
+        client._tokens.drop(client._tokens.metadata(client._endpoints.current(), 5))
+        proxy.hold(but=0, new=False)
+        assert client.lease_keep_alive([lease_id], timeout_s=2, beside_s=0.2).ttl_s == {lease_id: 60}
+        proxy.release()

@@ -26,6 +26,9 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
+# A node withdraws its claim of a stall this long after its workers have gone on: twice workers.hangs.schedule.LOOK_S. Workers that
+# all waited for one, which then finished, finish too.
+CLAIMS_S = 6.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 
@@ -55,6 +58,7 @@ class View:
         members: rank in header.round, by id; includes lost nodes.
         last_arrival: when the last new node came, in seconds of the leader's monotonic clock.
         may_grow: waiting nodes may join now; False: only after a checkpoint.
+        finished_at: when the last of those nodes whose workers have finished told so, on the same clock; None if none has.
         reported_at: when the first report about the end of this round came, on the same clock; None if none did.
         returning_until: etcd was unreachable or has lost records: until this time, on the same clock, missing members and members
             without assignments may come back. None: no member is expected back.
@@ -66,6 +70,7 @@ class View:
     members: Mapping[str, int]
     last_arrival: float
     may_grow: bool = True
+    finished_at: float | None = None
     reported_at: float | None = None
     returning_until: float | None = None
 
@@ -209,6 +214,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
     if (reason := _hangs(view)) is not None:
+        if view.finished_at is not None and now < view.finished_at + CLAIMS_S:
+            return Wait("claims of a stall may be from the time before other workers finished", view.finished_at + CLAIMS_S)
         return End(State.BROKEN, reason, EndKind.STALLED)
     room = limits.max_nodes - len(view.members)
     joining = waiting(view)[: max(room, 0)]

@@ -60,6 +60,9 @@ class Leader:
         self._restore = restore
         self._still_leading = Compare(context.own_key, "create", "=", created)
         self._reported: tuple[int, float] | None = None  # a round, and when the first report about it was seen
+        self._finished: tuple[int, int, float] | None = (
+            None  # a round, how many nodes have finished it, and when the last one did
+        )
         self._rests_until = 0.0
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
@@ -116,6 +119,7 @@ class Leader:
             records.joined,
             self._members.ranks,
             records.last_arrival,
+            finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
         )
         if rounds.reports(view):
@@ -125,6 +129,12 @@ class Leader:
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
             return dataclasses.replace(view, may_grow=False)
         return view
+
+    def _finished_at(self, round_: int) -> float | None:
+        number = sum(node.done >= round_ for id_, node in self._records.nodes.items() if id_ in self._members.ranks)
+        if self._finished is None or self._finished[:2] != (round_, number):
+            self._finished = (round_, number, time.monotonic())
+        return self._finished[2] if number else None
 
     def _carry_out(self, action: Action, view: View) -> None:
         if isinstance(action, Seal):

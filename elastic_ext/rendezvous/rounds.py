@@ -26,8 +26,8 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
-# A node withdraws its claim of a stall this long after its workers have gone on: twice workers.hangs.schedule.LOOK_S. Workers that
-# all waited for one, which then finished, finish too.
+# Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: twice
+# workers.hangs.schedule.LOOK_S.
 CLAIMS_S = 6.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 

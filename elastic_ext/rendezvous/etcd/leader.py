@@ -32,6 +32,20 @@ AGAIN_S = 0.5  # after a write that failed for a reason not seen yet; its event 
 OPS_PER_TXN = 120  # etcd's default limit is 128 (--max-txn-ops)
 
 
+class FirstSeen:
+    """When the leader has first seen each fact about the current round."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._at: dict[str, float] = {}
+
+    def at(self, round_: int, fact: str) -> float:
+        """Return the monotonic time; now, if it is new."""
+        if round_ != self._round:
+            self._round, self._at = round_, {}
+        return self._at.setdefault(fact, time.monotonic())
+
+
 class Leader:
     """Created when this node becomes the leader, closed when it stops leading. For the rendezvous thread.
 
@@ -59,10 +73,7 @@ class Leader:
         self._policy = policy
         self._restore = restore
         self._still_leading = Compare(context.own_key, "create", "=", created)
-        self._reported: tuple[int, float] | None = None  # a round, and when the first report about it was seen
-        self._finished: tuple[int, int, float] | None = (
-            None  # a round, how many nodes have finished it, and when the last one did
-        )
+        self._seen = FirstSeen()
         self._rests_until = 0.0
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
@@ -123,18 +134,14 @@ class Leader:
             returning_until=self._outage.returning_until,
         )
         if rounds.reports(view):
-            if self._reported is None or self._reported[0] != header.round:
-                self._reported = (header.round, time.monotonic())
-            return dataclasses.replace(view, reported_at=self._reported[1])
+            return dataclasses.replace(view, reported_at=self._seen.at(header.round, "a report"))
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
             return dataclasses.replace(view, may_grow=False)
         return view
 
     def _finished_at(self, round_: int) -> float | None:
         number = sum(node.done >= round_ for id_, node in self._records.nodes.items() if id_ in self._members.ranks)
-        if self._finished is None or self._finished[:2] != (round_, number):
-            self._finished = (round_, number, time.monotonic())
-        return self._finished[2] if number else None
+        return self._seen.at(round_, f"{number} finished") if number else None
 
     def _carry_out(self, action: Action, view: View) -> None:
         if isinstance(action, Seal):

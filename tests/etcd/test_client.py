@@ -234,10 +234,13 @@ def test_a_slow_link(proxy: Proxy, prefix: str):
 
 
 def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str):
-    with EtcdClient(proxy.endpoint, timeout_s=8) as client:
+    with EtcdClient(proxy.endpoint, timeout_s=4) as client:
         client.put(prefix, "1")
-        proxy.delay(2.1)  # in each direction: more than half of the time
+        proxy.hold(but=0, new=True)
+        later = threading.Timer(2.4, proxy.release)  # more than half of the time
+        later.start()
         assert client.get(prefix).kv is not None
+        later.join()
 
 
 def test_rotation_over_endpoints(server: EtcdServer, prefix: str):

@@ -81,7 +81,9 @@ class Proxy:
     def hold(self, but: int, new: bool) -> None:
         """Hold back all data until `release`: of the connections there are, but for so many first ones, and of `new` ones."""
         there = range(but, self._accepted)
-        self._held = lambda number: number in there or (new and number >= there.stop)
+        with self._released:
+            self._held = lambda number: number in there or (new and number >= there.stop)
+            self._released.notify_all()
 
     def release(self) -> None:
         with self._released:

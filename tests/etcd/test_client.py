@@ -237,7 +237,7 @@ def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str):
     with EtcdClient(proxy.endpoint, timeout_s=4) as client:
         client.put(prefix, "1")
         proxy.hold(but=0, new=True)
-        later = threading.Timer(2.4, proxy.release)  # more than half of the time
+        later = threading.Timer(2.4, proxy.hold, kwargs={"but": 1, "new": True})  # more than half of the time
         later.start()
         assert client.get(prefix).kv is not None
         later.join()

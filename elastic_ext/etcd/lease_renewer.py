@@ -95,8 +95,9 @@ class LeaseRenewer:
         """Wake and end the thread. Call this after `closed` is set."""
         with self._changed:
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        thread = self._thread  # it may fail, and forget itself, meanwhile
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
 
     def _run(self) -> None:
         try:

@@ -26,9 +26,9 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
 STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
-# Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: twice
-# workers.hangs.schedule.LOOK_S.
-CLAIMS_S = 6.0
+# Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
+# reads the process stats of idle workers every workers.hangs.detector.IDLE_FLOOR_S / 2, and looks every schedule.LOOK_S.
+CLAIMS_S = 36.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from elastic_ext.base.round_store import Store
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.rendezvous.reader import RecordReader
-from elastic_ext.rendezvous.rounds import STALLED
+from elastic_ext.rendezvous.rounds import CLAIMS_S, STALLED
 
 SCHEMA = 1  # of a claim
 NO_CLAIM = "-"  # in place of a key that is absent
@@ -62,6 +63,7 @@ class Claims:
         self._wanted = WORK
         self._changes = 0  # a claim that is repeated is one: the others' may have changed since
         self._sending = False
+        self._finished = (0, 0.0)  # how many nodes have finished, and when this one has seen that
 
     def change(self, change: Callable[[Claim], Claim]) -> bool:
         """Change what `send` is to tell. Return whether the caller has to start a thread that calls it."""
@@ -97,7 +99,14 @@ class Claims:
         store.set(self._key, json.dumps({"schema": SCHEMA, **records.plain(claim)}))
         all_claim = store.check(self._keys)  # one request, mostly the only one; only its answer shows that set() has arrived
         # When a job ends, all nodes finish at about the same time: none of them reads the claims of all the others.
-        return hang([self._read(store, key) for key in self._keys]) if all_claim and not claim.finished else None
+        if not all_claim or claim.finished:
+            return None
+        claims = [self._read(store, key) for key in self._keys]
+        finished = sum(each.finished for each in claims)
+        if finished != self._finished[0]:
+            self._finished = (finished, time.monotonic())
+        # The others may be about to finish, too, and their claims older than that; see `rounds.CLAIMS_S`.
+        return None if finished and time.monotonic() < self._finished[1] + CLAIMS_S else hang(claims)
 
     def _read(self, store: Store, key: str) -> Claim:
         # get() would wait for a key that is gone again. This changes nothing, and returns NO_CLAIM for it.

@@ -386,6 +386,15 @@ class Clock:
         return round((float(done.stdout) - time.time()) / 3600)
 
 
+def is_marker(event: Event) -> bool:
+    return event.kv.key.endswith(b"/end-of-history")
+
+
+def is_claim(event: Event) -> bool:
+    """A node that is there writes its record again, mostly to claim that its workers are quiet: here they wait at a gate."""
+    return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
+
+
 @pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the package libfaketime holds a library for x86_64")
 def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(server, tmp_path, stack):
@@ -404,7 +413,7 @@ def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart
             assert clock.is_of(nodes.jobs[name].process.pid)
             assert clock.offset_h() == hours
         assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
-    changed = [shown(event) for event in nodes.history.all()[told:] if not event.kv.key.endswith(b"/end-of-history")]
+    changed = [shown(event) for event in nodes.history.all()[told:] if not (is_marker(event) or is_claim(event))]
     assert changed == []  # no lease was lost: its node would be gone, and come again
     assert nodes.attempts() == {0}
     nodes.start("c", server.endpoint, "2:3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
 import os
 import re
@@ -173,3 +174,25 @@ def wait_gone(pids: list[int], timeout_s: float = 20) -> list[int]:
             alive.append(pid)
         os.close(pidfd)
     return alive
+
+
+def open_files(pid: int) -> list[str]:
+    """What a process has open, without what it closes while we look; nothing of a process that has ended."""
+    links = []
+    with contextlib.suppress(FileNotFoundError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return links
+
+
+def descendants(pid: int) -> list[int]:
+    """And the process itself."""
+    parents = {}
+    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parents[each] = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found

@@ -42,7 +42,7 @@ from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_server import serve
 from tests.checkpoints.choice.test_resolution import exchange_of, save
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, open_files
 from tests.ports import free_port
 from tests.store_server import StoreServer
 
@@ -241,28 +241,6 @@ def listening(pids: list[int]) -> dict[int, list[str]]:
         for link in open_files(pid):
             if (address := by_inode.get(link.removeprefix("socket:[").rstrip("]"))) is not None:
                 found.setdefault(pid, []).append(address)
-    return found
-
-
-def open_files(pid: int) -> list[str]:
-    """What a process has open, without what it closes while we look; nothing of a process that has ended."""
-    links = []
-    with contextlib.suppress(FileNotFoundError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-    return links
-
-
-def descendants(pid: int) -> list[int]:
-    """And the process itself."""
-    parents = {}
-    for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            parents[each] = int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for each in found:
-        found += [child for child, parent in parents.items() if parent == each]
     return found
 
 

@@ -31,7 +31,7 @@ from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import wait_gone
+from tests.jobs import descendants, wait_gone
 from tests.rendezvous.etcd.test_etcd_jobs import Nodes, reports
 
 KEYS = JobKeys("job")
@@ -454,13 +454,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 CONF = "lease_ttl=300,last_call=30,stop_grace=2"  # the lease is longer than a test may take
-
-
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for each in found:
-        found += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
-    return found
 
 
 def die_whole(pid: int) -> None:

@@ -20,7 +20,7 @@ from elastic_ext.workers.standby.client import ServerProcess
 from elastic_ext.workers.standby.rules import ColdReason, Learned
 from tests import jobs
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, run, wait_gone
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, open_files, run, wait_gone
 from tests.ports import free_port
 
 JOB = SCRIPTS / "standby_job.py"
@@ -582,17 +582,6 @@ def settled(look: "Callable[[], dict[str, int]]", expected: "list[dict[str, int]
         time.sleep(0.02)
         seen.append(look())
     return seen[-1] if expected else min(seen, key=lambda each: each["descriptors"])
-
-
-def open_files(pid: int) -> "list[str]":
-    """What a process has open, but for what it closes while we look."""
-    links = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except FileNotFoundError:
-            pass
-    return links
 
 
 def used(agent: int, run_dir: Path) -> "dict[str, int]":

@@ -83,6 +83,7 @@ class ClaimSender:
             if not done:
                 errors = [TimeoutError(f"no answer from the store in {patience_s:g} s; trying beside it on a new connection")]
                 patience_s *= 2  # so those that are held up stay few
+                prompt_s = 0.0  # the store stands still: the next attempt may start just before it goes on
             for error in errors:
                 if isinstance(error, StoodStill):
                     logger.debug("%s", error)

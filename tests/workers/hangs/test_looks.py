@@ -349,9 +349,14 @@ for _ in range(5): short()
 def test_a_worker_that_always_blocks_the_question_is_given_up(tmp_path, quick, monkeypatch):
     asked: list[bool] = []
     ask = stacks.ask
-    monkeypatch.setattr(stacks, "ask", lambda pid: asked.append(ask(pid)))
+
+    def counted(pid: int) -> bool:
+        asked.append(ask(pid))
+        return asked[-1]
+
+    monkeypatch.setattr(stacks, "ask", counted)
     with workers(tmp_path, [SPIN], first=BLOCKED) as found:
-        assert not watched(*found).stalled
+        assert not watched(*found, for_s=3).stalled
     assert asked == [False] * 3
 
 

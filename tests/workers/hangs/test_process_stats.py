@@ -436,7 +436,7 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
     [
         (lambda s: s, 63),  # at the first look
         (lambda s: 0.1 * s, 66),  # at the second
-        (lambda s: 0.025 * s, 78),  # once it fills the window
+        (lambda s: 0.025 * s, 75),  # once it fills the window
         (lambda s: 0.005 * s, None),
         (lambda s: 0.06 * (s // 20), None),  # 2 % of the time between two looks
     ],

@@ -311,7 +311,7 @@ def until(watch: HangWatch, pids: list[int], stalled: bool, for_s: float) -> det
     while (verdict is None or verdict.stalled is not stalled) and time.monotonic() < deadline:
         pause.wait(min(watch.next_check_s(), max(0.0, deadline - time.monotonic())))
         verdict = watch.check(dict(enumerate(pids)), {}) or verdict
-    assert verdict is not None
+    assert verdict is not None, "no check was due"
     return verdict
 
 

@@ -199,8 +199,8 @@ class Caller:
             EtcdError: see its subclasses.
         """
         timeout_s = timeout_s or self.timeout_s
-        # A write is sent once, so it first looks for a connection that works, and each gets a share of the time. Of other calls, the
-        # second connection to one address takes no time from the first, whose answer may be on the way: see `race.ask`.
+        # A write is sent once, so it first looks for a connection that works, and each gets a share of the time. Of other calls,
+        # the second connection to one address takes no time from the first, whose answer may be on the way: see `race.ask`.
         connections = 1 if only is not None else len(self.endpoints.endpoints if repeatable else self.endpoints)
         run = _Run(what, time.monotonic() + timeout_s, timeout_s, repeatable, only, connections)
         while True:

@@ -70,7 +70,7 @@ class QuietWatch:
         self, workers: Sequence[WorkerStatus], pids: Mapping[int, int], now: float, limit_s: float
     ) -> list[WorkerStatus]:
         if self._stall is None:
-            self._stall = Stall()
+            self._stall = Stall(unanswered.window_s(limit_s))
         self._stall.update(pids, now)
         complete = [self._stall.complete(*each, limit_s) for each in zip(workers, pids, strict=True)]
         if any(worker.debugged for worker in complete):

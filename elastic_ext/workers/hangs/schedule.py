@@ -11,25 +11,40 @@ from elastic_ext.workers.hangs.waits import Wait
 
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
 LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether the workers stay; leaves time for STAY_SHARE
-# Between later looks. No node looks again when the last one claims, so a claim may be this old, and older where an agent is late.
-# The stays of all nodes must have a moment in common all the same: each lasts for 12 s at least.
+# Between later looks, and between reads of the process stats while this node claims a stall. No node looks again when the last
+# one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
+# all the same: each lasts for 12 s at least.
 LOOK_S = 3.0
+# Of half the interval between checks, 15 s by default: the process stats are compared over this time at least, however often they
+# are read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 13.5 s it takes 0.27 s,
+# which a process that computes uses up before the next look.
+WINDOW_SHARE = 0.9
 MIN_CHECK_S = 0.1
 
 
 def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> float:
-    """Return after how many seconds `assess` may give another answer.
+    """Return after how many seconds `assess` may give another answer, as long as this node claims no stall.
 
-    The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. While a stall
-    lasts, the interval stays at half of the floor, because a worker that works may stop working.
+    The process stats are read at half of the smallest limit, and compared when a hang is imminent and at the limit. From then on,
+    the interval stays at half of the floor, because a worker that works may stop working.
     """
-    # The first step, or the end of an evaluation, can shorten the limits to this floor.
-    often = (detector.IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
+    often = _often_s(fixed_s)
     quiet = [(worker.quiet_s, detector.limit_s(worker, Activity.NONE, fixed_s)) for worker in workers]
     if not quiet:
         return often
     until = (max(share * limit - quiet_s for quiet_s, limit in quiet) for share in (0.5, detector.IMMINENT_SHARE, 1.0))
     return max(MIN_CHECK_S, min(often, next((left_s for left_s in until if left_s > 0), often)))
+
+
+def window_s(fixed_s: float | None = None) -> float:
+    """Return over how many seconds, at least, the process stats are compared. Right after the first ones, it is less."""
+    return WINDOW_SHARE * _often_s(fixed_s) / 2
+
+
+def _often_s(fixed_s: float | None) -> float:
+    """Return the longest time between two checks."""
+    # The first step, or the end of an evaluation, can shorten the limits to this floor.
+    return (detector.IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
 
 
 def needs_stats(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> bool:

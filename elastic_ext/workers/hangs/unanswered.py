@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.workers.hangs import detector
+from elastic_ext.workers.hangs import detector, schedule
 from elastic_ext.workers.hangs.detector import LONG_PHASES, Activity, WorkerStatus
 
 # With an initial timeout of 1 s that doubles (RFC 6298), the first segment of a connection is sent again after 1, 3, 7, 15, 31 s;
@@ -159,12 +159,18 @@ def needs_stats(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
     return all(each.quiet_s >= STATS_SHARE * limit_s for each in workers)
 
 
+def window_s(limit_s: float) -> float:
+    """Return over how many seconds, at least, the process stats are compared; the first are read at half of the limit."""
+    return schedule.WINDOW_SHARE * limit_s / 2
+
+
 def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach | None) -> float:
     """Return after how many seconds there may be news: `is_quiet`, or of those that do not answer.
 
-    reach: see `reach_of`; None: not all workers are quiet.
+    reach: see `reach_of`; None: not all workers are quiet. While they are, this node claims it, and looks as often as `schedule`.
     """
     quiet_s = min((each.quiet_s for each in workers), default=0.0)
     until = [share * limit_s - quiet_s for share in (0.5, 1.0)]
-    until += [limit_s - each.for_s for each in reach.unanswered] if reach is not None else []
+    if reach is not None:
+        until += [min(schedule.LOOK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
     return max(MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))

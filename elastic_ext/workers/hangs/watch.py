@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elastic_ext.workers.hangs import detector, looks, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
@@ -19,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 NOTHING_FOUND = Assessment(False, (), "not checked yet")
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
+MAX_ASKS = 3  # a library may block the signal for a moment
 
 
 class HangWatch:
     """The hang watch of one round.
 
     Reading the progress costs microseconds. /proc is read, and the workers are looked at, only when all of them have been quiet
-    for half of their limit, and once when a worker has started.
+    for half of their limit, every few seconds while they stall, and once when a worker has started.
     """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
@@ -42,7 +44,7 @@ class HangWatch:
         self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
         self._speeds = Speeds(dict(ranks))
         self._warned = False
-        self._asked: set[int] = set()  # the local ranks that were asked for their first answer
+        self._asks: Counter[int] = Counter()  # by local rank: tries to get a first answer; MAX_ASKS: one was asked
 
     @property
     def stalled(self) -> bool:
@@ -89,6 +91,8 @@ class HangWatch:
         self._found = detector.assess(workers, self._fixed_s)
         if self._found.waiting and self._looks is not None and not self._looks.confirm(pids, stacks_files):
             self._found = detector.assess(self._status(pids, now), self._fixed_s)
+        if self._found.stalled and not self._found.waiting:  # the looks keep a wait up to date
+            self._next_stats = min(self._next_stats, now + schedule.LOOK_S)
         left_s = self._looks.left_s(pids, now) if self._looks is not None else 0.0
         self._next_check = min(self._next_stats, now + max(left_s, schedule.next_look_s(workers, self._fixed_s)))
         return self._found
@@ -107,15 +111,15 @@ class HangWatch:
 
     def _ask_once(self, pids: Mapping[int, int]) -> None:
         """Ask each worker that has started for one answer. `looks` trusts the silence of those that have given it."""
-        rows = {each: self._progress.read(each) for each in pids.keys() - self._asked} if self._fixed_s is None else {}
+        left = {each for each in pids if self._asks[each] < MAX_ASKS} if self._fixed_s is None else ()
+        rows = {each: self._progress.read(each) for each in left}
         new = {each: pids[each] for each, row in rows.items() if row.answers == 1 and row.sign_ns}
         if not new:
             return
         sample = process_stats.read(new.values())
         for local_rank, pid in new.items():
             if pid in sample and looks.may_be_asked(rows[local_rank], sample[pid]):
-                stacks.ask(pid)
-                self._asked.add(local_rank)
+                self._asks[local_rank] += MAX_ASKS if stacks.ask(pid) else 1
 
     def _restart_count(self, now: float) -> None:
         self._quiet_from, self._looks = now, None
@@ -124,7 +128,7 @@ class HangWatch:
 
     def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
         if self._stall is None:
-            self._stall = Stall()
+            self._stall = Stall(schedule.window_s(self._fixed_s))
         self._stall.update(pids, now)
         if not self._warned and (uncounted := self._stall.uncounted()):
             self._warned = True
@@ -189,26 +193,39 @@ class HangWatch:
         return self._looks.rates(local_rank) if rates == Rates() and self._looks is not None else rates
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The stats of all workers at one moment (monotonic seconds), by local rank; None for one that cannot be read."""
+
+    at: float
+    stats: Mapping[int, ProcessStats | None]
+
+
 class Stall:
     """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life."""
 
-    def __init__(self) -> None:
-        self._at = self._before_at = -math.inf
-        self._stats: dict[int, ProcessStats] = {}  # at the last check, by local rank
-        self._before: dict[int, ProcessStats] = {}  # at the check before
+    def __init__(self, window_s: float) -> None:
+        """window_s: each sample is compared with the newest one that is as old as this, or with the first."""
+        self._window_s = window_s
+        self._samples: deque[Sample] = deque()  # the first one is compared with the last one
         self._worked: dict[int, float] = {}  # when each was last seen to work, or its activity was not known
         self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
 
     def update(self, pids: Mapping[int, int], now: float) -> None:
-        """Read the stats of all workers and record what each has done since the last check. pids: by local rank."""
+        """Read the stats of all workers and record them. pids: by local rank."""
         sample = process_stats.read(pids.values())
-        self._before_at, self._before = self._at, self._stats
-        self._at, self._stats = now, {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
-        for local_rank in pids:
+        self.record({local_rank: sample.get(pid) for local_rank, pid in pids.items()}, now)
+
+    def record(self, stats: Mapping[int, ProcessStats | None], now: float) -> None:
+        """Record what each worker has done over the window that ends now. stats: see Sample."""
+        self._samples.append(Sample(now, stats))
+        while len(self._samples) > 2 and now - self._samples[1].at >= self._window_s:
+            self._samples.popleft()
+        for local_rank, each in stats.items():
             rates = self.rates(local_rank)
             if detector.works(rates.cpu_share, rates.bytes_s):
                 self._worked[local_rank] = now
-            if local_rank in self._stats and self._stats[local_rank].asleep_in_kernel:
+            if each is not None and each.asleep_in_kernel:
                 self._slept[local_rank] = now
 
     def forget_activity(self) -> None:
@@ -217,27 +234,31 @@ class Stall:
         self._slept.clear()
 
     def rates(self, local_rank: int) -> Rates:
-        """Return this worker's rates between the last two checks."""
-        if local_rank not in self._before or local_rank not in self._stats or self._at <= self._before_at:
+        """Return this worker's rates over the window that ends at the last check."""
+        if len(self._samples) < 2:
             return Rates()
-        return process_stats.rates(self._before[local_rank], self._stats[local_rank], self._at - self._before_at)
+        first, last = self._samples[0], self._samples[-1]
+        before, now = first.stats.get(local_rank), last.stats.get(local_rank)
+        return process_stats.rates(before, now, last.at - first.at) if before and now and last.at > first.at else Rates()
 
     def uncounted(self) -> list[int]:
         """Return the local ranks whose bytes the kernel does not report."""
-        return [each for each, stats in self._stats.items() if stats.io_bytes is None or stats.sockets is None]
+        found = self._samples[-1].stats.items() if self._samples else ()
+        return [local_rank for local_rank, each in found if each is not None and (each.io_bytes is None or each.sockets is None)]
 
     def complete(self, worker: WorkerStatus, local_rank: int, limit_s: float) -> WorkerStatus:
         """Add what its processes showed at the last check. limit_s: how long it may be quiet if no worker works."""
-        stats = self._stats.get(local_rank)
-        if stats is None:
+        last = self._samples[-1] if self._samples else None
+        stats = last.stats.get(local_rank) if last is not None else None
+        if last is None or stats is None:
             return worker
         worker = replace(worker, state=stats.state, debugged=stats.debugged)
         worked = self._worked.get(local_rank)
-        if worked is None or self._before_at == -math.inf:
+        if worked is None or len(self._samples) < 2:
             return worker
         # Idle for half of the limit, and quiet for all of it: the first check was at the half.
-        idle_s, recent_s = self._at - worked, RECENT_SHARE * limit_s
-        slept = self._at - self._slept.get(local_rank, -math.inf) < recent_s
+        idle_s, recent_s = last.at - worked, RECENT_SHARE * limit_s
+        slept = last.at - self._slept.get(local_rank, -math.inf) < recent_s
         return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
 
 

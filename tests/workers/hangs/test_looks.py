@@ -352,6 +352,45 @@ def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, fi
         assert process_stats.read(found[1])[found[1][0]].state == "S"
 
 
+BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])"
+
+
+def test_a_worker_that_blocks_the_question_for_a_moment_is_asked_again(tmp_path, quick):
+    go, on = tmp_path / "go", tmp_path / "on"
+    script = f"""
+while not os.path.exists({str(go)!r}): short()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [ANSWER_SIGNAL])
+open({str(on)!r}, 'w')
+for _ in range(5): short()
+{SPIN}
+"""
+    with workers(tmp_path, [script], first=BLOCKED) as (table, pids, files):
+        watch, pause = HangWatch(table, {0: 0}, None), threading.Event()
+        assert watch.check({0: pids[0]}, files) is not None
+        assert table.read(0).answers == 1
+        go.touch()
+        deadline, verdict = time.monotonic() + 20, None
+        while verdict is None or not verdict.waiting:
+            assert time.monotonic() < deadline
+            pause.wait(watch.next_check_s() if on.exists() else 0.01)
+            verdict = watch.check({0: pids[0]}, files) if on.exists() else None
+        assert table.read(0).answers > 1
+
+
+def test_a_worker_that_always_blocks_the_question_is_given_up(tmp_path, quick, monkeypatch):
+    asked: list[bool] = []
+    ask = stacks.ask
+
+    def counted(pid: int) -> bool:
+        asked.append(ask(pid))
+        return asked[-1]
+
+    monkeypatch.setattr(stacks, "ask", counted)
+    with workers(tmp_path, [SPIN], first=BLOCKED) as found:
+        assert not watched(*found, for_s=3).stalled
+    assert asked == [False] * 3
+
+
 def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):
     with workers(tmp_path, [SPIN]) as found:
         verdict = watched(*found, world=1000)

@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.workers import progress_layout
-from elastic_ext.workers.hangs import detector, process_stats, tcp_traffic
+from elastic_ext.workers.hangs import detector, process_stats, schedule, tcp_traffic, unanswered
+from elastic_ext.workers.hangs.detector import WorkerStatus
 from elastic_ext.workers.hangs.process_stats import Process, ProcessStats, Rates
-from elastic_ext.workers.hangs.watch import HangWatch
+from elastic_ext.workers.hangs.quiet_watch import QuietWatch
+from elastic_ext.workers.hangs.watch import HangWatch, Stall
 from elastic_ext.workers.progress import ProgressTable
 
 BEGIN = """
@@ -316,21 +318,30 @@ def watched(
 ) -> detector.Assessment:
     """Watch these workers until they stall, or for `for_s` seconds. up: how many of them have come up; None: all."""
     board = ProgressTable(str(tmp_path / "progress"), len(pids))
+    note_steps(board, pids[:up], 3)
+    return until(HangWatch(board, {slot: slot for slot in range(len(pids))}, fixed_s), pids, True, for_s)
+
+
+def note_steps(board: ProgressTable, pids: list[int], steps: int) -> None:
+    """Write progress rows as of workers that have just made their last step."""
     with open(board.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
-        for slot, pid in list(enumerate(pids))[:up]:
+        for slot, pid in enumerate(pids):
             for word, value in {
                 progress_layout.PID: pid,
-                progress_layout.STEPS: 3,
-                progress_layout.SIGN_NS: time.monotonic_ns(),
+                progress_layout.STEPS: steps,
+                progress_layout.SIGN_NS: time.monotonic_ns() if steps else 0,
             }.items():
                 words[slot * progress_layout.ROW_BYTES // 8 + word] = value
-    watch, pause = HangWatch(board, {slot: slot for slot in range(len(pids))}, fixed_s), threading.Event()
-    deadline = time.monotonic() + for_s
+
+
+def until(watch: HangWatch, pids: list[int], stalled: bool, for_s: float) -> detector.Assessment:
+    """Watch these workers until they stall, or no longer do, or for `for_s` seconds."""
+    deadline, pause = time.monotonic() + for_s, threading.Event()
     verdict = None
-    while (verdict is None or not verdict.stalled) and time.monotonic() < deadline:
-        pause.wait(watch.next_check_s())
+    while (verdict is None or verdict.stalled is not stalled) and time.monotonic() < deadline:
+        pause.wait(min(watch.next_check_s(), max(0.0, deadline - time.monotonic())))
         verdict = watch.check(dict(enumerate(pids)), {}) or verdict
-    assert verdict is not None
+    assert verdict is not None, "no check was due"
     return verdict
 
 
@@ -445,3 +456,109 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
         took_s = time.monotonic() - begin
     assert (verdict.stalled, verdict.culprits) == (True, (1,)), verdict.reason
     assert took_s >= 3
+
+
+# While a node claims a stall.
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "seen_at"),
+    [
+        (lambda s: s, 63),  # at the first look
+        (lambda s: 0.1 * s, 66),  # at the second
+        (lambda s: 0.025 * s, 75),  # once it fills the window
+        (lambda s: 0.005 * s, None),
+        (lambda s: 0.06 * (s // 20), None),  # 2 % of the time between two looks
+    ],
+    ids=["computes", "a-tenth", "barely", "noise", "bursts"],
+)
+def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
+    """Read at half of the limit, at three quarters, at the limit, and then at each look; something begins a second later."""
+    stall, seen = Stall(schedule.window_s()), []
+    for at in [30.0, 45.0, *(60 + look * schedule.LOOK_S for look in range(100))]:
+        stall.record({0: ProcessStats("S", cpu_s=5 + cpu_s(max(0.0, at - 61)))}, at)
+        one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
+        if one.working and at >= 60:
+            seen.append(at)
+        elif not seen and at >= 60:
+            assert one.idle_s == at - 30
+    assert seen[:1] == ([seen_at] if seen_at is not None else [])
+
+
+def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():
+    stall = Stall(schedule.window_s())
+    for look in range(20):  # every 3 s; it computes from 6 to 9 s
+        at = look * schedule.LOOK_S
+        stall.record({0: ProcessStats("S", cpu_s=min(max(0.0, at - 6), 3.0))}, at)
+    one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
+    assert (at, one.idle_s, one.working) == (57, 57 - 21, False)  # the last window with it is from 6 to 21 s
+
+
+# Does a little in each second after one SIGUSR1, and computes after another.
+LATER = """
+def burn(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end: pass
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+ready()
+signal.sigwait([signal.SIGUSR1])
+while not signal.sigtimedwait([signal.SIGUSR1], 1): burn(0.01)
+burn(1000)
+"""
+
+
+def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_a_sign(tmp_path, monkeypatch):
+    """The checks for new claims stay half a minute apart, so they cannot see it."""
+    monkeypatch.setattr(detector, "START_FLOOR_S", 2.0)
+    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    with process(LATER) as one:
+        board = ProgressTable(str(tmp_path / "progress"), 1)
+        note_steps(board, [one.pid], 0)
+        watch = HangWatch(board, {0: 0}, None)
+        assert until(watch, [one.pid], True, 20).stalled
+        before_s = of(one.pid).cpu_s
+        one.send_signal(signal.SIGUSR1)
+        assert until(watch, [one.pid], False, 3).stalled
+        assert of(one.pid).cpu_s > before_s  # it has done a little
+        one.send_signal(signal.SIGUSR1)
+        verdict = until(watch, [one.pid], False, 20)
+    assert not verdict.stalled, verdict.reason
+    assert not watch.stalled
+
+
+def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(detector, "START_FACTOR", 0.02)
+    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    with process(PAUSE) as one:
+        board = ProgressTable(str(tmp_path / "progress"), 1)
+        note_steps(board, [one.pid], 0)
+        watch = HangWatch(board, {0: 0}, 100.0)
+        assert until(watch, [one.pid], True, 20).stalled
+        note_steps(board, [one.pid], 1)
+        verdict = until(watch, [one.pid], False, 20)
+    assert not verdict.stalled, verdict.reason
+
+
+def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, monkeypatch):
+    monkeypatch.setattr(unanswered, "UNANSWERED_S", 2.0)
+    monkeypatch.setattr(schedule, "LOOK_S", 0.3)
+    pause = threading.Event()
+    with process(LATER) as one:
+        board = ProgressTable(str(tmp_path / "progress"), 1)
+        note_steps(board, [one.pid], 3)
+        watch = QuietWatch(board, {0: 0}, None)
+
+        def check() -> bool:
+            pause.wait(watch.next_check_s())
+            watch.check({0: one.pid})
+            return watch.reach is not None
+
+        sure_of(check)
+        assert watch.next_check_s() <= schedule.LOOK_S
+        assert [check() for _ in range(5)] == [True] * 5
+
+        def resumed() -> bool:
+            one.send_signal(signal.SIGUSR1)  # each time: two that are pending are one
+            return not check()
+
+        sure_of(resumed)

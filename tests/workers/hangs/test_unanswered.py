@@ -128,9 +128,10 @@ def test_the_limit(gaps, fixed_s, limit_s):
 
 
 def test_the_next_look_is_when_there_may_be_news():
-    reach = Reach((HERE,), (Unanswered(0, THERE, 99, 12.0),))
-    for quiet_s, known, next_s in ((1.0, None, 6.5), (7.5, None, 7.5), (16.0, None, 7.5), (16.0, reach, 3.0)):
+    reach = Reach((HERE,), (Unanswered(0, THERE, 99, 12.5),))
+    for quiet_s, known, next_s in ((1.0, None, 6.5), (7.5, None, 7.5), (16.0, None, 7.5), (16.0, reach, 2.5), (20.0, Reach(), 3)):
         assert unanswered.next_check_s([worker(quiet_s=quiet_s)], 15.0, known) == pytest.approx(next_s)
+    assert unanswered.next_check_s([worker(quiet_s=16.0)], 4.0, Reach()) == 2
     assert not unanswered.needs_stats([worker(quiet_s=6.0)], 15.0)
     assert unanswered.needs_stats([worker(quiet_s=7.5)], 15.0)
 

@@ -286,6 +286,10 @@ def test_an_address_of_no_node_and_a_claim_that_cannot_be_read_end_no_round(serv
     settle(one)
     assert reasons(one, other) == [None, None]
     assert not server.check([key(1)])
+    server.set(f"{round_store.PREFIX}/{round_store.claim(1)}", '{"schema": 1, "stalled": true, "number": 2000000000}')
+    other.quiet(None)
+    settle(other)
+    assert claimed(server, 1) == WORK
 
 
 def test_saves_are_asked_for_and_then_the_round_ends(server):

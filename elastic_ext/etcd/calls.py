@@ -199,8 +199,9 @@ class Caller:
             EtcdError: see its subclasses.
         """
         timeout_s = timeout_s or self.timeout_s
-        # A second connection to one address takes no time from the first: its answer may be on the way.
-        connections = 1 if only is not None else len(self.endpoints.endpoints)
+        # A write is sent once, so it looks for a connection that works first; each gets a share of the time. For other calls, the
+        # second connection to one address takes no time from the first, whose answer may be on the way: see `race.ask`.
+        connections = 1 if only is not None else len(self.endpoints.endpoints if repeatable else self.endpoints)
         run = _Run(what, time.monotonic() + timeout_s, timeout_s, repeatable, only, connections)
         while True:
             if self.closed.is_set():
@@ -248,6 +249,9 @@ class Caller:
             failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt saw the reason
         if run.only is None:
             self.endpoints.failed(connection, silent=failure.silent)
+        else:
+            # No write goes out on it unchecked. (What may be repeated does: on a lossy link, each round trip counts.)
+            connection.answered_at = min(connection.answered_at, time.monotonic() - _FRESH_S)
         run.failures[failure.endpoint] = failure
         run.tried += 1
         maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable

@@ -142,6 +142,7 @@ class Supervisor(TorchAgent):
                 if self.all_nodes_finished():
                     self._handler.finished()
                     exits.set_succeeded()
+                    logger.info("all workers of all nodes have succeeded")
                     return result
                 self._restart(MEMBERSHIP)
                 continue

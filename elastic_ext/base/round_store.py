@@ -9,7 +9,7 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     done                        number of nodes whose workers finished      agents (ext_c10d)       agents (ext_c10d)
     claim/RANK                  what the node of this group rank claims:    agents (ext_c10d)       agents (ext_c10d)
                                 a record of `rendezvous.c10d.claims`;
-                                absent while its workers work
+                                absent until the first claim
     save/N/acks                 number of agents whose workers see the      agents                  agents
                                 N-th save on demand
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
@@ -68,11 +68,11 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-    def delete_key(self, key: str, /) -> bool: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
 
     def get(self, key: str, /) -> bytes: ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
     def set(self, key: str, value: str, /) -> None: ...
 

@@ -19,6 +19,7 @@ from elastic_ext.etcd.messages import etcdrpc
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Metadata = list[tuple[str, str]]
 
 # With this, a member without a leader (minority, election) answers UNAVAILABLE at once; otherwise the call would hang.
 HAS_LEADER = ("hasleader", "true")
@@ -49,8 +50,11 @@ class CallFailed(Exception):
 class Tokens:
     """The user's token, shared by all threads.
 
-    On each connection, one thread at a time authenticates, and the others wait for its result. Those on another connection do
-    not: this one may stand still (see `race`). The first token counts.
+    On each connection, one thread at a time authenticates, and others that need a new token wait for its result. Those on another
+    connection do not: this one may stand still (see `race`). The first token counts.
+
+    A token that one call was refused serves the others until they are refused it, too: another member may know it, and who asks
+    for a new one may get no answer.
     """
 
     def __init__(self, user: User | None) -> None:
@@ -61,36 +65,45 @@ class Tokens:
     def __repr__(self) -> str:
         return f"Tokens({self.user!r})"
 
-    def metadata(self, connection: Connection, timeout_s: float) -> list[tuple[str, str]]:
+    def metadata(self, connection: Connection, timeout_s: float, refused: Metadata | None = None) -> Metadata:
         """Return the metadata of a call; empty without a user. Ask the server for a token if there is none yet.
+
+        Args:
+            timeout_s: for a new token.
+            refused: what the server has refused this caller, who needs a new token, unless another thread already has one.
 
         Raises:
             CallFailed: the server did not give one.
         """
         if self.user is None:
             return []
+        old = None if refused is None else dict(refused).get("token", "")
+        token = self._other_than(old)  # before any lock: who waits for a new token holds up nobody else
+        if token is None:
+            token = self._renewed(connection, self.user, old, timeout_s)
+        return [("token", token)] if token else []
+
+    def _other_than(self, old: str | None) -> str | None:
+        token = self._token
+        return token if token != old else None
+
+    def _renewed(self, connection: Connection, user: User, old: str | None, timeout_s: float) -> str:
+        end = time.monotonic() + timeout_s
         if not connection.authenticating.acquire(timeout=timeout_s):
             raise CallFailed(RpcFailure(Kind.NOT_TAKEN, connection.name, "no token in time"))
         try:
-            token = self._token
-            if token is None:
-                token = self._keep(self._authenticate(connection, self.user, timeout_s))
-            return [("token", token)] if token else []
+            token = self._other_than(old)
+            return token if token is not None else self._keep(self._authenticate(connection, user, left_s(end)), old)
         finally:
             connection.authenticating.release()
 
-    def _keep(self, token: str) -> str:
+    def _keep(self, token: str, old: str | None) -> str:
         """Return the token that counts: this one, unless another connection gave one meanwhile."""
         with self._lock:
-            if self._token is None:
-                self._token = token
-            return self._token
-
-    def drop(self, metadata: list[tuple[str, str]]) -> None:
-        """Drop a token that the server refused. Do nothing if another thread has already replaced it."""
-        with self._lock:
-            if dict(metadata).get("token") == (self._token or None):
-                self._token = None
+            kept = self._other_than(old)
+            if kept is None:
+                self._token = kept = token
+            return kept
 
     @staticmethod
     def _authenticate(connection: Connection, user: User, timeout_s: float) -> str:
@@ -186,8 +199,9 @@ class Caller:
             EtcdError: see its subclasses.
         """
         timeout_s = timeout_s or self.timeout_s
-        # A second connection to one address takes no time from the first: its answer may be on the way.
-        connections = 1 if only is not None else len(self.endpoints.endpoints)
+        # A write is sent once, so it first looks for a connection that works, and each gets a share of the time. Of other calls, the
+        # second connection to one address takes no time from the first, whose answer may be on the way: see `race.ask`.
+        connections = 1 if only is not None else len(self.endpoints.endpoints if repeatable else self.endpoints)
         run = _Run(what, time.monotonic() + timeout_s, timeout_s, repeatable, only, connections)
         while True:
             if self.closed.is_set():
@@ -211,7 +225,7 @@ class Caller:
         fresh_s = math.inf if run.repeatable else _FRESH_S
         if run.began - connection.answered_at >= fresh_s:
             check_alive(connection, left_s(end), again=run.tried >= run.connections)
-        run.metadata = self.tokens.metadata(connection, left_s(end))
+        run.metadata = self.tokens.metadata(connection, left_s(end), run.refused[-1] if run.refused else None)
         if not run.repeatable:
             end = run.deadline  # no second attempt needs the time
         run.sent = True
@@ -224,9 +238,8 @@ class Caller:
         """Return if the call is to be sent again; otherwise raise."""
         logger.debug("%s: %s: %s (%s)", run.what, failure.endpoint, failure.text, failure.kind.name)
         user = self.tokens.user.name if self.tokens.user else None
-        if failure.kind is Kind.TOKEN and self.tokens.user is not None and run.renewals < _RENEWALS_PER_CALL:
-            run.renewals += 1
-            self.tokens.drop(run.metadata)
+        if failure.kind is Kind.TOKEN and self.tokens.user is not None and len(run.refused) < _RENEWALS_PER_CALL:
+            run.refused.append(run.metadata)
             return
         if failure.kind not in errors.TRANSIENT:
             raise errors.fatal_error(failure, run.what, user)
@@ -236,6 +249,9 @@ class Caller:
             failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt saw the reason
         if run.only is None:
             self.endpoints.failed(connection, silent=failure.silent)
+        else:
+            # No write goes out on it unchecked. (What may be repeated does: on a lossy link, each round trip counts.)
+            connection.answered_at = min(connection.answered_at, time.monotonic() - _FRESH_S)
         run.failures[failure.endpoint] = failure
         run.tried += 1
         maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable
@@ -255,7 +271,10 @@ def left_s(end: float) -> float:
 
 @dataclass
 class _Run:
-    """The state of one call over its attempts. deadline, began (of the last one): monotonic seconds. connections: in a pass."""
+    """The state of one call over its attempts. deadline, began (of the last one): monotonic seconds. connections: in a pass.
+
+    refused: the metadata of each attempt whose token the server refused.
+    """
 
     what: str
     deadline: float
@@ -266,8 +285,8 @@ class _Run:
     began: float = 0.0
     sent: bool = False
     tried: int = 0
-    renewals: int = 0
-    metadata: list[tuple[str, str]] = field(default_factory=list, repr=False)
+    metadata: Metadata = field(default_factory=list, repr=False)
+    refused: list[Metadata] = field(default_factory=list, repr=False)
     failures: dict[str, RpcFailure] = field(default_factory=dict)
 
     def left(self) -> float:

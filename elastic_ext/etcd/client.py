@@ -1,8 +1,9 @@
 """EtcdClient: the calls of etcd v3 that elastic_ext needs, each with a deadline, over any number of endpoints.
 
-Reads are repeated on another endpoint within the deadline. Writing transactions are repeated only if the server has certainly
-not taken them: one that fails with `Unavailable.maybe_applied` may have been carried out. A caller that must know reads again. A
-caller that must not write twice compares (`unchanged`, `absent`), so that a second try does no harm.
+Reads are repeated on another endpoint within the deadline, or on a second connection to the only one. Writing transactions are
+repeated only if the server has certainly not taken them: one that fails with `Unavailable.maybe_applied` may have been carried
+out. A caller that must know reads again. A caller that must not write twice compares (`unchanged`, `absent`), so that a second
+try does no harm.
 
 etcd3 handles the connection (channel, certificates, stubs) and the plain calls. This module handles those where etcd3 falls
 short: ranges (no limit, no revision, a prefix ending in 0xff fails), transactions (no header revision), keep-alive (one lease at
@@ -21,7 +22,7 @@ from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease_renewer import LeaseRenewer
 from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.race import BESIDE_S, race
+from elastic_ext.etcd.race import BESIDE_S, ask, race
 from elastic_ext.etcd.snapshot import SnapshotWatch
 from elastic_ext.etcd.stream import WatchStream
 from elastic_ext.etcd.values import (
@@ -148,7 +149,7 @@ class EtcdClient:
             response = etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
             return Reading.parse(response, response.header.revision)
 
-        return self._caller.call(what, send, repeatable=True, timeout_s=timeout_s)
+        return ask(self._caller, what, send, timeout_s=timeout_s)
 
     def txn(
         self,
@@ -174,7 +175,9 @@ class EtcdClient:
         def send(etcd: Any) -> TxnResult:
             return TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
 
-        return self._caller.call(what, send, repeatable=not writes, timeout_s=timeout_s)
+        if not writes:
+            return ask(self._caller, what, send, timeout_s=timeout_s)
+        return self._caller.call(what, send, repeatable=False, timeout_s=timeout_s)
 
     def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
         """Deliver the keys first, then their changes: see `SnapshotWatch`."""
@@ -191,14 +194,12 @@ class EtcdClient:
             return Lease(lease.id, lease.ttl, sent_at)
 
         # Repeatable: a second lease expires by itself.
-        return self._caller.call("grant a lease", send, repeatable=True, timeout_s=timeout_s)
+        return ask(self._caller, "grant a lease", send, timeout_s=timeout_s)
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys; do nothing if there is no such lease."""
         try:
-            self._caller.call(
-                f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), repeatable=True, timeout_s=timeout_s
-            )
+            ask(self._caller, f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), timeout_s=timeout_s)
         except LeaseLost:
             pass  # expired, or revoked by an attempt whose answer was lost
 
@@ -228,7 +229,7 @@ class EtcdClient:
             head = answer.header
             return Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
 
-        return self._caller.call("status", send, repeatable=True, timeout_s=timeout_s, leader=False)
+        return ask(self._caller, "status", send, timeout_s=timeout_s, leader=False)
 
     def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
         """Return all alarms that are now raised in the cluster."""
@@ -237,7 +238,7 @@ class EtcdClient:
         def send(etcd: Any) -> tuple[Alarm, ...]:
             return tuple(Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
 
-        return self._caller.call("list the alarms", send, repeatable=True, timeout_s=timeout_s)
+        return ask(self._caller, "list the alarms", send, timeout_s=timeout_s)
 
 
 def _show(key: Key) -> str:

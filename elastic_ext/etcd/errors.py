@@ -29,11 +29,13 @@ class Unavailable(EtcdError):
 
     Attributes:
         maybe_applied: the request may have reached a server and may have been carried out.
+        silent: there was no answer at all.
     """
 
-    def __init__(self, message: str, maybe_applied: bool = False) -> None:
+    def __init__(self, message: str, maybe_applied: bool = False, silent: bool = False) -> None:
         super().__init__(message)
         self.maybe_applied = maybe_applied
+        self.silent = silent
 
 
 class TlsError(EtcdError):
@@ -172,18 +174,17 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
     failures: the last one of each endpoint. timeout_s: of the whole call.
     """
     seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt completed"
+    silent = bool(failures) and all(failure.silent for failure in failures)
     if failures and all(failure.kind is Kind.TLS for failure in failures):
         return TlsError(f"{what}: no TLS connection to etcd ({seen}); check the CA, the client certificate and http/https")
     if maybe_applied:
         advice = "it may have been carried out: read the keys before you try again, or make the write conditional"
-        return Unavailable(
-            f"{what}: the request was sent, but etcd's answer did not arrive ({seen}); {advice}", maybe_applied=True
-        )
+        return Unavailable(f"{what}: the request was sent, but etcd's answer did not arrive ({seen}); {advice}", True, silent)
     # A server with TLS answers a client without it like this, and vice versa; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
     hint = ", http:// versus https://, the client certificate" if cut_off else ""
     advice = f"check the addresses{hint} and that etcd is running"
-    return Unavailable(f"{what}: no etcd endpoint answered within {timeout_s:g} s ({seen}); {advice}")
+    return Unavailable(f"{what}: no etcd endpoint answered within {round(timeout_s, 2):g} s ({seen}); {advice}", silent=silent)
 
 
 def check_version(version: str, endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""One call over several connections at once, for what must arrive while links lose packets.
+"""One call over several connections at once, for what must arrive while links lose packets, and for what may be asked twice.
 
 A connection that loses several packets in a row stands still: TCP doubles its pause with each (0.4, 0.8, 1.6, 3.2 s on a link of
 200 ms). Nothing that is sent on it meanwhile gets through, so to cancel a call and send it again there only discards an answer
@@ -23,9 +23,25 @@ T = TypeVar("T")
 BESIDE_S = 1.0  # longer than a healthy etcd takes, also over a slow link that has lost one packet
 GRACE_S = 0.2  # after a pause of etcd or this process, all answers arrive together, in any order
 
+# Of the time of a call, after which the spare connection of a lone endpoint takes part. A call has 5 s by default, and gRPC takes
+# 12 s to find that the first stands still (3 s just after an answer). Much earlier, what a busy etcd answers late would be asked
+# twice.
+SPARE_SHARE = 0.5
 
-def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float) -> T:
-    """Return the first answer. send: see `Caller.call`; the call is carried out more than once.
+
+def ask(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float | None, leader: bool = True) -> T:
+    """Return the answer to a call that may be carried out twice. Args and errors: see `Caller.call`.
+
+    Several endpoints share its time one after the other. A lone one has all of it, on both of its connections.
+    """
+    if len(caller.endpoints.endpoints) > 1:
+        return caller.call(what, send, repeatable=True, timeout_s=timeout_s, leader=leader)
+    timeout_s = max(0.0, timeout_s or caller.timeout_s)
+    return race(caller, what, send, timeout_s=timeout_s, beside_s=timeout_s * SPARE_SHARE, leader=leader)
+
+
+def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float, beside_s: float, leader: bool = True) -> T:
+    """Return the first answer. send, leader: see `Caller.call`; the call is carried out more than once.
 
     Args:
         timeout_s: for the whole race.
@@ -38,12 +54,12 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
     answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]] = queue.SimpleQueue()
     waiting = caller.endpoints.from_current()
     first, running = waiting[0], 0
-    first_failed = False
+    failed: dict[Connection, EtcdError] = {}
 
     def run(connection: Connection) -> None:
         answer: T | EtcdError = EtcdError(f"{what}: the thread of this call failed")
         try:
-            answer = caller.call(what, send, repeatable=True, timeout_s=left_s(deadline), only=connection)
+            answer = caller.call(what, send, repeatable=True, timeout_s=left_s(deadline), only=connection, leader=leader)
         except EtcdError as error:
             answer = error
         finally:
@@ -57,15 +73,17 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
         except queue.Empty:
             continue
         if not isinstance(answer, EtcdError):
-            if connection is not first and (first_failed or not _answers_soon(answers, first)):
+            if connection is not first and (first in failed or not _answers_soon(answers, first)):
                 caller.endpoints.prefer(connection, instead_of=first)
             return answer
         running -= 1
-        first_failed |= connection is first
+        failed[connection] = answer
         if not isinstance(answer, (Unavailable, TlsError)):
             raise answer
         if running == 0 and not waiting:
-            caller.endpoints.failed(first, silent=False)  # the next race begins with another connection
+            answer = failed[first]  # which had all of the time
+            # The next race begins with another connection.
+            caller.endpoints.failed(first, silent=isinstance(answer, Unavailable) and answer.silent)
             raise answer
 
 

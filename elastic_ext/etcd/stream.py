@@ -39,7 +39,7 @@ class _Call:
     which watch was refused: the server then answers with the id -1.
     """
 
-    def __init__(self, connection: Connection, token: list[tuple[str, str]]) -> None:
+    def __init__(self, connection: Connection, token: calls.Metadata) -> None:
         self.connection = connection
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._unanswered: deque[Watch] = deque()  # whose creates were sent
@@ -85,6 +85,7 @@ class WatchStream:
         self._thread: threading.Thread | None = None
         self._call: _Call | None = None
         self._refused: Watch | None = None  # with the previous token; a second refusal is final
+        self._stale: calls.Metadata | None = None  # what the server has last refused; see `Tokens.metadata`
         self._failures = 0  # consecutive streams that did not last
         self._trouble: str | None = None
         caller.endpoints.observe(self._on_silent)
@@ -157,10 +158,10 @@ class WatchStream:
         import grpc  # type: ignore[import-untyped]
 
         connection = self._caller.endpoints.current()
-        token: list[tuple[str, str]] = []
+        token = self._stale
         try:
             calls.check_alive(connection, self._caller.timeout_s / len(self._caller.endpoints), again=self._failures > 0)
-            token = self._caller.tokens.metadata(connection, self._caller.timeout_s)
+            token = self._caller.tokens.metadata(connection, self._caller.timeout_s, self._stale)
             call = _Call(connection, token)
             try:
                 self._begin(call)
@@ -180,7 +181,7 @@ class WatchStream:
                 raise
             return
         if failure.kind is Kind.TOKEN:
-            self._caller.tokens.drop(token)
+            self._stale = token
         elif failure.kind is not Kind.AUTH:
             self._caller.endpoints.failed(connection, silent=False)
         raise _Broken(failure)

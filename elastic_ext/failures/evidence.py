@@ -76,6 +76,8 @@ class Precedent:
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
+        recent: whether the job has not failed since, and restarts by then still count against its budget: no checkpoint has given
+            them back, and `budget_window` has not passed.
     """
 
     same_fingerprint: bool
@@ -85,11 +87,20 @@ class Precedent:
     same_checkpoint: bool = False
     warm: bool | None = None
     cut: tuple[str, ...] = ()
+    recent: bool = False
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:
-        """`cut`, unless the job has made progress since: then whatever it was has passed."""
-        return self.cut if self.progress is not True else ()
+        """`cut`, if it may still be there. Progress since then shows that it has passed.
+
+        Where it is not known that there was none, the job may have trained for a week, so the cut counts only if it is `recent`.
+        """
+        return self.cut if self.surely_none_since or (self.recent and self.progress is not True) else ()
+
+    @property
+    def surely_none_since(self) -> bool:
+        """Whether the job surely made no progress since. If its worker had done no step, the script's may just not be counted."""
+        return self.progress is False and self.first_step_done is not False
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,11 @@ def record(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "")
     )
 
 
-def precedents(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Precedent, ...]:
-    """Compare the earlier failures, oldest first, with this one, for `policy.decide`."""
+def precedents(now: PastFailure, earlier: Sequence[PastFailure], charged: int = 0) -> tuple[Precedent, ...]:
+    """Compare the earlier failures, oldest first, with this one, for `policy.decide`.
+
+    charged: restarts that still count against the budget. If any does, the last failure is no older than it: no clock is needed.
+    """
     return tuple(
         Precedent(
             past.fingerprint == now.fingerprint,
@@ -62,6 +65,7 @@ def precedents(now: PastFailure, earlier: Sequence[PastFailure]) -> tuple[Preced
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
             past.warm,
             past.cut,
+            recent=charged > 0 and number == len(earlier) - 1,
         )
         for number, past in enumerate(earlier)
     )

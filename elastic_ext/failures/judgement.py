@@ -60,7 +60,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     decision = policy.decide(
         cause,
         budget,
-        history.precedents(now, ledger.failures),
+        history.precedents(now, ledger.failures, budget.charged),
         policy.Nodes(circumstances.nodes, circumstances.min_nodes),
         circumstances.exit_codes,
         circumstances.backoff,
@@ -93,7 +93,8 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     certain = cause.evidence.hang_blame[:1] == (CERTAIN,)  # a stopped worker, say: all wait for it, whoever cannot reach whom
     if cause.rule == HANG_RULE and not certain and (found := _cuts(reports, circumstances)):
-        past = history.precedents(history.record(cause, report.resumed_at, report.resumed_from), ledger.failures)
+        now = history.record(cause, report.resumed_at, report.resumed_from)
+        past = history.precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:
         reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"

@@ -257,7 +257,7 @@ def _at_start(past: Precedent) -> bool:
 def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) -> _Outcome:
     """Apply the rules that span several failures: a confirmed bug, a node that fails alone, and the ceiling."""
     if diagnosis.evidence.cut and _in_all_cuts(diagnosis, past):
-        outcome = _cut_again(outcome, diagnosis, nodes)
+        outcome = _cut_again(outcome, diagnosis, past, nodes)
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
@@ -286,7 +286,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
 
 
 def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Return whether there was a cut before, without progress since, and this node is in all pairs of hosts, then and now.
+    """Return whether there was a cut before that may still be there, and this node is in all pairs of hosts, then and now.
 
     Where no node is, it is the network that is cut, and the job needs all its nodes once that is mended.
     """
@@ -295,10 +295,11 @@ def _in_all_cuts(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     return bool(earlier) and not evidence.cuts_apart and all(evidence.node in hosts for hosts in earlier)
 
 
-def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> _Outcome:
+def _cut_again(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> _Outcome:
     """Without this node, the job needs no way between it and the others."""
     node = diagnosis.evidence.node
-    reason = f"{outcome.reason}; {node} has had such a hang before, without progress since"
+    known = any(each.lasting_cut and each.surely_none_since for each in past)
+    reason = f"{outcome.reason}; {node} has had such a hang {'before, without progress since' if known else 'the last time, too'}"
     if not nodes.one_may_leave:
         return replace(outcome, reason=f"{reason}, but the job cannot run without it")
     return _Outcome(Response.REPLACE_NODE, outcome.kind, f"{reason}; {node} leaves", CUT_AGAIN, EX_NODE)

@@ -120,9 +120,10 @@ class Proxy:
                 return
             with self._lock:
                 self._sockets += [near, far]
-            self._spawn(self._pump, near, far, self._accepted)
-            self._spawn(self._pump, far, near, self._accepted)
-            self._accepted += 1
+            number = self._accepted
+            self._accepted += 1  # before anything passes: who has an answer is among those that `hold` holds
+            self._spawn(self._pump, near, far, number)
+            self._spawn(self._pump, far, near, number)
 
     def _pump(self, source: socket.socket, sink: socket.socket, number: int) -> None:
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,6 +242,56 @@ def test_one_endpoint_has_all_of_the_time(proxy: Proxy, prefix: str):
         later.start()
         assert client.get(prefix).kv is not None
         later.join()
+
+
+CALLS: dict[str, Callable[[EtcdClient, str], object]] = {
+    "get": lambda client, key: client.get(key),
+    "read-only transaction": lambda client, key: client.txn([absent(key)], [], [Get(key)]),
+    "grant": lambda client, key: client.lease_grant(60),
+    "status": lambda client, key: client.status(),
+    "write": lambda client, key: client.put(key, "2"),
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_call_goes_over_to_the_spare_connection_of_the_only_endpoint(proxy: Proxy, prefix: str, call: str):
+    with EtcdClient(proxy.endpoint, timeout_s=2.4) as client:  # gRPC itself gives the first one up after 3 s
+        client.put(prefix, "1")
+        first = client._endpoints.current()
+        first.answered_at = -math.inf  # long ago: a write looks whether the connection works
+        proxy.hold(but=0, new=False)
+        CALLS[call](client, prefix)
+        assert client._endpoints.current() is not first
+        proxy.release()
+        kv = client.get(prefix).kv
+        assert kv is not None
+        assert kv.version == (2 if call == "write" else 1)
+
+
+def test_a_write_that_was_sent_goes_over_no_other_connection(proxy: Proxy, prefix: str):
+    with EtcdClient(proxy.endpoint, timeout_s=2) as client:
+        client.status()
+        first = client._endpoints.current()
+        first.answered_at = math.inf  # just now: the write is sent at once
+        proxy.hold(but=0, new=False)
+        with pytest.raises(Unavailable) as caught:
+            client.put(prefix, "1")
+        assert caught.value.maybe_applied
+        assert client.get(prefix).kv is None  # over the other connection
+        proxy.release()
+
+
+def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
+    """The watches' stream then leaves it, long before gRPC's pings would notice."""
+    with EtcdClient(proxy.endpoint, timeout_s=1) as client:
+        client.status()
+        first, silent = client._endpoints.current(), []
+        client._endpoints.observe(silent.append)
+        proxy.deaf()
+        with pytest.raises(Unavailable, match=r"answered within 1 s .*no answer in time"):
+            client.get("a")
+        assert silent == [first]
+        assert client._endpoints.current() is not first
 
 
 def test_rotation_over_endpoints(server: EtcdServer, prefix: str):

@@ -6,11 +6,15 @@ import logging
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from elastic_ext.etcd import AuthError, Batch, ConfigError, EtcdError, LeaseSession, Tls, TlsError, Unavailable
+from elastic_ext.etcd.values import Reading
+from tests.etcd.call_proxy import CallProxy
 from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take, until
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
@@ -195,20 +199,26 @@ def test_token_expired_at_a_put_and_under_a_watch(ann: EtcdClient, auth_server: 
         assert [event.kv.mod_revision for event in take(old, 2)] == revisions
 
 
-def test_token_lost_by_a_restart_of_the_server(tmp_path: Path):
-    """Simple tokens live in the server's memory."""
-    with EtcdServer(tmp_path / "restarted") as server:
+@contextmanager
+def server_of_root(folder: Path) -> Iterator[EtcdServer]:
+    """Its tokens last for minutes."""
+    with EtcdServer(folder / "etcd") as server:
         server.etcdctl("user", "add", "root", "--new-user-password", SECRETS[1])
         server.etcdctl("user", "grant-role", "root", "root")
         server.etcdctl("auth", "enable")
-        with EtcdClient(server.endpoint, user="root", password=SECRETS[1]) as client:
-            session = LeaseSession(client, 5)
-            with client.watch("a") as watch:
-                client.put("a", "1", lease_id=session.lease_id)
-                server.restart()
-                client.put("a", "2", lease_id=session.lease_id)
-                assert [event.kv.value for event in take(watch, 2)] == [b"1", b"2"]
-            assert not session.lost.is_set()
+        yield server
+
+
+def test_token_lost_by_a_restart_of_the_server(tmp_path: Path):
+    """Simple tokens live in the server's memory."""
+    with server_of_root(tmp_path) as server, EtcdClient(server.endpoint, user="root", password=SECRETS[1]) as client:
+        session = LeaseSession(client, 5)
+        with client.watch("a") as watch:
+            client.put("a", "1", lease_id=session.lease_id)
+            server.restart()
+            client.put("a", "2", lease_id=session.lease_id)
+            assert [event.kv.value for event in take(watch, 2)] == [b"1", b"2"]
+        assert not session.lost.is_set()
 
 
 def test_one_thread_authenticates_for_all(auth_server: EtcdServer, caplog: pytest.LogCaptureFixture):
@@ -234,7 +244,41 @@ def test_a_connection_that_stands_still_holds_up_no_token(auth_server: EtcdServe
     """Another connection gets a token of its own, and so a lease is renewed. gRPC gives the first one up after 3 s."""
     with Proxy(auth_server.client_port) as proxy, EtcdClient(proxy.endpoint, user="ann", password=SECRETS[0]) as client:
         lease_id = client.lease_grant(60).lease_id
-        client._tokens.drop(client._tokens.metadata(client._endpoints.current(), 5))
+        client._tokens._token = None
         proxy.hold(but=0, new=False)
         assert client.lease_keep_alive([lease_id], timeout_s=2, beside_s=0.2).ttl_s == {lease_id: 60}
         proxy.release()
+
+
+def test_others_go_on_with_the_old_token_while_one_call_waits_for_a_new_one(tmp_path: Path):
+    """A call met a member that does not know the token (it was started again, say) and that is silent when asked for another."""
+    with (
+        server_of_root(tmp_path) as server,
+        CallProxy(server.client_port) as proxy,
+        EtcdClient(proxy.endpoint, user="root", password=SECRETS[1], timeout_s=20) as client,
+    ):
+        lease_id = client.lease_grant(60).lease_id
+        proxy.refuse_one("Range", grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
+        proxy.hold("Authenticate")
+        read: list[Reading] = []
+        renewing = threading.Thread(target=lambda: read.append(client.get("a")))
+        renewing.start()
+        assert proxy.holding.wait(20)
+        assert client.lease_keep_alive([lease_id], timeout_s=5).ttl_s == {lease_id: 60}
+        client.put("a", "1", timeout_s=5)
+        assert client.get("a", timeout_s=5).kv is not None
+        assert read == []
+        proxy.release()
+        renewing.join()
+    assert len(read) == 1
+
+
+def test_who_was_refused_a_token_gets_another_one(ann: EtcdClient, caplog: pytest.LogCaptureFixture):
+    """And asks for none if another thread already has."""
+    connection = ann._endpoints.current()
+    first = ann._tokens.metadata(connection, 5)
+    assert ann._tokens.metadata(connection, 5) == first
+    second = ann._tokens.metadata(connection, 5, refused=first)
+    assert second != first
+    assert ann._tokens.metadata(connection, 5, refused=first) == ann._tokens.metadata(connection, 5) == second
+    assert caplog.text.count("gave a token to user ann") == 2

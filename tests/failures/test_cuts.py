@@ -76,11 +76,11 @@ def test_an_address_of_two_nodes_names_neither():
 # The verdict.
 
 
-def reports(found: dict[str, Reach], **more) -> dict[str, Report]:
+def reports(found: dict[str, Reach], resumed_at: int | None = 0, **more) -> dict[str, Report]:
     """All workers wait in a collective."""
     waits = {"hang": True, "hang_reason": "it waits", "hang_blame": (2, 5, 0, 2), "step": 5, **more}
     evidence = {id_: Evidence(ORDER[id_], node=f"host-{id_}", **waits) for id_ in found}
-    return {id_: Report(f"host-{id_}", classify(evidence[id_]), 0, reach=reach) for id_, reach in found.items()}
+    return {id_: Report(f"host-{id_}", classify(evidence[id_]), resumed_at, reach=reach) for id_, reach in found.items()}
 
 
 RULES = Circumstances(max_restarts=9, nodes=4, min_nodes=2)
@@ -122,6 +122,37 @@ def test_a_hang_between_two_others_or_of_another_kind_is_no_second_one():
 def test_a_hang_after_progress_is_a_first_one():
     verdicts = judged(reaches(b="c"), reaches(b="c"), reaches(b="c"), rules=ENOUGH, steps=(5, 500, 0))
     assert [verdict.decision.rule for verdict in verdicts] == ["network-cut", "network-cut", "cut-again"]
+
+
+CUT, OTHER = reaches(b="c"), reaches(a="52.1.2.3")
+EXPIRED = dataclasses.replace(ENOUGH, charges=0)
+
+
+@pytest.mark.parametrize("steps", [(5, 4, 3), (0, 0, 0)], ids=["fewer steps from somewhere", "no steps counted"])
+@pytest.mark.parametrize(
+    ("rounds", "rules", "last"),
+    [
+        ((CUT, CUT), ENOUGH, "cut-again"),
+        ((CUT, CUT), EXPIRED, "network-cut"),  # a week later, say
+        ((CUT, OTHER, CUT), ENOUGH, "network-cut"),  # not one after the other
+    ],
+)
+def test_where_progress_is_not_known_a_cut_counts_only_right_after_another(steps, rounds, rules, last):
+    verdicts = judged(*rounds, rules=rules, steps=steps[: len(rounds)], resumed_at=None)
+    assert verdicts[-1].decision.rule == last
+    assert ("such a hang the last time, too; host-c leaves" in verdicts[-1].decision.reason) == (last == "cut-again")
+
+
+def test_steps_that_surely_came_to_nothing_count_whenever_they_were():
+    verdicts = judged(CUT, OTHER, CUT, rules=EXPIRED, steps=(5, 5, 5))
+    assert verdicts[-1].decision.rule == "cut-again"
+    assert verdicts[-1].decision.reason.endswith("before, without progress since; host-c leaves")
+
+
+def test_who_left_at_a_cut_was_not_charged_yet_his_cut_counts_for_the_next_one():
+    rounds = (reaches(a="b"), reaches(a="b"), reaches(a="c"))
+    verdicts = judged(*rounds, rules=ENOUGH, steps=(5, 4, 3), resumed_at=None)
+    assert [each.node for each in verdicts if each.decision.response is Response.REPLACE_NODE] == ["b", "a"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ def of(type_=None, message="", **more):
     return classify(Evidence(0, **{"first_step_done": True, "node": "n1", "exception": exception, **more}))
 
 
-def cut_of(*hosts, progress=False):
-    return Precedent(hosts == ("n1", "n2"), progress, "n1", cut=hosts)
+def cut_of(*hosts, progress=False, **more):
+    return Precedent(hosts == ("n1", "n2"), progress, "n1", cut=hosts, **more)
 
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
@@ -82,7 +82,20 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (CUT, (cut_of("n1", "n2"),), (3, 2), "replace_node", "network", "cut-again", 69),
         (CUT, (cut_of("n1", "n3"),), (3, 2), "replace_node", "network", "cut-again", 69),
         (CUT, (cut_of("n2", "n3"),), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n1", "n2", progress=None),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (cut_of("n1", "n2", progress=None),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2", progress=None, recent=True),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (CUT, (cut_of("n1", "n2", progress=True, recent=True),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2", first_step_done=True),), (3, 2), "replace_node", "network", "cut-again", 69),
+        (
+            CUT,
+            (cut_of("n1", "n2", first_step_done=False),),
+            (3, 2),
+            "restart",
+            "network",
+            "network-cut",
+            None,
+        ),  # are they counted?
+        (CUT, (cut_of("n1", "n2", first_step_done=False, recent=True),), (3, 2), "replace_node", "network", "cut-again", 69),
         (CUT, (cut_of("n1", "n2", progress=True),), (3, 2), "restart", "network", "network-cut", None),
         (CUT, (cut_of("n2", "n3"), cut_of("n1", "n2")), (3, 2), "restart", "network", "network-cut", None),
         (CUT, (cut_of("n2", "n3", progress=True), cut_of("n1", "n2")), (3, 2), "replace_node", "network", "cut-again", 69),
@@ -213,3 +226,9 @@ def test_progress_in_between_counts():
     past = precedents(PastFailure("f", 10, 0, True), earlier)
     assert [(one.same_fingerprint, one.progress) for one in past] == [(True, True), (False, False)]
     assert record(of("KeyError", step=7), 3) == PastFailure(KEY.fingerprint, 7, 3, True, "n1", "code")
+
+
+def test_only_the_last_failure_is_recent_and_only_while_a_restart_counts():
+    failures = [PastFailure("f")] * 3
+    assert [one.recent for one in precedents(PastFailure("f"), failures, charged=1)] == [False, False, True]
+    assert not any(one.recent for one in precedents(PastFailure("f"), failures, charged=0))

@@ -1,8 +1,12 @@
 """What the nodes of a round claim of their workers, in the round's store: that all stall, are quiet, or have finished.
 
-`base.round_store.claim(RANK)` holds a node's `Claim` as JSON, with SCHEMA; while its workers work, there is no such key. Each
-write says all that the node claims, so it may be repeated after an error. Whoever writes a claim looks for the others'
-afterwards, so the last node to claim sees them all.
+`base.round_store.claim(RANK)` holds a node's `Claim` as JSON, with SCHEMA; there is no such key until the node's first claim. A
+withdrawal is a claim, too: of nothing. Each write says all that the node claims, so it may be repeated after an error. Whoever
+writes a claim looks at the others' afterwards, so the last node to claim sees them all.
+
+Invariant: the number in a key only grows. Each write is a compare-and-set from the value that it replaces, which has a smaller
+number, and no key is deleted. So a write that was held up on its way, on a connection that was given up, changes nothing once a
+newer claim has arrived: a claim never comes back after its withdrawal.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from elastic_ext.base import records, round_store
+from elastic_ext.base.records import Count
 from elastic_ext.base.round_store import Store
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach
@@ -21,16 +26,16 @@ from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.rounds import CLAIMS_S, STALLED
 
 SCHEMA = 1  # of a claim
-NO_CLAIM = "-"  # in place of a key that is absent
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a node claims of all its workers. reach: of the node, if they are quiet."""
+    """What a node claims of all its workers. reach: of the node, if they are quiet. number: how many it has made, with this."""
 
     stalled: bool = False
     finished: bool = False
     reach: Reach | None = None
+    number: Count = field(default=0, compare=False)
 
 
 WORK = Claim()
@@ -51,8 +56,16 @@ def hang(claims: Collection[Claim]) -> str | None:
     return f"{STALLED}: a node gets no answer from another one ({cut.silent.address})" if cut is not None else None
 
 
+@dataclass(frozen=True)
+class Sent:
+    """number: of the newest claim that the store holds. why: why the job hangs, by all claims; None if it does not."""
+
+    number: int
+    why: str | None = None
+
+
 class Claims:
-    """One agent's view of them, in one round. One thread at a time sends; `change` never waits for it."""
+    """One agent's view of them, in one round. Any number of threads may `send` at the same time; no method waits for another."""
 
     def __init__(self, rank: int, nodes: int, reader: RecordReader) -> None:
         """rank: of this node. nodes: number of nodes in the round."""
@@ -60,56 +73,59 @@ class Claims:
         self._keys = [round_store.claim(each) for each in range(nodes)]
         self._reader = reader
         self._lock = threading.Lock()
-        self._wanted = WORK
-        self._changes = 0  # a claim that is repeated is one: the others' may have changed since
-        self._sending = False
+        self._newest = WORK
+        self._told = 0  # number of the newest claim that needs no more sending
+        self._there = b""  # what our key held when a thread last wrote it; only a guess, which saves requests
         self._finished = (0, 0.0)  # how many nodes have finished, and when this one has seen that
 
-    def change(self, change: Callable[[Claim], Claim]) -> bool:
-        """Change what `send` is to tell. Return whether the caller has to start a thread that calls it."""
+    def change(self, change: Callable[[Claim], Claim]) -> None:
+        """Change what `send` is to tell. A claim that is repeated is told again: the others' may have changed since."""
         with self._lock:
-            before, self._wanted = self._wanted, change(self._wanted)
-            if before == self._wanted == WORK:
-                return False
-            self._changes += 1
-            start = not self._sending
-            self._sending = True
-            return start
+            before, after = self._newest, change(self._newest)
+            if not before == after == WORK:
+                self._newest = replace(after, number=before.number + 1)
 
-    def send(self, store: Store) -> str | None:
-        """Write the newest claim, and those that come meanwhile. After an error, call it again with another connection.
+    @property
+    def all_told(self) -> bool:
+        with self._lock:
+            return self._told == self._newest.number
 
-        Returns:
-            Why the job hangs; this node then sends no more. None if it does not.
-        """
+    def told(self, number: int) -> None:
+        """Send the claim of this number, and those before it, no more."""
+        with self._lock:
+            self._told = max(self._told, number)
+
+    def send(self, store: Store) -> Sent:
+        """Write the newest claim, and those that come meanwhile, and look at the others'."""
         while True:
-            with self._lock:
-                number, claim = self._changes, self._wanted
-            if (why := self._tell(store, claim)) is not None:
-                return why
-            with self._lock:
-                if number == self._changes:
-                    self._sending = False
-                    return None
+            claim = self._newest
+            self._write(store, claim)
+            # When a job ends, all nodes finish at about the same time: none of them reads the claims of all the others.
+            looks = claim is self._newest and claim != WORK and not claim.finished
+            why = self._look(store) if looks else None
+            if claim is self._newest:
+                return Sent(claim.number, why)
 
-    def _tell(self, store: Store, claim: Claim) -> str | None:
-        if claim == WORK:
-            store.delete_key(self._key)
+    def _write(self, store: Store, claim: Claim) -> None:
+        """Write the claim unless a newer one is there; see the module's invariant."""
+        text = json.dumps({"schema": SCHEMA, **records.plain(claim)}).encode()
+        there = self._there
+        while (found := store.compare_set(self._key, there, text.decode())) != text:
+            if self._read(found, self._key).number >= claim.number:
+                break
+            there = found if found != there else b""  # torch returns what was expected if the key is absent
+        self._there = found
+
+    def _look(self, store: Store) -> str | None:
+        """Return why the job hangs by what all nodes claim now."""
+        if not store.check(self._keys):
             return None
-        store.set(self._key, json.dumps({"schema": SCHEMA, **records.plain(claim)}))
-        all_claim = store.check(self._keys)  # one request, mostly the only one; only its answer shows that set() has arrived
-        # When a job ends, all nodes finish at about the same time: none of them reads the claims of all the others.
-        if not all_claim or claim.finished:
-            return None
-        claims = [self._read(store, key) for key in self._keys]
+        claims = [self._read(value, key) for key, value in zip(self._keys, store.multi_get(self._keys), strict=True)]
         finished = sum(each.finished for each in claims)
         if finished != self._finished[0]:
             self._finished = (finished, time.monotonic())
         # The others may be about to finish, too, and their claims older than that; see `rounds.CLAIMS_S`.
         return None if finished and time.monotonic() < self._finished[1] + CLAIMS_S else hang(claims)
 
-    def _read(self, store: Store, key: str) -> Claim:
-        # get() would wait for a key that is gone again. This changes nothing, and returns NO_CLAIM for it.
-        text = store.compare_set(key, NO_CLAIM, NO_CLAIM).decode(errors="replace")
-        found = self._reader.read(Claim, text, key, SCHEMA) if text != NO_CLAIM else None
-        return found or WORK
+    def _read(self, value: bytes, key: str) -> Claim:
+        return self._reader.read(Claim, value.decode(errors="replace"), key, SCHEMA) or WORK

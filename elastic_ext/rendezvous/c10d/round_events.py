@@ -23,6 +23,7 @@ from elastic_ext.base import round_store
 from elastic_ext.base.records import NameOrEmpty
 from elastic_ext.base.round_store import Store
 from elastic_ext.failures.cuts import Reach
+from elastic_ext.rendezvous.c10d.claim_sender import ClaimSender, StoodStill
 from elastic_ext.rendezvous.c10d.claims import Claim, Claims
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.reader import RecordReader
@@ -34,7 +35,6 @@ SCHEMA = 1  # of `RoundEvent`
 WAIT = timedelta(days=365)  # a store's wait needs some limit
 NO_EVENT = "-"  # in place of an empty value
 LEAVE_TIMEOUT_S = 3.0  # for the event of a leaving node
-RETRY_S = 1.0  # until a claim that did not arrive is sent again
 
 
 class EventKind(str, Enum):
@@ -139,6 +139,7 @@ class RoundEvents:
         self._number = 1  # of the next event
         self._closed = False
         self._claims = Claims(rank, nodes, self._reader)
+        self._sender = ClaimSender(self._claims, self._send_claims, self._run)
         self._finished = threading.Event()  # no more events come
         store = round_store.connect(host, port)
         listener = threading.Thread(target=self._listen, args=(store,), name="elastic_ext-events", daemon=True)
@@ -163,6 +164,7 @@ class RoundEvents:
             self.ended_by = ended_by
             self._on_event()
         self._finished.set()
+        self._sender.end()
 
     def _read(self, number: int, value: bytes) -> RoundEvent | None:
         return self._reader.read(RoundEvent, value.decode(errors="replace"), round_store.event(number), SCHEMA)
@@ -197,7 +199,7 @@ class RoundEvents:
             True if the workers of all nodes have finished, or if that cannot be known: the store is gone, or the timeout has
             passed. False if the round ended otherwise.
         """
-        self._claim(lambda _: Claim(finished=True))
+        self._sender.change(lambda _: Claim(finished=True))
         self._start(self._count_done)
         self._finished.wait(timeout_s)
         if self.ended_by is None:
@@ -213,32 +215,27 @@ class RoundEvents:
 
         A claim may be repeated: the workers of other nodes may have finished since.
         """
-        self._claim(lambda claim: replace(claim, stalled=stalled))
+        self._sender.change(lambda claim: replace(claim, stalled=stalled))
 
     def quiet(self, reach: Reach | None) -> None:
         """Claim that all workers of this node are quiet, or withdraw the claim.
 
         If all nodes are quiet and two of them cannot reach each other, the last one to claim it ends the round.
         """
-        self._claim(lambda claim: replace(claim, reach=reach))
+        self._sender.change(lambda claim: replace(claim, reach=reach))
 
-    def _claim(self, change: Callable[[Claim], Claim]) -> None:
-        if self._claims.change(change):
-            self._run(self._send_claims)
-
-    def _send_claims(self) -> None:
-        """Send until all is told: a withdrawal that got lost would let the others end the round of a healthy job."""
-        level = logging.WARNING
-        while not (self._closed or self._finished.is_set()):
-            try:
-                store = round_store.connect(*self._address)
-                if (why := self._claims.send(store)) is not None:
-                    self._publish(store, replace(STALLED, reason=why))
-                return
-            except (RuntimeError, ValueError) as error:
-                logger.log(level, "could not tell the other nodes whether the workers of this node make progress: %s", error)
-                level = logging.DEBUG
-                self._finished.wait(RETRY_S)
+    def _send_claims(self, prompt_s: float) -> None:
+        """Send what this node claims, and end the round if the job hangs. Raises StoodStill if that took more than prompt_s."""
+        began = time.monotonic()
+        store = round_store.connect(*self._address)
+        sent = self._claims.send(store)
+        if sent.why is not None:
+            if (took_s := time.monotonic() - began) > prompt_s:
+                raise StoodStill(
+                    f"the store took {took_s:.1f} s to answer, so withdrawals of other nodes may still be on their way"
+                )
+            self._publish(store, replace(STALLED, reason=sent.why))
+        self._claims.told(sent.number)
 
     def failed(self, reason: str, host: str) -> None:
         """Tell all agents that workers of this host have failed; return at once."""
@@ -285,6 +282,7 @@ class RoundEvents:
     def close(self) -> None:
         """Move on from the round. This ends the waits of all its agents, unless they have ended already."""
         self._closed = True
+        self._sender.end()
         if not self._finished.is_set():
             self._tell(MOVED_ON)
 

@@ -6,12 +6,13 @@ thread counts as soon as it runs Python code. Then for the stacks, which faultha
 long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
 Only a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
 
-Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connections, no other
-process that computes, and no other Python thread that may use the processor. Threads without Python code may: NCCL's own spin,
-too.
+Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connection of the worker
+itself, no other process that computes, and no other Python thread that may use the processor. Threads without Python code may:
+NCCL's own spin, too.
 
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
-them, which Python and torch retry. A worker that stays gets two signals, and one before its node claims a stall. One that does
+them, which Python and torch retry. A main thread that waits for a signal (signal.pause) would go on after ours: it gets none, and
+so stays in no call. A worker that stays gets two signals, and one before its node claims a stall. One that does
 its own part gets two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
 """
 
@@ -65,11 +66,15 @@ class Looks:
         sample = process_stats.read(pids.values())
         stats = {local_rank: sample[pid] for local_rank, pid in pids.items() if pid in sample}
         self._at, self._stats = now, stats
+        before = self._stays
         self._stays = {
             local_rank: stay
-            for local_rank, stay in self._stays.items()
+            for local_rank, stay in before.items()
             if local_rank in stats and continues(stay, rows[local_rank].answers, stats[local_rank], now)
         }
+        if any(local_rank in stats and _connects(before[local_rank].stats, stats[local_rank]) for local_rank in before):
+            self._gap_s = FIRST_GAP_S  # a scrape, or an upload: it may well stay in the same call
+            self._next = min(self._next, now + FIRST_GAP_S)
         others = {local_rank: pid for local_rank, pid in pids.items() if local_rank not in self._stays}
         if not others or now < self._next:
             return
@@ -142,7 +147,7 @@ def can_answer(row: Progress, stats: ProcessStats) -> bool:
 
 def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
     """Return whether this worker has had the handler, and is in a state to answer."""
-    if not row.answers or row.phase == "exit" or stats.debugged:
+    if not row.answers or row.phase == "exit" or stats.debugged or stats.awaits_signal is not False:
         return False
     return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
 
@@ -161,8 +166,9 @@ def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool
 
 
 def _connects(before: ProcessStats, now: ProcessStats) -> bool:
-    """Return whether the family has opened or closed TCP connections.
+    """Return whether the worker has opened TCP connections.
 
-    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on.
+    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on. Other
+    processes of the family (loggers, loaders) and what is closed do not count; their bytes do.
     """
-    return before.sockets is not None and now.sockets is not None and before.sockets.keys() != now.sockets.keys()
+    return before.own_sockets is not None and now.own_sockets is not None and not now.own_sockets <= before.own_sockets

@@ -30,6 +30,11 @@ _SELECT = {"x86_64": (23, 270), "aarch64": (72,)}.get(platform.machine(), ())  #
 _EPOLL = {"x86_64": (232, 281, 441), "aarch64": (22, 441)}.get(platform.machine(), ())  # prompt_toolkit waits here
 _EPOLLIN = 0x1
 
+# The system calls that any handled signal ends, whatever its handler does: pause and rt_sigsuspend. Where there is none,
+# libc calls ppoll without descriptors and timeout. (The same sources.)
+_SIGNAL_WAITS = {"x86_64": (34, 130), "aarch64": (133,)}.get(platform.machine(), ())
+_PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine())
+
 
 @dataclass(frozen=True)
 class ProcessStats:
@@ -42,9 +47,11 @@ class ProcessStats:
         waited_s: the time that the worker's own threads were ready to run but had no processor.
         io_bytes: bytes that the family has moved by read(2) and write(2); None: not known for a member.
         sockets: bytes moved by each TCP socket of the family, by inode; None: not known.
+        own_sockets: inodes of those that the worker itself has open; None: not known.
         asleep_in_kernel: a thread of the family is in state D, which no signal ends: it waits for a disk or a file server.
         wchan: where in the kernel the main thread sleeps; "": not known.
         debugged: a debugger holds it, or waits for its user at a terminal.
+        awaits_signal: its main thread waits for a signal, such as in signal.pause(), and goes on after any; None: not known.
     """
 
     state: str
@@ -52,11 +59,13 @@ class ProcessStats:
     waited_s: float = 0.0
     io_bytes: int | None = 0
     sockets: Mapping[int, int] | None = field(default_factory=dict)
+    own_sockets: frozenset[int] | None = frozenset()
     asleep_in_kernel: bool = False
     wchan: str = ""
     debugged: bool = False
     own_cpu_s: float = 0.0
     main_cpu_s: float = 0.0
+    awaits_signal: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,7 @@ def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
             cpu_s=sum(processes[each].cpu_s for each in family),
             io_bytes=_io_bytes(living),
             sockets=_open_sockets(living, sockets) if sockets is not None else None,
+            own_sockets=_own_sockets(pid, sockets) if sockets is not None else None,
             asleep_in_kernel=any(state == ASLEEP_IN_KERNEL for each in living for state in _thread_states(each)),
         )
     return found
@@ -204,6 +214,7 @@ def _read_process(pid: int) -> ProcessStats:
         debugged=tracer or _reads_terminal(pid),
         own_cpu_s=_cpu_s(fields),
         main_cpu_s=_cpu_s(main) if main else 0.0,
+        awaits_signal=_awaits_signal(pid),
     )
 
 
@@ -241,6 +252,13 @@ def _open_sockets(family: Iterable[int], moved: Mapping[int, int]) -> dict[int, 
     return {inode: moved[inode] for inode in inodes if inode in moved}
 
 
+def _own_sockets(pid: int, moved: Mapping[int, int]) -> frozenset[int] | None:
+    try:
+        return frozenset(tcp_traffic.inodes(pid)) & moved.keys()
+    except OSError:
+        return None
+
+
 def _lives(pid: int) -> bool:
     try:
         return _stat(pid)[0] not in _ENDED
@@ -266,6 +284,16 @@ def _waited_s(pid: int) -> float:
         fields = _optional(pid, f"task/{thread}/schedstat").split()
         waited_ns += int(fields[1]) if len(fields) > 1 else 0
     return waited_ns / 1e9
+
+
+def _awaits_signal(pid: int) -> bool | None:
+    call = _optional(pid, "syscall").split()  # "running" if it is in none
+    if not call or not _SIGNAL_WAITS:
+        return None
+    if not call[0].isdecimal():
+        return False
+    number, arguments = int(call[0]), [int(each, 16) for each in call[1:4]]
+    return number in _SIGNAL_WAITS or (number == _PPOLL and arguments[1:] == [0, 0])
 
 
 # Debuggers.

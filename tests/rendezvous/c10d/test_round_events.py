@@ -2,20 +2,25 @@
 
 import json
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import cast
 
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.base import round_store
+from elastic_ext.base import records, round_store
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.rendezvous.c10d.claims import Claim, Claims, hang
+from elastic_ext.rendezvous.c10d import claim_sender, claims
+from elastic_ext.rendezvous.c10d.claims import WORK, Claim, Claims, hang
 from elastic_ext.rendezvous.c10d.round_events import MOVED_ON, EventKind, RoundEvent, RoundEvents
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.reader import RecordReader
 from tests.etcd.conftest import until
 from tests.etcd.proxy import Proxy
+from tests.store_server import StoreServer
 
 
 @pytest.fixture
@@ -28,10 +33,18 @@ def key(number: int) -> str:
 
 
 def settle(agent: RoundEvents) -> None:
-    """Wait until what the agent has begun to write is there."""
-    for thread in agent._threads.copy():
-        if thread.name == "elastic_ext-tell":
-            thread.join(20)
+    """Wait until what the agent claims is in the store, and the round has ended if the job hangs."""
+    until(lambda: agent._claims.all_told)
+
+
+def claimed(server: TCPStore, rank: int) -> Claim:
+    """What the store says that this node claims."""
+    text = server.compare_set(f"{round_store.PREFIX}/{round_store.claim(rank)}", "-", "-").decode()
+    return WORK if text == "-" else records.read(Claim, text, "a claim", claims.SCHEMA)
+
+
+def alive(agent: RoundEvents) -> list[threading.Thread]:
+    return [thread for thread in agent._threads.copy() if thread.is_alive()]
 
 
 def nothing() -> None:
@@ -68,10 +81,12 @@ def test_moving_on_to_the_next_round_ends_the_waits_of_this_one(server):
 def test_no_thread_is_left_at_the_end(server):
     """One that comes back from C++ while the interpreter ends aborts the process (torch 2.8: exit code -6)."""
     before = set(threading.enumerate())
-    events = RoundEvents("localhost", server.port, 0, 1, nothing)
-    assert set(threading.enumerate()) > before
+    events = RoundEvents("localhost", server.port, 0, 2, nothing)
+    events.stalled(True)
+    settle(events)
+    assert len(alive(events)) >= 2  # one listens, one sends
     events.shut_down(60)
-    assert set(threading.enumerate()) == before
+    assert not set(threading.enumerate()) - before  # those of another test may have ended
 
 
 def test_a_store_that_dies_ends_the_wait():
@@ -140,7 +155,7 @@ def test_a_withdrawal_that_got_lost_is_sent_again(server, monkeypatch, caplog):
         until(lambda: "could not tell" in caplog.text)
         proxy.start()
         settle(one)
-        assert not server.check([f"{round_store.PREFIX}/{round_store.claim(0)}"])
+        assert claimed(server, 0) == WORK
         for each in others:
             each.stalled(True)
             settle(each)
@@ -157,7 +172,7 @@ def test_many_claims_leave_no_threads_and_the_newest_counts(server, at_once):
             settle(one)
     settle(one)
     if not at_once:
-        assert len(one._threads) == 2  # one listens, one has told
+        assert len(one._threads) <= 4  # one listens, one sends; the last attempt has told, and the one before may be ending
     other.stalled(True)
     settle(other)
     assert not server.check([key(1)])
@@ -245,13 +260,19 @@ class Counted:
 def test_what_a_claim_costs_does_not_grow_with_the_job_while_a_node_works(server):
     nodes = 50
     store = Counted(round_store.connect("localhost", server.port))
-    claims = [Claims(rank, nodes, RecordReader()) for rank in range(nodes)]
-    for each in claims[1:]:
-        assert each.change(lambda _: Claim(reach=B))
-        assert each.send(store) is None
+    agents = [Claims(rank, nodes, RecordReader()) for rank in range(nodes)]
+    for each in agents[1:]:
+        each.change(lambda _: Claim(reach=B))
+        assert each.send(store).why is None
     assert store.requests <= 2 * nodes
-    assert claims[0].change(lambda _: Claim(reach=GETS_NONE))
-    assert claims[0].send(store) is None  # 10.0.0.2 is that of 49 nodes
+    for claim in (Claim(reach=GETS_NONE), WORK):
+        agents[0].change(lambda _, claim=claim: claim)
+        assert agents[0].send(store).why is None  # 10.0.0.2 is that of 49 nodes
+    store.requests = 0
+    for each in agents[1:]:
+        each.change(lambda _: Claim(reach=B))
+        each.send(store)
+    assert store.requests <= 3 * nodes
 
 
 def test_an_address_of_no_node_and_a_claim_that_cannot_be_read_end_no_round(server):
@@ -321,3 +342,132 @@ def test_an_empty_value_hides_no_later_event(server):
     other.failed("workers failed on b", "b")
     assert ended.wait(20)
     assert RoundEvent(EventKind.FAILED, "workers failed on b", "b") == one.ended_by
+
+
+# A store, or the way to it, that stands still. The timeout of a TCPStore ends none of these calls.
+
+
+class BeforeWriting:
+    """A store that calls `then` before the first write over it."""
+
+    def __init__(self, store: round_store.Store, then: Callable[[], object]) -> None:
+        self._store, self._then = store, [then]
+
+    def __getattr__(self, name: str) -> object:
+        call = getattr(self._store, name)
+        if name in ("set", "compare_set") and self._then:
+            then = self._then.pop()
+            return lambda *args: (then(), call(*args))[-1]
+        return call
+
+
+def before_next_write(monkeypatch, port: int, then: Callable[[], object]) -> None:
+    """Have the next connection to this port call `then` when its first write is about to leave."""
+    connect, left = round_store.connect, [then]
+
+    def connecting(host: str, to: int) -> round_store.Store:
+        store = connect(host, to)
+        return cast(round_store.Store, BeforeWriting(store, left.pop())) if to == port and left else store
+
+    monkeypatch.setattr(round_store, "connect", connecting)
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_withdrawal(monkeypatch, caplog, given_up):
+    """The first node works again before the store hears that it stalled; the other one's claim arrives before that is heard."""
+    if given_up:
+        monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.3))
+    with StoreServer() as server, Proxy(server.port) as proxy:
+        one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)
+        other = RoundEvents("localhost", server.port, 1, 2, nothing)
+        frozen = threading.Event()
+        both = threading.Barrier(2, action=lambda: (server.pause(), frozen.set()))
+        before_next_write(monkeypatch, proxy.port, both.wait)
+        before_next_write(monkeypatch, server.port, both.wait)
+        one.stalled(True)
+        other.stalled(True)
+        assert frozen.wait(20)
+        one.stalled(False)
+        time.sleep(claim_sender.PROMPT_S)  # what is less is no longer than a withdrawal may take
+        if given_up:
+            until(lambda: caplog.text.count("no answer from the store") == 2)
+        proxy.delay(0.1)
+        server.resume()
+        settle(one)
+        settle(other)
+        store = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+        assert [claimed(store, rank) for rank in range(2)] == [WORK, STALLS]
+        assert reasons(one, other) == [None, None]
+        assert not store.check([key(1)])
+        proxy.delay(0.0)
+        one.stalled(True)
+        until(lambda: reasons(one, other) == ["no worker of the job is making progress"] * 2)
+        one.shut_down()
+        other.shut_down()
+
+
+def test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection_which_changes_nothing_later(server, monkeypatch):
+    monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.3))
+    with Proxy(server.port) as proxy:
+        one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)
+        other = RoundEvents("localhost", server.port, 1, 2, nothing)
+        one.stalled(True)
+        settle(one)
+        cut = threading.Event()
+        before_next_write(monkeypatch, proxy.port, lambda: (proxy.hold(but=1, new=False), cut.set()))
+        one.stalled(True)  # again
+        assert cut.wait(20)
+        one.stalled(False)
+        until(lambda: claimed(server, 0) == WORK)
+        settle(one)
+        assert len(alive(one)) > 2  # it listens, sends, and one attempt is held up
+        proxy.delay(0.2)  # what the held-up attempt does after its write has arrived, it does later
+        proxy.release()
+        seen = set()
+        until(lambda: seen.add(claimed(server, 0)) or len(alive(one)) == 2)
+        assert seen == {WORK}
+        other.stalled(True)
+        settle(other)
+        assert not server.check([key(1)])
+        one.shut_down()
+
+
+def test_a_hang_is_known_though_the_store_is_always_slow(server, monkeypatch):
+    for name in ("PROMPT_S", "RETRY_S"):
+        monkeypatch.setattr(claim_sender, name, 0.1)
+    with Proxy(server.port) as proxy:
+        one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)
+        other = RoundEvents("localhost", server.port, 1, 2, nothing)
+        other.stalled(True)
+        settle(other)
+        proxy.delay(0.05)
+        one.stalled(True)
+        until(lambda: reasons(other) == ["no worker of the job is making progress"])
+        one.shut_down()
+
+
+@pytest.fixture
+def no_more_threads() -> Iterator[Callable[[bool], None]]:
+    """No thread can be started while it was last called with True: there is not enough memory for a stack."""
+    before = threading.stack_size()
+    yield lambda none: (threading.stack_size(1 << 46 if none else before), None)[-1]
+    threading.stack_size(before)
+
+
+def test_claims_are_told_once_there_can_be_threads_again(server, no_more_threads, caplog):
+    one = RoundEvents("localhost", server.port, 0, 2, nothing)
+    no_more_threads(True)
+    one.stalled(True)
+    assert "start new thread" in caplog.text
+    no_more_threads(False)
+    one.stalled(True)
+    settle(one)
+    assert claimed(server, 0) == STALLS
+    caplog.clear()
+    no_more_threads(True)
+    one.stalled(False)
+    until(lambda: "start new thread" in caplog.text)
+    no_more_threads(False)
+    settle(one)  # without being told again
+    assert claimed(server, 0) == WORK
+    one.shut_down()

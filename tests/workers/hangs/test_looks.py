@@ -20,7 +20,7 @@ import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.hangs import detector, looks, schedule, stacks, waits
+from elastic_ext.workers.hangs import detector, looks, process_stats, schedule, stacks, waits
 from elastic_ext.workers.hangs.detector import WorkerStatus
 from elastic_ext.workers.hangs.waits import Wait
 from elastic_ext.workers.hangs.watch import HangWatch
@@ -204,6 +204,27 @@ def connect():
         short()
 threading.Thread(target=connect, daemon=True).start()
 """
+CHILD_CONNECTIONS = """
+other = subprocess.Popen([sys.executable, '-c', '''
+import socket, threading
+server, kept, pause = socket.create_server(("127.0.0.1", 0)), [], threading.Event()
+print("ready", flush=True)
+while True:
+    kept.append(socket.create_connection(server.getsockname()))
+    pause.wait(0.3)
+'''], stdout=subprocess.PIPE)
+other.stdout.readline()
+"""
+FEWER_CONNECTIONS = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+kept = [socket.create_connection(server.getsockname()) for _ in range(100)]
+def close():
+    while kept:
+        kept.pop().close()
+        short()
+threading.Thread(target=close, daemon=True).start()
+"""
 BUSY_NATIVE = """
 code = ctypes.cast(libc.pthread_spin_lock, ctypes.c_void_p)
 libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, code, at)
@@ -276,8 +297,10 @@ def watched(
         ([SPIN, "all_reduce(sleep)"], C10D),
         ([BUSY_NATIVE + SPIN], C10D),  # NCCL's own threads spin, too
         (["synchronize(spin)"], "/torch/cuda/__init__.py"),
+        ([CHILD_CONNECTIONS + SPIN], C10D),  # a logger's process
+        ([FEWER_CONNECTIONS + SPIN], C10D),  # those that a storage client kept alive
     ],
-    ids=["spin", "spin-sleep", "native-thread", "device"],
+    ids=["spin", "spin-sleep", "native-thread", "device", "child-connections", "fewer-connections"],
 )
 def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, scripts, path):
     with workers(tmp_path, scripts, path) as found:
@@ -358,6 +381,14 @@ def test_a_worker_that_always_blocks_the_question_is_given_up(tmp_path, quick, m
     with workers(tmp_path, [SPIN], first=BLOCKED) as found:
         assert not watched(*found, for_s=3).stalled
     assert asked == [False] * 3
+
+
+@pytest.mark.parametrize("first", ["", ANSWERS], ids=["first-question", "look"])
+def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, first):
+    """It goes on after any signal: most scripts would then end."""
+    with workers(tmp_path, ["signal.pause()"], first=first) as found:
+        watched(*found)
+        assert process_stats.read(found[1])[found[1][0]].state == "S"
 
 
 def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):

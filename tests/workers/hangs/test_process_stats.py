@@ -57,6 +57,36 @@ def of(pid: int) -> ProcessStats:
     return process_stats.read([pid])[pid]
 
 
+@pytest.mark.parametrize(
+    ("call", "awaits"),
+    [
+        ("import signal; ready(); signal.pause()", True),
+        ("import ctypes; ready(); ctypes.CDLL(None).sigsuspend(ctypes.create_string_buffer(128))", True),
+        ("import select; ready(); select.poll().poll()", False),  # Python retries it
+        ("import signal; ready(); signal.sigwait([40])", False),
+        ("ready(); __import__('threading').Event().wait()", False),
+    ],
+)
+def test_a_wait_for_a_signal(call, awaits):
+    with process(call) as started:
+        sure_of(lambda: of(started.pid).state == "S")
+        sure_of(lambda: of(started.pid).awaits_signal is awaits)
+
+
+def test_own_sockets_are_those_of_the_worker_itself():
+    code = """
+s = socket.create_server(('127.0.0.1', 0))
+c = socket.create_connection(s.getsockname())
+if not os.fork():
+    d = socket.create_connection(s.getsockname())
+    ready()
+time.sleep(100)
+"""
+    with process(code) as started:
+        stats = of(started.pid)
+    assert stats.own_sockets < set(stats.sockets)
+
+
 # Families.
 
 

@@ -15,9 +15,9 @@ LOOK_SHARE = 0.2  # of the limit of a wait: from then on the agent looks whether
 # one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
 # all the same: each lasts for 12 s at least.
 LOOK_S = 3.0
-# Of half the interval between checks, 15 s by default: the process stats are compared over this time at least, however often they
-# are read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 13.5 s it takes 0.27 s,
-# which a process that computes uses up before the next look.
+# Of the interval between checks, 30 s by default: the process stats are compared over this time at least, however often they are
+# read. Over LOOK_S, 60 ms would count as work: background threads, or a few dumps of stacks. Over 27 s it takes 0.54 s, which a
+# process that computes uses up before the next look.
 WINDOW_SHARE = 0.9
 MIN_CHECK_S = 0.1
 
@@ -38,7 +38,7 @@ def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) 
 
 def window_s(fixed_s: float | None = None) -> float:
     """Return over how many seconds, at least, the process stats are compared. Right after the first ones, it is less."""
-    return WINDOW_SHARE * _often_s(fixed_s) / 2
+    return WINDOW_SHARE * _often_s(fixed_s)
 
 
 def _often_s(fixed_s: float | None) -> float:

@@ -465,8 +465,8 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
     ("cpu_s", "seen_at"),
     [
         (lambda s: s, 63),  # at the first look
-        (lambda s: 0.1 * s, 66),  # at the second
-        (lambda s: 0.025 * s, 75),  # once it fills the window
+        (lambda s: 0.1 * s, 69),  # at the third
+        (lambda s: 0.025 * s, 87),  # once it fills the window
         (lambda s: 0.005 * s, None),
         (lambda s: 0.06 * (s // 20), None),  # 2 % of the time between two looks
     ],
@@ -487,11 +487,11 @@ def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
 
 def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():
     stall = Stall(schedule.window_s())
-    for look in range(20):  # every 3 s; it computes from 6 to 9 s
+    for look in range(24):  # every 3 s; it computes from 6 to 9 s
         at = look * schedule.LOOK_S
         stall.record({0: ProcessStats("S", cpu_s=min(max(0.0, at - 6), 3.0))}, at)
     one = stall.complete(WorkerStatus(0, 10, at), 0, detector.IDLE_FLOOR_S)
-    assert (at, one.idle_s, one.working) == (57, 57 - 21, False)  # the last window with it is from 6 to 21 s
+    assert (at, one.idle_s, one.working) == (69, 69 - 33, False)  # the last window with it is from 6 to 33 s
 
 
 # Does a little in each second after one SIGUSR1, and computes after another.

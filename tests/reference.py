@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe import families
 from tests.jobs import ROOT
 
 PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
@@ -56,13 +56,12 @@ def exit_codes() -> str:
 
 
 def metrics() -> str:
-    """From an agent that has seen one of everything."""
+    suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    for family in AgentMetrics(version="", torch="", run_id="", progress=list[WorkerProgress]).describe():
-        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        labels = ", ".join(getattr(family, "_labelnames", ()))
-        rows.append((f"`{family.name}{suffix}`", family.type, labels, family.documentation))
-    return table(("name", "type", "labels", "what"), sorted(rows))
+    for name, family in {**families.JOB, **families.WORKERS, **families.OTHERS}.items():
+        kind = family.new(name).type
+        rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))
+    return table(("name", "type", "labels", "series per agent", "what"), sorted(rows))
 
 
 TABLES = {"settings": settings, "rules": rules, "exit codes": exit_codes, "metrics": metrics}

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import launch, observation
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -20,7 +20,6 @@ from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.observe.metrics import AgentMetrics
-from elastic_ext.observe.server import MetricsServer
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
@@ -99,7 +98,7 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.metrics_url = _serve(metrics, settings, stack)
+        self.metrics_url = observation.serve(metrics, settings, stack)
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -142,13 +141,3 @@ class JobCompanions:
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
         return left
-
-
-def _serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
-    if not settings.metrics:
-        return None
-    # The user must see a port that nobody chose, and torchrun shows only warnings.
-    announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-    server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
-    stack.callback(server.close)
-    return server.url

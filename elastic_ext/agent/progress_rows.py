@@ -9,25 +9,29 @@ from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.workers.progress import Progress
 
 
-def progress_rows(workers: Sequence[Progress], step_s: Mapping[int, float], now_ns: int) -> list[WorkerProgress]:
+def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s: Mapping[int, float]) -> list[WorkerProgress]:
     """Return a row for each worker that reports its progress.
 
     Args:
         workers: their progress, by local rank.
+        ranks: their global ranks, by local rank.
         step_s: recent seconds per step, by local rank, where known.
-        now_ns: time.monotonic_ns().
     """
     median_s = statistics.median(step_s.values()) if step_s else 0.0
     return [
         WorkerProgress(
             local_rank,
-            progress.steps,
-            (now_ns - progress.last_step_ns) / 1e9 if progress.last_step_ns else None,
-            step_s.get(local_rank),
-            step_s[local_rank] / median_s if local_rank in step_s and median_s > 0 else None,
-            progress.saved_step,
-            progress.failed_saves,
+            ranks[local_rank],
+            each.steps,
+            last_step_at=each.last_step_ns / 1e9 if each.last_step_ns else None,
+            stepping_s=max(0, each.last_step_ns - each.first_step_ns) / 1e9,
+            skew=step_s[local_rank] / median_s if local_rank in step_s and median_s > 0 else None,
+            saved_step=each.saved_step,
+            saved_at=each.saved_ns / 1e9 if each.saved_ns else None,
+            saves=each.saves,
+            failed_saves=each.failed_saves,
+            saving_s=each.saving_s,
         )
-        for local_rank, progress in enumerate(workers)
-        if progress.pid
+        for local_rank, each in enumerate(workers)
+        if each.pid
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -130,7 +129,7 @@ class RunningRound:
     def progress_rows(self) -> list[WorkerProgress]:
         """Return the workers' progress for the metrics. Any thread may call this."""
         step_s = self.hangs.step_s if self.hangs is not None else {}
-        return progress_rows(self.workers.read_progress(), step_s, time.monotonic_ns())
+        return progress_rows(self.workers.read_progress(), self.workers.ranks, step_s)
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""

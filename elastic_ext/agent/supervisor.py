@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-import torch
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
-import elastic_ext
-from elastic_ext.agent import exits, launch, postmortem, report, resume, saves
+from elastic_ext.agent import exits, launch, observation, postmortem, report, resume, saves
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
@@ -36,7 +34,7 @@ from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
@@ -72,9 +70,8 @@ class Supervisor(TorchAgent):
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = Verdicts(self._settings, self._handler)
-        self._metrics = AgentMetrics(
-            version=elastic_ext.__version__, torch=torch.__version__, run_id=self._handler.get_run_id(), progress=self._progress
-        )
+        run_id = self._handler.get_run_id()
+        self._metrics = observation.make_metrics(self._settings, run_id, spec.local_world_size, self._progress)
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None

@@ -13,122 +13,79 @@ import math
 import numbers
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, InfoMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
+from elastic_ext.observe import families
+from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
 
 logger = logging.getLogger(__name__)
-
-WORKER_STATES = ("running", "stopped", "succeeded", "failed")
-PHASES = ("stop", "verdict", "rendezvous", "start")
 
 # Seconds. A warm standby starts in about 15 ms; a platform may take minutes to replace a node.
 RECOVERY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-# torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
-MAX_TORCHELASTIC_NAMES = 500
-
 MAX_LABEL = 200  # characters; the rest is cut off
-RESTART_KINDS = frozenset({*KINDS, "membership"})
-OTHER = "other"
-
-Labels = tuple[str, ...]
+CLOCK_STEP_S = 1.0  # the clock was set if it moved by more between two looks; NTP slews by less
+RESTART_KINDS = frozenset({*KINDS, families.MEMBERSHIP})
 
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """One worker at the time of a scrape.
+    """One worker at the time of a scrape. Times are monotonic seconds.
 
     Attributes:
-        last_step_age_s: seconds since its last optimizer step; None before the first.
-        step_s: recent seconds per step; None if unknown.
-        skew: step_s divided by the median of this agent's workers; None if unknown.
-        saved_step: step of the last checkpoint that it saw committed; None before the first.
-        failed_saves: saves that failed since then.
+        last_step_at: None before its first optimizer step.
+        stepping_s: from its first step to its last.
+        skew: its recent time per step divided by the median of this agent's workers; None if unknown.
+        saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
+        saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
     """
 
     local_rank: int
+    rank: int
     steps: int
-    last_step_age_s: float | None
-    step_s: float | None = None
+    last_step_at: float | None = None
+    stepping_s: float = 0.0
     skew: float | None = None
     saved_step: int | None = None
+    saved_at: float | None = None
+    saves: int = 0
     failed_saves: int = 0
+    saving_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Family:
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    help: str
-    labels: Labels = ()
+class UnixClock:
+    """Turns monotonic seconds into Unix time. The same moment has the same time at each scrape, until somebody sets the clock."""
 
-    def new(self, name: str) -> CounterMetricFamily | GaugeMetricFamily:
-        return self.kind(name, self.help, labels=self.labels)
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
 
-
-# The name of a counter is shown with the suffix _total.
-_FAMILIES = {
-    "elastic_ext_restarts": _Family(CounterMetricFamily, "Restarts of the workers, by kind of cause.", ("kind",)),
-    "elastic_ext_failures": _Family(CounterMetricFamily, "Failures, by kind.", ("kind",)),
-    "elastic_ext_round": _Family(GaugeMetricFamily, "The rendezvous round."),
-    "elastic_ext_world_size": _Family(GaugeMetricFamily, "Workers in this round, over all nodes."),
-    "elastic_ext_workers": _Family(GaugeMetricFamily, "Workers of this agent, by state.", ("state",)),
-    "elastic_ext_worker_starts": _Family(
-        CounterMetricFamily,
-        "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
-        ("how", "reason"),
-    ),
-    "elastic_ext_standbys": _Family(GaugeMetricFamily, "Warm standbys that are ready."),
-    "elastic_ext_standby_memory_bytes": _Family(
-        GaugeMetricFamily, "Memory of the warm standbys and their server; shared pages count once."
-    ),
-    "elastic_ext_checkpoint_copied_bytes": _Family(CounterMetricFamily, "Bytes copied from local_dir to checkpoint_dir."),
-    "elastic_ext_checkpoint_copy_failures": _Family(CounterMetricFamily, "Failed attempts to copy checkpoints."),
-    "elastic_ext_checkpoint_copy_lag_steps": _Family(
-        GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
-    ),
-    "elastic_ext_checkpoint_copy_lag_seconds": _Family(GaugeMetricFamily, "Time that the oldest uncopied checkpoint has waited."),
-    "elastic_ext_torchelastic_last_value": _Family(
-        GaugeMetricFamily, "Last value passed to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
-    ),
-    "elastic_ext_torchelastic_values": _Family(
-        CounterMetricFamily, "Calls to put_metric of torch.distributed.elastic.metrics.", ("group", "name")
-    ),
-}
-_WORKER_FAMILIES = {
-    "elastic_ext_worker_steps": _Family(CounterMetricFamily, "Optimizer steps of the worker since its start.", ("local_rank",)),
-    "elastic_ext_worker_last_step_age_seconds": _Family(
-        GaugeMetricFamily, "Time since the worker's last optimizer step.", ("local_rank",)
-    ),
-    "elastic_ext_worker_step_seconds": _Family(GaugeMetricFamily, "Recent time per optimizer step.", ("local_rank",)),
-    "elastic_ext_worker_step_skew": _Family(
-        GaugeMetricFamily, "Recent time per optimizer step, relative to the median of this agent's workers.", ("local_rank",)
-    ),
-    "elastic_ext_worker_saved_step": _Family(
-        GaugeMetricFamily, "Step of the last checkpoint that this worker saw committed.", ("local_rank",)
-    ),
-    "elastic_ext_worker_failed_saves": _Family(
-        GaugeMetricFamily, "Saves that failed since the last commit; alert at 3 or more.", ("local_rank",)
-    ),
-}
-_RECOVERY = "elastic_ext_recovery_seconds"
-_RECOVERY_HELP = "Duration of the phases of a recovery."
+    def at(self, monotonic_s: float) -> float:
+        ahead_s = time.time() - time.monotonic()
+        if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
+            self._ahead_s = ahead_s
+        return round(monotonic_s + self._ahead_s, 3)
 
 
 class AgentMetrics(Collector):
-    """The metrics of one agent, in its own registry. Any thread may call any method.
+    """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
 
     Args:
         version: version of this package.
         torch: torch's version; this module does not import torch.
         run_id: run id of the job.
         node: this node's name; default: its host name.
+        cold_reasons: all reasons for a cold start.
+        gpus: UUID of each worker's GPU, by local rank; "" if unknown.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
     """
 
@@ -139,21 +96,26 @@ class AgentMetrics(Collector):
         torch: str,
         run_id: str,
         node: str = "",
+        cold_reasons: Iterable[str] = (),
+        gpus: Sequence[str] = (),
         progress: Callable[[], Sequence[WorkerProgress]] = tuple,
     ) -> None:
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
+        self._gpus = [_label(each) for each in gpus]
         self._progress = progress
+        self._clock = UnixClock()
         # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
         self._lock = threading.RLock()
-        self._values: dict[str, dict[Labels, float]] = {name: {} for name in _FAMILIES}
+        self._values: dict[str, dict[Labels, float]] = {
+            name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
+        }
+        self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
         self._recovery = {phase: _Histogram() for phase in PHASES}
         self._full = False
-        self.round_started(0, 0)
-        self.workers()
-        self.standbys(0, 0)
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
@@ -195,24 +157,32 @@ class AgentMetrics(Collector):
         with self._lock:
             self._recovery[name].observe(seconds)
 
-    def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool) -> None:
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
         """Record the progress of copying checkpoints.
 
         Args:
             size: bytes copied since the last call.
             lag_steps: see elastic_ext_checkpoint_copy_lag_steps; None while checkpoint_dir is empty.
-            lag_s: see elastic_ext_checkpoint_copy_lag_seconds.
+            lag_s: for how long the oldest checkpoint that is not copied has waited; 0 if all are.
+            complete: whether a checkpoint has become complete in checkpoint_dir.
             failed: whether an attempt to copy failed.
         """
+        now = time.monotonic()
         with self._lock:
             self._add("elastic_ext_checkpoint_copied_bytes", (), size)
-            self._add("elastic_ext_checkpoint_copy_failures", (), int(failed))
+            self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
+            self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            self._values["elastic_ext_checkpoint_copy_lag_seconds"][()] = lag_s
+            waiting = self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"]
+            waiting.clear()
+            if lag_s > 0:
+                waiting[()] = self._clock.at(now - lag_s)
+            if complete:
+                self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
-        self._add("elastic_ext_checkpoint_copy_failures", (), 1)
+        self._add("elastic_ext_checkpoint_copies", (FAILED,))
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
@@ -246,44 +216,56 @@ class AgentMetrics(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Yield the families without values; the registry calls this when it registers a collector."""
-        for name, family in {**_FAMILIES, **_WORKER_FAMILIES}.items():
+        for name, family in {**families.JOB, **families.WORKERS, **families.OTHERS}.items():
             yield family.new(name)
-        yield HistogramMetricFamily(_RECOVERY, _RECOVERY_HELP, labels=("phase",))
-        yield InfoMetricFamily("elastic_ext", "Versions, run id and node of this agent.")
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
             recovery = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._recovery.items()}
-        yield InfoMetricFamily("elastic_ext", "Versions, run id and node of this agent.", value=self._info)
+        info = cast("InfoMetricFamily", families.OTHERS[families.INFO].new(families.INFO))
+        info.add_metric((), self._info)
+        yield info
         for name, by_labels in values.items():
-            family = _FAMILIES[name].new(name)
+            family = families.JOB[name].new(name)
             for labels, value in by_labels.items():
-                family.add_metric(labels, value)
+                cast("CounterMetricFamily", family).add_metric(labels, value)
             yield family
-        seconds = HistogramMetricFamily(_RECOVERY, _RECOVERY_HELP, labels=("phase",))
+        seconds = cast("HistogramMetricFamily", families.OTHERS[families.RECOVERY].new(families.RECOVERY))
         for phase, (buckets, total) in recovery.items():
             seconds.add_metric((phase,), buckets, total)
         yield seconds
-        yield from self._collect_progress()
+        yield from self._collect_workers()
 
-    def _collect_progress(self) -> Iterator[Metric]:
-        families = [family.new(name) for name, family in _WORKER_FAMILIES.items()]
-        steps, ages, times, skews, saved, failed = families
-        for worker in self._progress():
-            labels = (str(worker.local_rank),)
-            steps.add_metric(labels, worker.steps)
-            if worker.last_step_age_s is not None:
-                ages.add_metric(labels, worker.last_step_age_s)
-            if worker.step_s is not None:
-                times.add_metric(labels, worker.step_s)
-            if worker.skew is not None:
-                skews.add_metric(labels, worker.skew)
-            if worker.saved_step is not None:
-                saved.add_metric(labels, worker.saved_step)
-            failed.add_metric(labels, worker.failed_saves)
-        yield from families
+    def _collect_workers(self) -> Iterator[Metric]:
+        found = {name: family.new(name) for name, family in families.WORKERS.items()}
+
+        def add(name: str, labels: Labels, value: float | None) -> None:
+            if value is not None:
+                cast("CounterMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, value)
+
+        def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
+            cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
+
+        for each in self._progress():
+            labels = (str(each.local_rank),)
+            gpu = self._gpus[each.local_rank] if each.local_rank < len(self._gpus) else ""
+            whole = (*labels, str(each.rank), self._info["node"], gpu)
+            cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
+            add("_steps", labels, each.steps)
+            add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
+            add("_last_step_timestamp_seconds", labels, self._unix(each.last_step_at))
+            add("_step_skew_ratio", labels, each.skew)
+            add("_saved_step", labels, each.saved_step)
+            add("_last_save_timestamp_seconds", labels, self._unix(each.saved_at))
+            add("_checkpoint_saves", (*labels, SAVED), each.saves)
+            add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
+            add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
+        yield from found.values()
+
+    def _unix(self, monotonic_s: float | None) -> float | None:
+        return self._clock.at(monotonic_s) if monotonic_s is not None else None
 
 
 class _Histogram:

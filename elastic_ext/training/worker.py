@@ -63,9 +63,10 @@ class ProgressRow:
         """Report a complete checkpoint of `step`, which took `seconds`. answered: the request that it answers, if any."""
         words = self._words
         words[progress_layout.SAVED_STEP] = step + 1
-        words[progress_layout.SAVE_NS] = max(1, int(seconds * 1e9))
+        words[progress_layout.SAVE_NS] = took_ns = max(1, int(seconds * 1e9))
+        words[progress_layout.SAVES_NS] += took_ns
+        words[progress_layout.SAVED_AT_NS] = time.monotonic_ns()
         words[progress_layout.SAVES] += 1
-        words[progress_layout.FAILED_SAVES] = 0
         if answered is not None:
             words[progress_layout.SAVE_KEPT] = answered
         worker_env.wake(self._wake_path)

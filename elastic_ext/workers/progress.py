@@ -28,8 +28,10 @@ class Progress:
         asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that the worker has seen committed.
         saved_step, save_s: step and duration in seconds of the last one.
+        saved_ns: time.monotonic_ns() of its commit; 0: none yet.
+        saving_s: duration of all of them, in seconds.
         save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
-        failed_saves: number of consecutive failed saves.
+        failed_saves: number of saves that failed.
         ends_with: exit code of a worker whose script has ended with an error, or 0.
         exit_handlers_done: the part of the worker's end that the script can notice is over.
         phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
@@ -47,6 +49,8 @@ class Progress:
     saves: int = 0
     saved_step: int | None = None
     save_s: float | None = None
+    saved_ns: int = 0
+    saving_s: float = 0.0
     save_kept: int = 0
     save_failed: int = 0
     failed_saves: int = 0
@@ -100,6 +104,8 @@ class ProgressTable:
             saves=row[layout.SAVES],
             saved_step=row[layout.SAVED_STEP] - 1 if row[layout.SAVED_STEP] else None,
             save_s=row[layout.SAVE_NS] / 1e9 if row[layout.SAVE_NS] else None,
+            saved_ns=row[layout.SAVED_AT_NS],
+            saving_s=row[layout.SAVES_NS] / 1e9,
             save_kept=row[layout.SAVE_KEPT],
             save_failed=row[layout.SAVE_FAILED],
             failed_saves=row[layout.FAILED_SAVES],

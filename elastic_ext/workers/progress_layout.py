@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 2. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 3. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 2
+VERSION = 3
 ROW_BYTES = 1536
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -38,7 +38,7 @@ PHASE_SINCE_NS = 15
 PROGRESS = 16  # progress reports
 SIGN_NS = 17  # time.monotonic_ns() of the last sign of life; 0: none yet
 
-FAILED_SAVES = 18  # consecutive failed saves
+FAILED_SAVES = 18  # saves that failed
 
 PHASES = ("", "step", "data", "compile", "checkpoint", "eval", "exit")  # exit: the script is over, its process is not
 GAPS = 19
@@ -47,8 +47,11 @@ of n ms counts in bucket n.bit_length(), so bucket b holds gaps of at least 2 **
 GAP_BUCKETS = 24  # the last one holds all gaps of 70 minutes and more
 ANSWERS = GAPS + len(PHASES) * GAP_BUCKETS  # 1 plus the number of worker_env.ANSWER_SIGNALs answered; 0: it answers none
 
+SAVES_NS = ANSWERS + 1  # duration of all committed saves
+SAVED_AT_NS = ANSWERS + 2  # time.monotonic_ns() of the last commit
+
 # Written by the agent.
-AGENT_FIELDS = ANSWERS + 1
+AGENT_FIELDS = ANSWERS + 3
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 
 

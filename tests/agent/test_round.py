@@ -209,10 +209,11 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
 
 def test_rows_of_the_metrics():
     workers = [
-        Progress(11, 4, 10**9, 3 * 10**9, True, saved_step=2, failed_saves=1),
+        Progress(11, 4, 10**9, 3 * 10**9, True, saves=2, saved_step=2, saved_ns=2 * 10**9, saving_s=0.7, failed_saves=1),
         Progress(12, 0, 0, 0, False),
         Progress(0, 0, 0, 0, False),  # its bootstrap is not in place
     ]
-    assert progress_rows(workers, {}, 5 * 10**9) == [WorkerProgress(0, 4, 2.0, None, None, 2, 1), WorkerProgress(1, 0, None)]
-    first, second = progress_rows(workers, {0: 1.0, 1: 3.0}, 5 * 10**9)
-    assert (first.step_s, first.skew, second.step_s, second.skew) == (1.0, 0.5, 3.0, 1.5)
+    ranks = {0: 8, 1: 9, 2: 10}
+    first = WorkerProgress(0, 8, 4, 3.0, 2.0, None, saved_step=2, saved_at=2.0, saves=2, failed_saves=1, saving_s=0.7)
+    assert progress_rows(workers, ranks, {}) == [first, WorkerProgress(1, 9, 0)]
+    assert [each.skew for each in progress_rows(workers, ranks, {0: 1.0, 1: 3.0})] == [0.5, 1.5]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from elastic_ext.observe.metrics import MAX_TORCHELASTIC_NAMES, AgentMetrics, WorkerProgress
+from elastic_ext.base.kinds import KINDS
+from elastic_ext.observe import metrics as metrics_module
+from elastic_ext.observe.families import MAX_TORCHELASTIC_NAMES
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 
@@ -75,11 +79,22 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # What is shown.
 
 
+def ours(found: Samples) -> Samples:
+    """Without the agent's process."""
+    return {key: value for key, value in found.items() if not key[0].startswith("process_")}
+
+
+def changed(metrics: AgentMetrics) -> Samples:
+    """What is not 0, without the histogram."""
+    return {key: value for key, value in ours(read(metrics)).items() if value and "recovery" not in key[0]}
+
+
 def test_what_the_supervisor_tells_is_shown() -> None:
-    metrics = agent(progress=lambda: [WorkerProgress(0, 12, 0.5, 0.2, 1.5), WorkerProgress(1, 0, None, None, None, 8, 3)])
+    metrics = agent()
     metrics.restarted("code")
     metrics.restarted("membership")
     metrics.restarted("membership")
+    metrics.restarted("of a newer agent")
     metrics.failed("unknown")
     metrics.round_started(3, 16)
     metrics.worker_started("cold", "not_ready")
@@ -88,48 +103,100 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     metrics.workers(failed=1, stopped=1)
     metrics.put("torchelastic", "workers.default.run_total", 1)
     metrics.put("torchelastic", "workers.default.run_total", 7)
-    metrics.phase("stop", 0.02)
-    found = read(metrics)
-    seconds = {key: value for key, value in found.items() if key[0].startswith("elastic_ext_recovery_seconds")}
     name = (("group", "torchelastic"), ("name", "workers.default.run_total"))
-    assert {key: value for key, value in found.items() if key not in seconds} == {
+    assert changed(metrics) == {
         ("elastic_ext_info", (("node", "n0"), ("run_id", "job1"), ("torch", "2.13.0"), ("version", "1.2"))): 1,
-        ("elastic_ext_worker_saved_step", (("local_rank", "1"),)): 8,
-        ("elastic_ext_worker_failed_saves", (("local_rank", "0"),)): 0,
-        ("elastic_ext_worker_failed_saves", (("local_rank", "1"),)): 3,
         ("elastic_ext_restarts_total", (("kind", "code"),)): 1,
         ("elastic_ext_restarts_total", (("kind", "membership"),)): 2,
+        ("elastic_ext_restarts_total", (("kind", "other"),)): 1,
         ("elastic_ext_failures_total", (("kind", "unknown"),)): 1,
         ("elastic_ext_round", ()): 3,
         ("elastic_ext_world_size", ()): 16,
         ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "not_ready"))): 1,
         ("elastic_ext_standbys", ()): 2,
         ("elastic_ext_standby_memory_bytes", ()): 1 << 20,
-        ("elastic_ext_workers", (("state", "running"),)): 0,
         ("elastic_ext_workers", (("state", "stopped"),)): 1,
-        ("elastic_ext_workers", (("state", "succeeded"),)): 0,
         ("elastic_ext_workers", (("state", "failed"),)): 1,
         ("elastic_ext_torchelastic_last_value", name): 7,
         ("elastic_ext_torchelastic_values_total", name): 2,
-        ("elastic_ext_worker_steps_total", (("local_rank", "0"),)): 12,
-        ("elastic_ext_worker_steps_total", (("local_rank", "1"),)): 0,
-        ("elastic_ext_worker_last_step_age_seconds", (("local_rank", "0"),)): 0.5,
-        ("elastic_ext_worker_step_seconds", (("local_rank", "0"),)): 0.2,
-        ("elastic_ext_worker_step_skew", (("local_rank", "0"),)): 1.5,
     }
+
+
+def test_what_can_be_counted_is_there_from_the_start() -> None:
+    """Else increase() would not see the first event."""
+    found = read(agent(cold_reasons=["off"]))
+    kinds = [*KINDS, "other"]
+    assert {key for key in found if key[0].endswith("_total") and key[0].startswith("elastic_ext")} == {
+        *(("elastic_ext_failures_total", (("kind", kind),)) for kind in kinds),
+        *(("elastic_ext_restarts_total", (("kind", kind),)) for kind in [*kinds, "membership"]),
+        *(("elastic_ext_checkpoint_copies_total", (("outcome", outcome),)) for outcome in ("copied", "failed")),
+        ("elastic_ext_checkpoint_copied_bytes_total", ()),
+        ("elastic_ext_worker_starts_total", (("how", "warm"), ("reason", ""))),
+        ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "off"))),
+    }
+    assert found["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_workers_are_shown() -> None:
+    now = time.monotonic()
+    rows = [
+        WorkerProgress(0, 8, 12, now - 2, 5.5, 1.5, saved_step=8, saved_at=now - 100, saves=2, failed_saves=3, saving_s=0.7),
+        WorkerProgress(1, 9, 0),
+    ]
+    metrics = agent(progress=lambda: rows, gpus=["GPU-1"])
+    found = {key: value for key, value in changed(metrics).items() if key[0].startswith("elastic_ext_worker_")}
+    first = (("local_rank", "0"),)
+    step_at = found.pop(("elastic_ext_worker_last_step_timestamp_seconds", first))
+    saved_at = found.pop(("elastic_ext_worker_last_save_timestamp_seconds", first))
+    assert found == {
+        ("elastic_ext_worker_info", (("gpu_uuid", "GPU-1"), *first, ("node", "n0"), ("rank", "8"))): 1,
+        ("elastic_ext_worker_info", (("gpu_uuid", ""), ("local_rank", "1"), ("node", "n0"), ("rank", "9"))): 1,
+        ("elastic_ext_worker_steps_total", first): 12,
+        ("elastic_ext_worker_step_seconds_count", first): 11,
+        ("elastic_ext_worker_step_seconds_sum", first): 5.5,
+        ("elastic_ext_worker_step_skew_ratio", first): 1.5,
+        ("elastic_ext_worker_saved_step", first): 8,
+        ("elastic_ext_worker_checkpoint_saves_total", (*first, ("outcome", "saved"))): 2,
+        ("elastic_ext_worker_checkpoint_saves_total", (*first, ("outcome", "failed"))): 3,
+        ("elastic_ext_worker_checkpoint_save_seconds_count", first): 2,
+        ("elastic_ext_worker_checkpoint_save_seconds_sum", first): 0.7,
+    }
+    assert abs(time.time() - 2 - step_at) < 1
+    assert step_at - saved_at == pytest.approx(98, abs=0.01)
+    assert changed(metrics)["elastic_ext_worker_last_step_timestamp_seconds", first] == step_at  # changes() counts steps only
+
+
+def test_a_clock_that_is_set_moves_the_times_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, real = metrics_module.UnixClock(), time.time
+    before = clock.at(5.0)
+    monkeypatch.setattr(time, "time", lambda: real() + 0.5)  # slewed
+    assert clock.at(5.0) == before
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    assert clock.at(5.0) == pytest.approx(before + 3600, abs=0.1)
 
 
 def test_copies_are_counted_and_the_lag_is_the_last_one() -> None:
     metrics = agent()
-    metrics.copied(1000, None, 2.5, failed=True)
-    name = "elastic_ext_checkpoint_copy_lag_steps"
-    assert (name, ()) not in read(metrics)  # nothing is there yet: no number would be true
-    metrics.copied(500, 4, 0.5, failed=False)
+    metrics.copied(1000, None, 2.5, complete=False, failed=True)
+    since, last = (
+        ("elastic_ext_checkpoint_uncopied_since_timestamp_seconds", ()),
+        (
+            "elastic_ext_checkpoint_last_copy_timestamp_seconds",
+            (),
+        ),
+    )
+    lag = ("elastic_ext_checkpoint_copy_lag_steps", ())
     found = read(metrics)
-    assert found[name, ()] == 4
-    assert found["elastic_ext_checkpoint_copy_lag_seconds", ()] == 0.5
+    assert lag not in found  # nothing is there yet: no number would be true
+    assert last not in found
+    assert abs(time.time() - 2.5 - found[since]) < 1
+    metrics.copied(500, 4, 0.0, complete=True, failed=False)
+    found = read(metrics)
+    assert found[lag] == 4
+    assert since not in found
+    assert abs(time.time() - found[last]) < 1
     assert found["elastic_ext_checkpoint_copied_bytes_total", ()] == 1500
-    assert found["elastic_ext_checkpoint_copy_failures_total", ()] == 1
+    assert [found["elastic_ext_checkpoint_copies_total", (("outcome", each),)] for each in ("copied", "failed")] == [1, 1]
 
 
 def test_recovery_times_are_a_histogram_by_phase() -> None:
@@ -150,11 +217,11 @@ def test_recovery_times_are_a_histogram_by_phase() -> None:
 
 
 def test_progress_is_read_at_the_time_of_the_scrape() -> None:
-    now = [WorkerProgress(0, 1, None)]
+    now = [WorkerProgress(0, 0, 1)]
     metrics = agent(progress=lambda: now)
     steps = ("elastic_ext_worker_steps_total", (("local_rank", "0"),))
     assert read(metrics)[steps] == 1
-    now[0] = WorkerProgress(0, 2, None)
+    now[0] = WorkerProgress(0, 0, 2)
     assert read(metrics)[steps] == 2
     now.clear()
     assert steps not in read(metrics)
@@ -166,7 +233,7 @@ def test_two_agents_in_one_process_and_the_global_registry_are_apart() -> None:
     first.restarted("code")
     restarts = ("elastic_ext_restarts_total", (("kind", "code"),))
     assert read(first)[restarts] == 1
-    assert restarts not in read(second)
+    assert read(second)[restarts] == 0
     assert generate_latest(REGISTRY).count(b"elastic_ext") == before == 0
 
 
@@ -369,10 +436,11 @@ def test_pages(serve: Any) -> None:
     server = serve(metrics)
     status, content_type, text = get(f"{server.url}/metrics")
     assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    assert samples(text) == read(metrics)
+    assert ours(samples(text)) == ours(read(metrics))
     status, content_type, text = get(f"{server.url}/metrics?x=1", "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text;")
-    assert samples(text, parse_openmetrics) == read(metrics)
+    assert ours(samples(text, parse_openmetrics)) == ours(read(metrics))
+    assert "# UNIT elastic_ext_worker_step_seconds seconds\n" in text
     status, content_type, text = get(server.url)
     assert (status, content_type) == (200, "text/html; charset=utf-8")
     assert 'href="/metrics"' in text

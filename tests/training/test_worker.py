@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,9 +64,13 @@ def test_reports_are_in_the_workers_row(table, as_worker):
             assert table.read(1).phase == "data"
         assert table.read(1).phase == "eval"
     elastic_ext.report_save_failed()
+    before = time.monotonic_ns()
     elastic_ext.report_saved(7, 0.5)
     row = table.read(1)
-    assert (row.phase, row.reports, row.saves, row.saved_step, row.save_s, row.failed_saves) == ("", 1, 1, 7, 0.5, 0)
+    assert (row.phase, row.reports, row.saves, row.saved_step, row.save_s, row.failed_saves) == ("", 1, 1, 7, 0.5, 1)
+    assert before < row.saved_ns < time.monotonic_ns()
+    elastic_ext.report_saved(8, 0.25)
+    assert (table.read(1).save_s, table.read(1).saving_s) == (0.25, 0.75)
     assert table.read(0) == table.read(2)
     with pytest.raises(UsageError, match="expected one of step, data"):
         elastic_ext.phase("training")

@@ -25,8 +25,11 @@ MAX_DEATHS_AT_END = 10  # limit for a process that makes progress each time but 
 class CopyMetrics(Protocol):
     """Receiver of the metrics. A thread calls its methods, so they must be quick."""
 
-    def copied(self, size: int, lag_steps: int | None, lag_s: float, failed: bool, /) -> None:
-        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`."""
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool, /) -> None:
+        """Count copied bytes. size: bytes sent since the last call. lag_steps, lag_s, failed: see `protocol.Report`.
+
+        complete: whether a checkpoint has become complete.
+        """
 
     def copy_failed(self) -> None:
         """Count a process that died or seems stuck."""
@@ -214,9 +217,10 @@ class RestartedChild:
             sent = self._progress.heard(message, time.monotonic())
         if isinstance(message, Report):
             _log(message, before or Report(), self._target)
-            self._metrics.copied(sent, message.lag_steps, message.lag_s, bool(message.failures))
+            complete = before is not None and message.complete not in ("", before.complete)
+            self._metrics.copied(sent, message.lag_steps, message.lag_s, complete, bool(message.failures))
         elif before is not None:
-            self._metrics.copied(sent, before.lag_steps, before.lag_s, False)
+            self._metrics.copied(sent, before.lag_steps, before.lag_s, False, False)
 
 
 def _log(report: Report, before: Report, target: str) -> None:

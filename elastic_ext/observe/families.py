@@ -1,0 +1,188 @@
+"""The families of the agent's metrics: names, labels, and which series are there from the start.
+
+They follow Prometheus' guides on naming and instrumentation: base units in the names, timestamps in place of ages, attempts
+beside failures, and known label values from 0 on, so that increase() sees the first event. No family can grow without limit:
+`most` says how many series one agent has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+
+from elastic_ext.base.kinds import KINDS
+
+Labels = tuple[str, ...]
+
+OTHER = "other"  # a kind that a newer agent knows
+MEMBERSHIP = "membership"
+WORKER_STATES = ("running", "stopped", "succeeded", "failed")
+PHASES = ("stop", "verdict", "rendezvous", "start")
+SAVED, FAILED = "saved", "failed"
+COPIED = "copied"
+
+# torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
+MAX_TORCHELASTIC_NAMES = 500
+
+_PER_WORKER = "one per worker of the agent"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family.
+
+    Attributes:
+        unit: the end of the name; OpenMetrics shows it.
+        known: label values that are shown as 0 before anything happens.
+        most: how many series one agent has, for people.
+    """
+
+    kind: type[Metric]
+    help: str
+    labels: Labels = ()
+    unit: str = ""
+    known: tuple[Labels, ...] = ()
+    most: str = "1"
+
+    def new(self, name: str) -> Metric:
+        """Return the family without values."""
+        if self.kind is InfoMetricFamily:
+            return InfoMetricFamily(name, self.help, labels=self.labels)
+        make: Callable[..., Metric] = self.kind
+        return make(name, self.help, labels=self.labels, unit=self.unit)
+
+
+def _known(*values: str) -> tuple[Labels, ...]:
+    return tuple((value,) for value in values)
+
+
+# The name of a counter is shown with the suffix _total, that of an info with _info.
+JOB = {
+    "elastic_ext_restarts": Family(
+        CounterMetricFamily,
+        "Restarts of the workers, by kind of cause.",
+        ("kind",),
+        known=_known(*KINDS, MEMBERSHIP, OTHER),
+        most="one per kind",
+    ),
+    "elastic_ext_failures": Family(
+        CounterMetricFamily, "Failures, by kind.", ("kind",), known=_known(*KINDS, OTHER), most="one per kind"
+    ),
+    "elastic_ext_round": Family(GaugeMetricFamily, "The rendezvous round.", known=((),)),
+    "elastic_ext_world_size": Family(GaugeMetricFamily, "Workers in this round, over all nodes.", known=((),)),
+    "elastic_ext_workers": Family(
+        GaugeMetricFamily,
+        "Workers of this agent, by state.",
+        ("state",),
+        known=_known(*WORKER_STATES),
+        most=str(len(WORKER_STATES)),
+    ),
+    "elastic_ext_worker_starts": Family(
+        CounterMetricFamily,
+        "Workers started: warm (from a standby) or cold, with the reason for a cold start.",
+        ("how", "reason"),
+        most="one per reason",
+    ),
+    "elastic_ext_standbys": Family(GaugeMetricFamily, "Warm standbys that are ready.", known=((),)),
+    "elastic_ext_standby_memory_bytes": Family(
+        GaugeMetricFamily,
+        "Memory of the warm standbys and their server; shared pages count once.",
+        unit="bytes",
+        known=((),),
+    ),
+    "elastic_ext_checkpoint_copied_bytes": Family(
+        CounterMetricFamily, "Bytes copied from local_dir to checkpoint_dir.", unit="bytes", known=((),)
+    ),
+    "elastic_ext_checkpoint_copies": Family(
+        CounterMetricFamily,
+        "Checkpoints that are complete in checkpoint_dir (copied), and attempts to copy that failed.",
+        ("outcome",),
+        known=_known(COPIED, FAILED),
+        most="2",
+    ),
+    "elastic_ext_checkpoint_last_copy_timestamp_seconds": Family(
+        GaugeMetricFamily, "When a checkpoint was last completed in checkpoint_dir.", unit="seconds"
+    ),
+    "elastic_ext_checkpoint_uncopied_since_timestamp_seconds": Family(
+        GaugeMetricFamily, "Since when the oldest checkpoint that is not copied has waited; absent: all are.", unit="seconds"
+    ),
+    "elastic_ext_checkpoint_copy_lag_steps": Family(
+        GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
+    ),
+    "elastic_ext_torchelastic_last_value": Family(
+        GaugeMetricFamily,
+        "Last value passed to put_metric of torch.distributed.elastic.metrics.",
+        ("group", "name"),
+        most=str(MAX_TORCHELASTIC_NAMES),
+    ),
+    "elastic_ext_torchelastic_values": Family(
+        CounterMetricFamily,
+        "Calls to put_metric of torch.distributed.elastic.metrics.",
+        ("group", "name"),
+        most=str(MAX_TORCHELASTIC_NAMES),
+    ),
+}
+RECOVERY = "elastic_ext_recovery_seconds"
+INFO = "elastic_ext"
+OTHERS = {
+    RECOVERY: Family(
+        HistogramMetricFamily, "Duration of the phases of a recovery.", ("phase",), unit="seconds", most="one histogram per phase"
+    ),
+    INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
+}
+WORKERS = {
+    "elastic_ext_worker": Family(
+        InfoMetricFamily,
+        "A worker's ranks, node and device. gpu_uuid joins DCGM's series; empty without NVML.",
+        ("local_rank", "rank", "node", "gpu_uuid"),
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_steps": Family(
+        CounterMetricFamily, "Optimizer steps of the worker since its start.", ("local_rank",), most=_PER_WORKER
+    ),
+    "elastic_ext_worker_step_seconds": Family(
+        SummaryMetricFamily,
+        "Time from one optimizer step to the next, with all that the script does between them.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_last_step_timestamp_seconds": Family(
+        GaugeMetricFamily, "When the worker did its last optimizer step.", ("local_rank",), unit="seconds", most=_PER_WORKER
+    ),
+    "elastic_ext_worker_step_skew_ratio": Family(
+        GaugeMetricFamily,
+        "Recent time per optimizer step, relative to the median of this agent's workers.",
+        ("local_rank",),
+        unit="ratio",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_saved_step": Family(
+        GaugeMetricFamily, "Step of the last checkpoint that this worker saw committed.", ("local_rank",), most=_PER_WORKER
+    ),
+    "elastic_ext_worker_last_save_timestamp_seconds": Family(
+        GaugeMetricFamily, "When the worker last saw a checkpoint committed.", ("local_rank",), unit="seconds", most=_PER_WORKER
+    ),
+    "elastic_ext_worker_checkpoint_saves": Family(
+        CounterMetricFamily,
+        "Checkpoints that the worker has saved with the others since its start: committed (saved), or not (failed).",
+        ("local_rank", "outcome"),
+        most="two per worker of the agent",
+    ),
+    "elastic_ext_worker_checkpoint_save_seconds": Family(
+        SummaryMetricFamily,
+        "Time of a save, from the request to the commit. Training goes on for most of it.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+}

@@ -36,6 +36,7 @@ class HangHandling(Companion):
         self.hung: Mapping[int, Stuck] = {}
         self.reach = NOTHING_KNOWN
         self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
+        self._told: cuts.Reach | None = None  # what the other nodes know of the quiet workers
         self._waiting = False  # this node claims a stall by the limit of a wait only
 
     @property
@@ -72,14 +73,21 @@ class HangHandling(Companion):
         self._waiting = assessment.waiting
 
     def _check_quiet(self, workers: LocalWorkers) -> None:
-        """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long."""
+        """Tell the other nodes if all workers are quiet, and what has changed: who does not answer, not for how long.
+
+        While somebody does not answer, tell it again at each check: a claim that came too soon after other workers had finished
+        (`rounds.CLAIMS_S`) counts later, but on c10d only who claims looks. On etcd, a record that stays the same is not written.
+        """
         before = self._quiet.reach
         self._quiet.check(workers.running_pids())
         reach = self._quiet.reach
         silent = {each.address for each in reach.unanswered} if reach is not None else set()
         known = {each.address for each in before.unanswered} if before is not None else set()
         if (reach is None) != (before is None) or silent != known:
-            self._handler.report_quiet(_recorded(reach) if reach is not None else None)
+            self._told = _recorded(reach) if reach is not None else None
+            self._handler.report_quiet(self._told)
+        elif silent and reach is not before:  # a check was due: it makes a new one
+            self._handler.report_quiet(self._told)
         for each in reach.unanswered if reach is not None else ():
             if each.address not in known:
                 logger.warning("elastic_ext: all workers wait, and %s", each.text)

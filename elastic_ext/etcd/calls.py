@@ -160,12 +160,55 @@ def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
     connection.answered_at = time.monotonic()
 
 
+class Threads:
+    """The daemon threads that calls run on now. Each is forgotten once it has ended."""
+
+    def __init__(self) -> None:
+        self._running: set[threading.Thread] = set()
+
+    def start(self, run: Callable[[], None], name: str) -> None:
+        """Call `run` on a new thread. Raises RuntimeError if there is none to be had."""
+
+        def noted() -> None:
+            # Here, not where it is started: a signal may interrupt that. One noted too late for `join` finds the client closed.
+            thread = threading.current_thread()
+            self._running.add(thread)
+            try:
+                run()
+            finally:
+                self._running.discard(thread)
+
+        threading.Thread(target=noted, name=name, daemon=True).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for all threads, together. Return whether they have ended."""
+        end = time.monotonic() + timeout_s
+        for thread in self._running.copy():
+            thread.join(left_s(end))
+        return not self._running
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The one connection that a call is to use, for all of its time.
+
+    Attributes:
+        on_error: called, on the thread of the call, with each transient failure of an attempt that is not silence.
+        over: once set, the call is not sent again.
+    """
+
+    connection: Connection
+    on_error: Callable[[RpcFailure], None]
+    over: threading.Event
+
+
 class Caller:
     """Gives every unary call its deadline, its endpoint and its token. Thread-safe.
 
     Attributes:
         timeout_s: default for each call.
         closed: set when the client is closed.
+        threads: those of calls that run on their own (see `race`).
     """
 
     def __init__(self, endpoints: Endpoints, tokens: Tokens, timeout_s: float, closed: threading.Event) -> None:
@@ -173,6 +216,7 @@ class Caller:
         self.tokens = tokens
         self.timeout_s = timeout_s
         self.closed = closed
+        self.threads = Threads()
 
     def call(
         self,
@@ -181,7 +225,7 @@ class Caller:
         *,
         repeatable: bool,
         timeout_s: float | None = None,
-        only: Connection | None = None,
+        only: Alone | None = None,
         leader: bool = True,
     ) -> T:
         """Send the call until an endpoint answers.
@@ -192,7 +236,7 @@ class Caller:
             repeatable: the call may be sent again even if it may have been carried out. A call that the server has certainly not
                 taken is sent again in any case.
             timeout_s: for all attempts together. They share it among the endpoints not tried yet.
-            only: the one connection to use, for all of the time.
+            only: the one connection to use.
             leader: whether to fail fast on a member without a leader.
 
         Raises:
@@ -206,7 +250,9 @@ class Caller:
         while True:
             if self.closed.is_set():
                 raise errors.ClientClosed(f"{what}: the etcd client is closed")
-            connection = only or self.endpoints.current()
+            if only is not None and only.over.is_set():
+                raise errors.Unavailable(f"{what}: nobody waits for the answer any more")
+            connection = self.endpoints.current() if only is None else only.connection
             try:
                 return self._attempt(connection, send, run, leader)
             except CallFailed as error:
@@ -252,6 +298,8 @@ class Caller:
         else:
             # No write goes out on it unchecked. (What may be repeated does: on a lossy link, each round trip counts.)
             connection.answered_at = min(connection.answered_at, time.monotonic() - _FRESH_S)
+            if not failure.silent:
+                run.only.on_error(failure)
         run.failures[failure.endpoint] = failure
         run.tried += 1
         maybe_applied = failure.kind is Kind.UNSURE and run.sent and not run.repeatable
@@ -280,7 +328,7 @@ class _Run:
     deadline: float
     timeout_s: float
     repeatable: bool
-    only: Connection | None
+    only: Alone | None
     connections: int
     began: float = 0.0
     sent: bool = False

@@ -41,6 +41,7 @@ from elastic_ext.etcd.values import (
 )
 
 PAGE = 1000  # keys per request of a prefix: 1,000 values of 1 kB are well below what the server likes to send at once
+_JOIN_S = 2.0  # their calls are canceled by then
 
 
 class EtcdClient:
@@ -97,6 +98,8 @@ class EtcdClient:
         self._endpoints.close()  # first: it cancels the calls that the two threads may be in
         self.watches.close()
         self.renewer.close()
+        # Last: both may be in a race. A thread that returns from gRPC's C++ code during process exit could abort the process.
+        self._caller.threads.join(_JOIN_S)
 
     # Keys
 

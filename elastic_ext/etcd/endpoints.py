@@ -211,13 +211,13 @@ class Endpoints:
         with self._lock:
             return [*self._connections[self._index :], *self._connections[: self._index]]
 
-    def prefer(self, connection: Connection, instead_of: Connection) -> None:
-        """Use this connection from now on, since the one in use was silent for longer."""
+    def prefer(self, connection: Connection, instead_of: Connection, silent: bool) -> None:
+        """Use this connection from now on. silent: the one in use has not answered at all."""
         with self._lock:
             changed = self._connections[self._index] is instead_of
             if changed:
                 self._index = self._connections.index(connection)
-        if changed:
+        if changed and silent:
             self._note_silent(instead_of)
 
     def observe(self, on_silent: Callable[[Connection], None]) -> None:

@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from elastic_ext.etcd.calls import Caller, left_s
+from elastic_ext.etcd.calls import Alone, Caller, Threads, left_s
 from elastic_ext.etcd.endpoints import Connection
-from elastic_ext.etcd.errors import EtcdError, TlsError, Unavailable
+from elastic_ext.etcd.errors import EtcdError, RpcFailure, TlsError, Unavailable
 
 T = TypeVar("T")
+_Answer = tuple[Connection, T | EtcdError | RpcFailure]
 
 BESIDE_S = 1.0  # longer than a healthy etcd takes, also over a slow link that has lost one packet
 GRACE_S = 0.2  # after a pause of etcd or this process, all answers arrive together, in any order
 
-# Of the time of a call, after which the spare connection of a lone endpoint takes part. A call has 5 s by default, and gRPC takes
-# 12 s to find that the first stands still (3 s just after an answer). Much earlier, what a busy etcd answers late would be asked
-# twice.
+# Of the time of a call, after which the spare connection of a lone endpoint takes part if the first is silent. A call has 5 s by
+# default, and gRPC takes 12 s to find that the first stands still (3 s just after an answer). Much earlier, what a busy etcd
+# answers late would be asked twice.
 SPARE_SHARE = 0.5
 
 
@@ -45,36 +46,59 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
 
     Args:
         timeout_s: for the whole race.
-        beside_s: without an answer for this time, the next connection takes part.
+        beside_s: without an answer for this time, the next connection takes part. After an error, it does so at once.
 
     Raises:
         EtcdError: like `Caller.call`; Unavailable only once all connections have failed.
     """
     deadline = time.monotonic() + timeout_s
-    answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]] = queue.SimpleQueue()
-    waiting = caller.endpoints.from_current()
-    first, running = waiting[0], 0
-    failed: dict[Connection, EtcdError] = {}
+    answers: queue.SimpleQueue[_Answer[T]] = queue.SimpleQueue()
+    over = threading.Event()
 
     def run(connection: Connection) -> None:
         answer: T | EtcdError = EtcdError(f"{what}: the thread of this call failed")
+        told = threading.Event()
+
+        def on_error(failure: RpcFailure) -> None:
+            if not told.is_set():
+                told.set()
+                answers.put((connection, failure))
+
         try:
-            answer = caller.call(what, send, repeatable=True, timeout_s=left_s(deadline), only=connection, leader=leader)
+            only = Alone(connection, on_error, over)
+            answer = caller.call(what, send, repeatable=True, timeout_s=left_s(deadline), only=only, leader=leader)
         except EtcdError as error:
             answer = error
         finally:
             answers.put((connection, answer))
 
+    try:
+        return _first_answer(caller, run, answers, beside_s)
+    finally:
+        over.set()
+
+
+def _first_answer(
+    caller: Caller, run: Callable[[Connection], None], answers: queue.SimpleQueue[_Answer[T]], beside_s: float
+) -> T:
+    """Run it on one connection after another until one has an answer. run: puts its first error, if any, then its answer."""
+    waiting = caller.endpoints.from_current()
+    first, running = waiting[0], 0
+    refused: set[Connection] = set()  # have answered with an error, and are still tried
+    failed: dict[Connection, EtcdError] = {}
     while True:
         if waiting:
-            running += _start(run, waiting.pop(0), in_place=running == 0)
+            running += _start(caller.threads, run, waiting.pop(0), in_place=running == 0)
         try:
             connection, answer = answers.get(timeout=beside_s if waiting else None)
         except queue.Empty:
             continue
+        if isinstance(answer, RpcFailure):
+            refused.add(connection)
+            continue
         if not isinstance(answer, EtcdError):
-            if connection is not first and (first in failed or not _answers_soon(answers, first)):
-                caller.endpoints.prefer(connection, instead_of=first)
+            if connection is not first and (first in failed or first in refused or not _answers_soon(answers, first)):
+                caller.endpoints.prefer(connection, instead_of=first, silent=first not in refused)
             return answer
         running -= 1
         failed[connection] = answer
@@ -87,10 +111,10 @@ def race(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: floa
             raise answer
 
 
-def _start(run: Callable[[Connection], None], connection: Connection, in_place: bool) -> int:
+def _start(threads: Threads, run: Callable[[Connection], None], connection: Connection, in_place: bool) -> int:
     """Run it on a thread. Return how many run; if no thread can be started, that is 0, unless it ran in place."""
     try:
-        threading.Thread(target=run, args=(connection,), name="etcd-race", daemon=True).start()
+        threads.start(lambda: run(connection), "etcd-race")
     except RuntimeError:  # a limit on threads or processes
         if not in_place:
             return 0
@@ -98,7 +122,7 @@ def _start(run: Callable[[Connection], None], connection: Connection, in_place: 
     return 1
 
 
-def _answers_soon(answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]], first: Connection) -> bool:
+def _answers_soon(answers: queue.SimpleQueue[_Answer[T]], first: Connection) -> bool:
     """Return whether the first connection answers as well, within GRACE_S."""
     end = time.monotonic() + GRACE_S
     while True:
@@ -107,4 +131,4 @@ def _answers_soon(answers: queue.SimpleQueue[tuple[Connection, T | EtcdError]], 
         except queue.Empty:
             return False
         if connection is first:
-            return not isinstance(answer, EtcdError)
+            return not isinstance(answer, (EtcdError, RpcFailure))

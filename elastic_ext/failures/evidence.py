@@ -76,8 +76,8 @@ class Precedent:
         same_checkpoint: whether both rounds had resumed from the same checkpoint.
         warm: whether its process was a warm standby; None if unknown.
         cut: see Evidence.
-        recent: whether the job has not failed since, and restarts by then still count against its budget: no checkpoint has given
-            them back, and `budget_window` has not passed.
+        recent: whether the job has not failed since, and a restart by then is still charged to its budget: no checkpoint has
+            given it back, and `budget_window` has not passed.
     """
 
     same_fingerprint: bool

@@ -29,7 +29,7 @@ STALLED = "no worker of the job is making progress"  # for people: why a round e
 # Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
 # that claims looks at its workers every workers.hangs.schedule.LOOK_S, whatever hang_timeout is. It sees a step, or a process
 # that computes, at the first look or the second; work that barely counts as such, once it fills the window over which the process
-# stats are compared (schedule.window_s, 27 s by default). The rest is for a late agent (detector.LATE_S), and for telling.
+# stats are compared (schedule.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for telling.
 CLAIMS_S = 45.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 

@@ -26,6 +26,8 @@ class CallProxy(grpc.GenericRpcHandler):
         self._held = ""
         self._released = threading.Event()
         self._refused: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self._peer = ""
+        self._refused_peers: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.holding = threading.Event()
 
     def __enter__(self) -> CallProxy:
@@ -48,6 +50,10 @@ class CallProxy(grpc.GenericRpcHandler):
         """Answer the next call of this name with an error."""
         self._refused[name] = (code, text)
 
+    def refuse_connection(self, code: grpc.StatusCode, text: str) -> None:
+        """Answer each call with an error, on the connection of the last call. A load balancer may have a bad member behind it."""
+        self._refused_peers[self._peer] = (code, text)
+
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         name = details.method.rpartition("/")[2]
         metadata = [(key, value) for key, value in details.invocation_metadata if key in _PASSED]
@@ -69,7 +75,8 @@ class CallProxy(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(one)
 
     def _delay(self, name: str, context: grpc.ServicerContext) -> None:
-        if (refusal := self._refused.pop(name, None)) is not None:
+        self._peer = context.peer()
+        if (refusal := self._refused_peers.get(self._peer) or self._refused.pop(name, None)) is not None:
             context.abort(*refusal)
         if name == self._held:
             self.holding.set()

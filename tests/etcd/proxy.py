@@ -24,7 +24,7 @@ class Proxy:
         self._delay_s = 0.0
         self._deaf = self._resets = False
         self._stopped = threading.Event()
-        self._accepted = 0
+        self.accepted = 0  # connections so far
         self._held: Callable[[int], bool] = lambda number: False
         self._released = threading.Condition()
         self.port = free_port()
@@ -80,7 +80,7 @@ class Proxy:
 
     def hold(self, but: int, new: bool) -> None:
         """Hold back all data until `release`: of the connections there are, but for so many first ones, and of `new` ones."""
-        there = range(but, self._accepted)
+        there = range(but, self.accepted)
         with self._released:
             self._held = lambda number: number in there or (new and number >= there.stop)
             self._released.notify_all()
@@ -120,8 +120,8 @@ class Proxy:
                 return
             with self._lock:
                 self._sockets += [near, far]
-            number = self._accepted
-            self._accepted += 1  # before anything passes: who has an answer is among those that `hold` holds
+            number = self.accepted
+            self.accepted += 1  # before anything passes: who has an answer is among those that `hold` holds
             self._spawn(self._pump, near, far, number)
             self._spawn(self._pump, far, near, number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -28,11 +29,13 @@ from elastic_ext.etcd import (
     Unavailable,
     UnsupportedVersion,
     absent,
+    race,
     unchanged,
 )
 from elastic_ext.etcd.client import PAGE
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Alarm
+from tests.etcd.call_proxy import CallProxy
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -281,6 +284,24 @@ def test_a_write_that_was_sent_goes_over_no_other_connection(proxy: Proxy, prefi
         proxy.release()
 
 
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "write"])
+def test_an_error_brings_in_the_spare_connection_at_once(
+    server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    """As of a member without a leader. The share of the time, and the grace, are for a connection that is silent."""
+    monkeypatch.setattr(race, "SPARE_SHARE", 2.0)  # of the time: never
+    monkeypatch.setattr(race, "GRACE_S", math.inf)  # who waits for this fails
+    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=20) as client:
+        client.put(prefix, "1")
+        first, silent = client._endpoints.current(), []
+        client._endpoints.observe(silent.append)
+        proxy.refuse_connection(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+        CALLS[call](client, prefix)
+        assert client._endpoints.current() is not first
+        assert silent == []  # the watches' stream is left alone
+        assert client._caller.threads.join(10)  # the loser asks no more: it might grant a second lease
+
+
 def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
     """The watches' stream then leaves it, long before gRPC's pings would notice."""
     with EtcdClient(proxy.endpoint, timeout_s=1) as client:
@@ -378,6 +399,32 @@ def test_closing_ends_calls_at_once(own_server: EtcdServer):
     with pytest.raises(ClientClosed):
         client.watch("a", start_revision=1)
     client.close()
+
+
+def test_closing_waits_for_the_losers_of_races(server: EtcdServer, prefix: str):
+    """One that returns from gRPC's C++ code during process exit could abort the process."""
+    late, ended = threading.Event(), []
+    with EtcdClient(server.endpoint) as client:
+        turn = itertools.count()
+
+        def send(etcd: object) -> int:
+            if (number := next(turn)) == 0:
+                assert client._closed.wait(20)
+                later = threading.Timer(0.3, late.set)  # the time that it takes to come back from gRPC, exaggerated
+                later.start()
+                assert late.wait(20)
+                ended.append(number)
+            return number
+
+        assert race.race(client._caller, "ask", send, timeout_s=20, beside_s=0.2) == 1
+        assert ended == []
+    assert ended == [0]
+
+
+def test_threads_of_calls_are_forgotten_when_they_end(client: EtcdClient, prefix: str):
+    for _ in range(20):
+        client.get(prefix)
+    assert client._caller.threads.join(20)
 
 
 def test_a_process_ends_with_its_client_open(server: EtcdServer):

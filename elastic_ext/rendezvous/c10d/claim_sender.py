@@ -3,7 +3,8 @@
 The timeout of a TCPStore bounds neither `compare_set` nor `check`, nor its constructor once the server's kernel has accepted the
 connection: a store that is stopped, or whose packets are dropped, holds a call without limit. So each attempt to send has a
 thread and a connection of its own, and a thread of ours waits for it. An attempt that takes too long is given up: the next one
-is begun beside it. If it goes on later, it does no harm: see the invariant of `claims`.
+is begun beside it. If it goes on later, it does no harm: see the invariant of `claims`. If the claim changes meanwhile, the next
+one is begun at once: a withdrawal has little time (`rounds.CLAIMS_S`), and what holds up an attempt may be its connection alone.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ class ClaimSender:
         self._claims, self._attempt, self._start = claims, attempt, start
         self._lock = threading.Lock()
         self._running = False
-        self._news = threading.Event()  # a claim has changed, or the round is over
+        self._news = threading.Event()  # a claim has been made, or the round is over
+        self._changed: Future[None] = Future()  # done once a claim says something else than the one before
         self._over: Future[None] = Future()  # done once the round is over
 
     def change(self, change: Callable[[Claim], Claim]) -> None:
         """Change what this node claims; return at once."""
-        self._claims.change(change)
+        changed = self._claims.change(change)
         self._news.set()
         with self._lock:
+            if changed and not self._changed.done():
+                self._changed.set_result(None)
             if self._running or self._claims.all_told:
                 return
             try:
@@ -76,11 +80,14 @@ class ClaimSender:
         patience_s, prompt_s = round_store.ANSWER.total_seconds(), PROMPT_S
         level = logging.WARNING
         while not (self._claims.all_told or self._over.done()):
+            changed = self._next_change()  # before the attempt, which tells what has changed until it writes
             attempts.add(self._begin(prompt_s))
-            done, left = wait({*attempts, self._over}, patience_s, FIRST_COMPLETED)
+            done, left = wait({*attempts, self._over, changed}, patience_s, FIRST_COMPLETED)
             attempts &= left
             errors = [error for each in done if (error := each.exception()) is not None]
-            if not done:
+            if changed in done and attempts:
+                prompt_s = 0.0  # the store may stand still, as below
+            elif not done:
                 errors = [TimeoutError(f"no answer from the store in {patience_s:g} s; trying beside it on a new connection")]
                 patience_s *= 2  # so those that are held up stay few
                 prompt_s = 0.0  # the store stands still: the next attempt may start just before it goes on
@@ -93,6 +100,13 @@ class ClaimSender:
                     level = logging.DEBUG
             if done and errors:
                 wait([self._over], RETRY_S)
+
+    def _next_change(self) -> Future[None]:
+        """Return what is done once the claim changes after this call."""
+        with self._lock:
+            if self._changed.done():
+                self._changed = Future()
+            return self._changed
 
     def _begin(self, prompt_s: float) -> Future[None]:
         """Start an attempt. It counts as failed if there can be no more threads."""

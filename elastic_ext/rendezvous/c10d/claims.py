@@ -74,16 +74,24 @@ class Claims:
         self._reader = reader
         self._lock = threading.Lock()
         self._newest = WORK
+        self._changed = 0  # number of the first claim that said what the newest one says; those since then repeat it
         self._told = 0  # number of the newest claim that needs no more sending
         self._there = b""  # what our key held when a thread last wrote it; only a guess, which saves requests
+        self._works: str | None = None  # key of a node that claimed nothing when a thread last looked; only a guess, too
         self._finished = (0, 0.0)  # how many nodes have finished, and when this one has seen that
 
-    def change(self, change: Callable[[Claim], Claim]) -> None:
-        """Change what `send` is to tell. A claim that is repeated is told again: the others' may have changed since."""
+    def change(self, change: Callable[[Claim], Claim]) -> bool:
+        """Change what `send` is to tell; return whether it says something else now.
+
+        A claim that is repeated is told again: the others' may have changed since.
+        """
         with self._lock:
             before, after = self._newest, change(self._newest)
             if not before == after == WORK:
                 self._newest = replace(after, number=before.number + 1)
+            if before != after:
+                self._changed = self._newest.number
+            return before != after
 
     @property
     def all_told(self) -> bool:
@@ -96,15 +104,22 @@ class Claims:
             self._told = max(self._told, number)
 
     def send(self, store: Store) -> Sent:
-        """Write the newest claim, and those that come meanwhile, and look at the others'."""
+        """Write the newest claim, and changes that come meanwhile, and look at the others'.
+
+        A repetition that comes meanwhile is for the next call: they may come faster than the store answers.
+        """
         while True:
             claim = self._newest
             self._write(store, claim)
             # When a job ends, all nodes finish at about the same time: none of them reads the claims of all the others.
-            looks = claim is self._newest and claim != WORK and not claim.finished
+            looks = self._stands(claim) and claim != WORK and not claim.finished
             why = self._look(store) if looks else None
-            if claim is self._newest:
+            if self._stands(claim):
                 return Sent(claim.number, why)
+
+    def _stands(self, claim: Claim) -> bool:
+        """Return whether the newest claim is this one, or has only repeated it."""
+        return claim.number >= self._changed
 
     def _write(self, store: Store, claim: Claim) -> None:
         """Write the claim unless a newer one is there; see the module's invariant."""
@@ -117,10 +132,14 @@ class Claims:
         self._there = found
 
     def _look(self, store: Store) -> str | None:
-        """Return why the job hangs by what all nodes claim now."""
+        """Return why the job hangs by what all nodes claim now. One that works is enough to know that it does not."""
+        if (key := self._works) is not None and self._read(store.get(key), key) == WORK:
+            return None
         if not store.check(self._keys):
             return None
-        claims = [self._read(value, key) for key, value in zip(self._keys, store.multi_get(self._keys), strict=True)]
+        found = {key: self._read(value, key) for key, value in zip(self._keys, store.multi_get(self._keys), strict=True)}
+        claims = list(found.values())
+        self._works = next((key for key, each in found.items() if each == WORK), None)
         finished = sum(each.finished for each in claims)
         if finished != self._finished[0]:
             self._finished = (finished, time.monotonic())

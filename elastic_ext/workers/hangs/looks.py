@@ -4,7 +4,7 @@ Neither processor time nor one stack tells. NCCL waits spin, as work does, and a
 the same line of the same short collective. So a look asks twice. First for an answer: worker_env.ANSWER_SIGNAL, which the main
 thread counts as soon as it runs Python code. Then for the stacks, which faulthandler writes whatever the main thread does. As
 long as the answer is missing, the main thread has not left the call that the stacks show. It needs neither luck nor more signals.
-Only a worker that has answered before is trusted: HangWatch asks each for a first answer once it has started.
+Only a worker that has answered before is trusted: FirstAnswers asks each once it has started.
 
 Also, nothing else of the worker's family may do what others could wait for: no bytes, no disk, no new connection of the worker
 itself, no other process that computes, and no other Python thread that may use the processor. Threads without Python code may:
@@ -12,12 +12,13 @@ NCCL's own spin, too.
 
 Each signal interrupts a worker for less than a millisecond; system calls restart, or return EINTR where the kernel never restarts
 them, which Python and torch retry. A main thread that waits for a signal (signal.pause) would go on after ours: it gets none, and
-so stays in no call. A worker that stays gets two signals, and one before its node claims a stall. One that does
-its own part gets two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S.
+so stays in no call. A worker that stays gets two signals, and one before its node claims a stall. One that does its own part gets
+two more after FIRST_GAP_S, then after twice as long, up to LONGEST_GAP_S; a new connection begins this anew.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from dataclasses import dataclass, replace
 from elastic_ext.workers.hangs import detector, process_stats, stacks, waits
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers.hangs.waits import Wait
-from elastic_ext.workers.progress import Progress
+from elastic_ext.workers.progress import Progress, ProgressTable
+
+logger = logging.getLogger(__name__)
 
 FIRST_GAP_S, LONGEST_GAP_S = 5.0, 60.0
 RATES_S = 2.0  # over less time, the stacks that the worker writes would count as its work
@@ -129,6 +132,36 @@ class Looks:
                 self._stays[local_rank] = Stay(now, wait, rows[local_rank].answers, idle, stats[local_rank])
 
 
+class FirstAnswers:
+    """Asks each worker of a round for one answer, once it has started. Only the silence of those that have given it counts."""
+
+    def __init__(self) -> None:
+        self._asked: set[int] = set()  # by local rank
+        self._next, self._gap_s = -math.inf, FIRST_GAP_S  # monotonic: when to try those again that could not be asked
+        self._warned = False
+
+    def ask(self, pids: Mapping[int, int], progress: ProgressTable, now: float) -> None:
+        """Ask those that have started and can be asked now. A library may block the signal for a while. pids: by local rank."""
+        if now < self._next:
+            return
+        rows = {local_rank: progress.read(local_rank) for local_rank in pids.keys() - self._asked}
+        new = {local_rank: pids[local_rank] for local_rank, row in rows.items() if row.answers == 1 and row.sign_ns}
+        if not new:
+            return
+        sample = process_stats.read(new.values())
+        for local_rank, pid in new.items():
+            if pid in sample and may_be_asked(rows[local_rank], sample[pid]) and stacks.ask(pid):
+                self._asked.add(local_rank)
+        if not new.keys() <= self._asked:  # reading /proc costs milliseconds, and this may last as long as the job
+            self._next, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
+        if not self._warned and any(stats.awaits_signal is None for stats in sample.values()):
+            self._warned = True
+            logger.warning(
+                "elastic_ext: neither /proc/PID/syscall nor wchan tells whether a worker waits for a signal, so none is asked "
+                "whether it stays in a call: ranks that wait for each other with a busy core count as working for half an hour"
+            )
+
+
 def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
     """Return the stacks of these processes. They are not kept: looks may go on for days, and the files often lie in memory."""
     dumps = stacks.dump_all(paths)
@@ -168,7 +201,7 @@ def continues(stay: Stay, answers: int, stats: ProcessStats, now: float) -> bool
 def _connects(before: ProcessStats, now: ProcessStats) -> bool:
     """Return whether the worker has opened TCP connections.
 
-    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on. Other
-    processes of the family (loggers, loaders) and what is closed do not count; their bytes do.
+    NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on.
+    Closed connections do not count, nor do those of other processes of the family (loggers, loaders); their bytes do.
     """
     return before.own_sockets is not None and now.own_sockets is not None and not now.own_sockets <= before.own_sockets

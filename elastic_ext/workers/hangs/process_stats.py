@@ -33,6 +33,7 @@ _EPOLLIN = 0x1
 # The system calls that any handled signal ends, whatever its handler does: pause and rt_sigsuspend. Where there is none,
 # libc calls ppoll without descriptors and timeout. (The same sources.)
 _SIGNAL_WAITS = {"x86_64": (34, 130), "aarch64": (133,)}.get(platform.machine(), ())
+_HAS_PAUSE = platform.machine() == "x86_64"
 _PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine())
 
 
@@ -214,7 +215,7 @@ def _read_process(pid: int) -> ProcessStats:
         debugged=tracer or _reads_terminal(pid),
         own_cpu_s=_cpu_s(fields),
         main_cpu_s=_cpu_s(main) if main else 0.0,
-        awaits_signal=_awaits_signal(pid),
+        awaits_signal=_awaits_signal(pid, fields[0], wchan),
     )
 
 
@@ -286,14 +287,18 @@ def _waited_s(pid: int) -> float:
     return waited_ns / 1e9
 
 
-def _awaits_signal(pid: int) -> bool | None:
-    call = _optional(pid, "syscall").split()  # "running" if it is in none
-    if not call or not _SIGNAL_WAITS:
-        return None
-    if not call[0].isdecimal():
+def _awaits_signal(pid: int, state: str, wchan: str) -> bool | None:
+    call = _optional(pid, "syscall").split()  # "running" if it is in none; not readable without the right to trace
+    if call and _SIGNAL_WAITS:
+        if not call[0].isdecimal():
+            return False
+        number, arguments = int(call[0]), [int(each, 16) for each in call[1:4]]
+        return number in _SIGNAL_WAITS or (number == _PPOLL and arguments[1:] == [0, 0])
+    if state == "R":
         return False
-    number, arguments = int(call[0]), [int(each, 16) for each in call[1:4]]
-    return number in _SIGNAL_WAITS or (number == _PPOLL and arguments[1:] == [0, 0])
+    if "poll" in wchan and not _HAS_PAUSE:
+        return None
+    return any(name in wchan for name in ("pause", "sigsuspend")) if wchan not in ("", "0") else None
 
 
 # Debuggers.

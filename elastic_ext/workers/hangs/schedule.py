@@ -37,8 +37,8 @@ def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) 
 
 
 def window_s(fixed_s: float | None = None) -> float:
-    """Return over how many seconds, at least, the process stats are compared. Right after the first ones, it is less."""
-    return WINDOW_SHARE * _often_s(fixed_s)
+    """Return over how many seconds the process stats are compared: less right after the first ones, and up to twice as long."""
+    return WINDOW_SHARE * min(_often_s(fixed_s), detector.IDLE_FLOOR_S / 2)
 
 
 def _often_s(fixed_s: float | None) -> float:

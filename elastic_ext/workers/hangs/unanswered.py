@@ -161,7 +161,7 @@ def needs_stats(workers: Sequence[WorkerStatus], limit_s: float) -> bool:
 
 def window_s(limit_s: float) -> float:
     """Return over how many seconds, at least, the process stats are compared; the first are read at half of the limit."""
-    return schedule.WINDOW_SHARE * limit_s / 2
+    return min(schedule.WINDOW_SHARE * limit_s / 2, schedule.window_s())
 
 
 def next_check_s(workers: Sequence[WorkerStatus], limit_s: float, reach: Reach | None) -> float:

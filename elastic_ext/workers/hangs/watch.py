@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ext.workers.hangs import detector, looks, process_stats, schedule, stacks, step_times
+from elastic_ext.workers.hangs import detector, process_stats, schedule, stacks, step_times
 from elastic_ext.workers.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
-from elastic_ext.workers.hangs.looks import Looks
+from elastic_ext.workers.hangs.looks import FirstAnswers, Looks
 from elastic_ext.workers.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers.hangs.step_times import StepMark
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING_FOUND = Assessment(False, (), "not checked yet")
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
-MAX_ASKS = 3  # a library may block the signal for a moment
 
 
 class HangWatch:
@@ -44,7 +44,7 @@ class HangWatch:
         self._looks: Looks | None = None  # while all are quiet for a good part of the limit of a wait
         self._speeds = Speeds(dict(ranks))
         self._warned = False
-        self._asks: Counter[int] = Counter()  # by local rank: tries to get a first answer; MAX_ASKS: one was asked
+        self._first_answers = FirstAnswers()
 
     @property
     def stalled(self) -> bool:
@@ -76,7 +76,8 @@ class HangWatch:
         if now > self._next_check + detector.LATE_S:
             self._restart_count(now)
         self._speeds.update({local_rank: self._progress.read(local_rank) for local_rank in pids})
-        self._ask_once(pids)
+        if self._fixed_s is None:
+            self._first_answers.ask(pids, self._progress, now)
         workers = self._status(pids, now)
         if not workers or not schedule.needs_stats(workers, self._fixed_s):
             self._stall = None
@@ -109,22 +110,8 @@ class HangWatch:
         self._looks.update(pids, {each: self._progress.read(each) for each in pids}, stacks_files, now)
         return self._status(pids, now)
 
-    def _ask_once(self, pids: Mapping[int, int]) -> None:
-        """Ask each worker that has started for one answer. `looks` trusts the silence of those that have given it."""
-        left = {each for each in pids if self._asks[each] < MAX_ASKS} if self._fixed_s is None else ()
-        rows = {each: self._progress.read(each) for each in left}
-        new = {each: pids[each] for each, row in rows.items() if row.answers == 1 and row.sign_ns}
-        if not new:
-            return
-        sample = process_stats.read(new.values())
-        for local_rank, pid in new.items():
-            if pid in sample and looks.may_be_asked(rows[local_rank], sample[pid]):
-                self._asks[local_rank] += MAX_ASKS if stacks.ask(pid) else 1
-
     def _restart_count(self, now: float) -> None:
-        self._quiet_from, self._looks = now, None
-        if self._stall is not None:
-            self._stall.forget_activity()
+        self._quiet_from, self._looks, self._stall = now, None, None
 
     def _read_stats(self, pids: Mapping[int, int], now: float) -> None:
         if self._stall is None:
@@ -202,12 +189,16 @@ class Sample:
 
 
 class Stall:
-    """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life."""
+    """The activity of the workers' processes while all workers are quiet. A stall ends when one gives a sign of life.
+
+    Each sample is compared with one that is a window old, and with the one before it unless that is too young to tell work from
+    noise. So work that has just begun counts before the first claim, and each of the frequent looks after it sees a whole window.
+    """
 
     def __init__(self, window_s: float) -> None:
-        """window_s: each sample is compared with the newest one that is as old as this, or with the first."""
+        """window_s: the newest sample that is as old as this is compared, or the first. Half of it tells work from noise."""
         self._window_s = window_s
-        self._samples: deque[Sample] = deque()  # the first one is compared with the last one
+        self._samples: deque[Sample] = deque()  # the first one is a window old
         self._worked: dict[int, float] = {}  # when each was last seen to work, or its activity was not known
         self._slept: dict[int, float] = {}  # when each was last seen asleep in the kernel
 
@@ -221,23 +212,20 @@ class Stall:
         self._samples.append(Sample(now, stats))
         while len(self._samples) > 2 and now - self._samples[1].at >= self._window_s:
             self._samples.popleft()
+        spans = [self.rates]
+        if len(self._samples) > 2 and now - self._samples[-2].at >= self._window_s / 2:
+            spans.append(functools.partial(self.rates, since=-2))
         for local_rank, each in stats.items():
-            rates = self.rates(local_rank)
-            if detector.works(rates.cpu_share, rates.bytes_s):
+            if any(detector.works(rates.cpu_share, rates.bytes_s) for rates in (span(local_rank) for span in spans)):
                 self._worked[local_rank] = now
             if each is not None and each.asleep_in_kernel:
                 self._slept[local_rank] = now
 
-    def forget_activity(self) -> None:
-        """Count no worker as idle until there are two more checks."""
-        self._worked.clear()
-        self._slept.clear()
-
-    def rates(self, local_rank: int) -> Rates:
-        """Return this worker's rates over the window that ends at the last check."""
+    def rates(self, local_rank: int, since: int = 0) -> Rates:
+        """Return this worker's rates from sample number `since`, by default of a window ago, to the last one."""
         if len(self._samples) < 2:
             return Rates()
-        first, last = self._samples[0], self._samples[-1]
+        first, last = self._samples[since], self._samples[-1]
         before, now = first.stats.get(local_rank), last.stats.get(local_rank)
         return process_stats.rates(before, now, last.at - first.at) if before and now and last.at > first.at else Rates()
 

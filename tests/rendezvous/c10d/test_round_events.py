@@ -247,14 +247,18 @@ def test_when_the_job_hangs(claims, why):
 
 
 class Counted:
-    """A store that counts the requests to it."""
+    """A store that counts the requests to it, and the keys in them."""
 
     def __init__(self, store: round_store.Store) -> None:
-        self._store, self.requests = store, 0
+        self._store, self.requests, self.keys = store, 0, 0
 
-    def __getattr__(self, name: str) -> object:
-        self.requests += 1
-        return getattr(self._store, name)
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(keys: str | list[str], *args: str) -> object:
+            self.requests += 1
+            self.keys += 1 if isinstance(keys, str) else len(keys)
+            return getattr(self._store, name)(keys, *args)
+
+        return call
 
 
 def test_what_a_claim_costs_does_not_grow_with_the_job_while_a_node_works(server):
@@ -268,11 +272,67 @@ def test_what_a_claim_costs_does_not_grow_with_the_job_while_a_node_works(server
     for claim in (Claim(reach=GETS_NONE), WORK):
         agents[0].change(lambda _, claim=claim: claim)
         assert agents[0].send(store).why is None  # 10.0.0.2 is that of 49 nodes
-    store.requests = 0
-    for each in agents[1:]:
-        each.change(lambda _: Claim(reach=B))
-        each.send(store)
-    assert store.requests <= 3 * nodes
+    for requests, keys in ((3, 2 * nodes + 1), (2, 2)):  # once all have claimed, one look finds a node that works
+        store.requests = store.keys = 0
+        for each in agents[1:]:
+            each.change(lambda _: Claim(reach=B))
+            each.send(store)
+        assert store.requests <= requests * nodes
+        assert store.keys <= keys * nodes
+    why = []
+    for each in agents:
+        each.change(lambda _: STALLS)
+        why.append(each.send(store).why)
+    assert why == [None] * (nodes - 1) + ["no worker of the job is making progress"]
+
+
+class During:
+    """A store that calls `then` when this request has been answered."""
+
+    def __init__(self, store: round_store.Store, request: str, then: Callable[[], object]) -> None:
+        self._store, self._request, self._then = store, request, then
+
+    def __getattr__(self, name: str) -> object:
+        call = getattr(self._store, name)
+        return (lambda *args: (call(*args), self._then())[0]) if name == self._request else call
+
+
+@pytest.mark.parametrize("request_", ["compare_set", "check", "multi_get"])
+def test_a_hang_is_known_though_claims_are_repeated_faster_than_the_store_answers(server, request_):
+    store, repeats = round_store.connect("localhost", server.port), 0
+    one, other = (Claims(rank, 2, RecordReader()) for rank in range(2))
+
+    def repeat() -> None:
+        nonlocal repeats
+        repeats += 1
+        assert repeats <= 3, "the hang was seen and thrown away"
+        one.change(lambda _: STALLS)
+
+    for each in (other, one):
+        each.change(lambda _: STALLS)
+        sent = each.send(cast(round_store.Store, During(store, request_, repeat)) if each is one else store)
+    assert sent.why == "no worker of the job is making progress"
+    assert not one.all_told  # the last repetition is told, too
+
+
+def test_a_hang_is_judged_anew_if_a_claim_was_withdrawn_meanwhile(server):
+    store, looks = round_store.connect("localhost", server.port), 0
+    one, other = (Claims(rank, 2, RecordReader()) for rank in range(2))
+
+    def work_for_a_moment() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            for each, claims_ in ((other, [WORK]), (one, [WORK, STALLS])):
+                for claim in claims_:
+                    each.change(lambda _, claim=claim: claim)
+            other.send(store)
+
+    other.change(lambda _: STALLS)
+    other.send(store)
+    one.change(lambda _: STALLS)
+    assert one.send(cast(round_store.Store, During(store, "multi_get", work_for_a_moment))).why is None
+    assert looks == 2
 
 
 def test_an_address_of_no_node_and_a_claim_that_cannot_be_read_end_no_round(server):
@@ -376,10 +436,10 @@ def before_next_write(monkeypatch, port: int, then: Callable[[], object]) -> Non
     monkeypatch.setattr(round_store, "connect", connecting)
 
 
-@pytest.mark.parametrize("given_up", [True, False])
-def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_withdrawal(monkeypatch, caplog, given_up):
+@pytest.mark.parametrize("then", ["", "given-up", "claimed-anew"])
+def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_withdrawal(monkeypatch, caplog, then):
     """The first node works again before the store hears that it stalled; the other one's claim arrives before that is heard."""
-    if given_up:
+    if then == "given-up":
         monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.3))
     with StoreServer() as server, Proxy(server.port) as proxy:
         one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)
@@ -393,8 +453,14 @@ def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_w
         assert frozen.wait(20)
         one.stalled(False)
         time.sleep(claim_sender.PROMPT_S)  # what is less is no longer than a withdrawal may take
-        if given_up:
+        if then == "given-up":
             until(lambda: caplog.text.count("no answer from the store") == 2)
+        if then == "claimed-anew":
+            there = len(alive(other))
+            other.stalled(False)
+            until(lambda: len(alive(other)) == there + 1)
+            other.stalled(True)
+            until(lambda: len(alive(other)) == there + 2)  # an attempt that begins just before the store goes on
         proxy.delay(0.1)
         server.resume()
         settle(one)
@@ -411,7 +477,7 @@ def test_claims_on_their_way_to_a_store_that_stands_still_do_not_outlive_their_w
 
 
 def test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection_which_changes_nothing_later(server, monkeypatch):
-    monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=0.3))
+    monkeypatch.setattr(round_store, "ANSWER", timedelta(seconds=60))  # longer than this test waits for anything
     with Proxy(server.port) as proxy:
         one = RoundEvents("127.0.0.1", proxy.port, 0, 2, nothing)
         other = RoundEvents("localhost", server.port, 1, 2, nothing)
@@ -421,10 +487,14 @@ def test_a_withdrawal_does_not_wait_for_a_claim_on_a_cut_connection_which_change
         before_next_write(monkeypatch, proxy.port, lambda: (proxy.hold(but=1, new=False), cut.set()))
         one.stalled(True)  # again
         assert cut.wait(20)
+        for _ in range(5):
+            one.stalled(True)
+            time.sleep(0.05)  # for an attempt that a repetition must not begin
         one.stalled(False)
         until(lambda: claimed(server, 0) == WORK)
         settle(one)
         assert len(alive(one)) > 2  # it listens, sends, and one attempt is held up
+        assert proxy.accepted == 4  # for events, the first claim, the one that is held up, and the withdrawal
         proxy.delay(0.2)  # what the held-up attempt does after its write has arrived, it does later
         proxy.release()
         seen = set()

@@ -22,6 +22,7 @@ import pytest
 
 from elastic_ext.etcd import Compare, Delete, Put, Unavailable
 from elastic_ext.etcd.values import Op, TxnResult
+from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.failures.ledger import decode_ledger
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
@@ -446,6 +447,21 @@ def test_what_a_node_has_said_last_is_what_stays_said(server, stack, monkeypatch
         alone.node.saved(1, 5)
         alone.until_says(lambda node: node.saved == 1)
     assert alone.says().stalled == 0
+
+
+def test_what_is_said_again_is_not_written_again(server, stack):
+    """Agents repeat their claims at each check."""
+    alone = Alone(stack, server)
+    reach = Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
+    alone.node.quiet(1, reach)
+    alone.until_says(lambda node: node.quiet == 1)
+    before = alone.client.get(PREFIX + "nodes/alone").kv
+    for _ in range(5):
+        alone.node.quiet(1, reach)
+    alone.node.saved(1, 5)
+    alone.until_says(lambda node: node.saved == 1)
+    after = alone.client.get(PREFIX + "nodes/alone").kv
+    assert after.version == before.version + 1
 
 
 def test_what_is_done_in_one_round_is_not_said_of_the_next(server, stack, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -377,18 +378,31 @@ for _ in range(5): short()
         assert table.read(0).answers > 1
 
 
-def test_a_worker_that_always_blocks_the_question_is_given_up(tmp_path, quick, monkeypatch):
-    asked: list[bool] = []
-    ask = stacks.ask
+@pytest.mark.parametrize(("script", "first"), [(SPIN, BLOCKED), ("signal.pause()", "")], ids=["blocked", "pause"])
+def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch, script, first):
+    """Each try reads all of /proc. A minute apart at last, for as long as the job lasts."""
+    tried: list[int] = []
+    read = process_stats.read
+    with workers(tmp_path, [script], first=first) as (table, pids, _):
+        settle = time.monotonic() + 20
+        while script != SPIN and not read(pids)[pids[0]].awaits_signal:
+            assert time.monotonic() < settle
+        answers = looks.FirstAnswers()
+        for second in range(600):
+            monkeypatch.setattr(process_stats, "read", lambda pids, at=second: tried.append(at) or read(pids))
+            answers.ask({0: pids[0]}, table, float(second))
+        assert table.read(0).answers == 1
+    assert tried == [0, 5, 15, 35, *range(75, 600, 60)]
 
-    def counted(pid: int) -> bool:
-        asked.append(ask(pid))
-        return asked[-1]
 
-    monkeypatch.setattr(stacks, "ask", counted)
-    with workers(tmp_path, [SPIN], first=BLOCKED) as found:
-        assert not watched(*found, for_s=3).stalled
-    assert asked == [False] * 3
+def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_path, quick, monkeypatch, caplog):
+    read = process_stats.read
+    unknown = functools.partial(replace, awaits_signal=None)
+    monkeypatch.setattr(process_stats, "read", lambda pids: {pid: unknown(stats) for pid, stats in read(pids).items()})
+    with workers(tmp_path, ["while True: all_reduce(short)"], first="") as found:
+        assert not watched(*found).stalled
+        assert found[0].read(0).answers == 1
+    assert caplog.text.count("neither /proc/PID/syscall nor wchan tells") == 1
 
 
 def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):

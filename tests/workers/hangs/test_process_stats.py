@@ -62,7 +62,7 @@ def of(pid: int) -> ProcessStats:
     [
         ("import signal; ready(); signal.pause()", True),
         ("import ctypes; ready(); ctypes.CDLL(None).sigsuspend(ctypes.create_string_buffer(128))", True),
-        ("import select; ready(); select.poll().poll()", False),  # Python retries it
+        ("poll = select.poll(); poll.register(os.pipe()[0]); ready(); poll.poll()", False),  # Python retries it
         ("import signal; ready(); signal.sigwait([40])", False),
         ("ready(); __import__('threading').Event().wait()", False),
     ],
@@ -71,6 +71,24 @@ def test_a_wait_for_a_signal(call, awaits):
     with process(call) as started:
         sure_of(lambda: of(started.pid).state == "S")
         sure_of(lambda: of(started.pid).awaits_signal is awaits)
+
+
+@pytest.mark.parametrize(
+    ("call", "awaits"),
+    [
+        ("ready(); signal.pause()", True),
+        ("ready(); signal.sigwait([40])", False),
+        ("ready()\nwhile True: pass", False),
+    ],
+)
+def test_a_wait_for_a_signal_without_the_right_to_trace(monkeypatch, call, awaits):
+    optional = process_stats._optional
+    hidden = ["syscall"]
+    monkeypatch.setattr(process_stats, "_optional", lambda pid, name: "" if name in hidden else optional(pid, name))
+    with process(call) as started:
+        sure_of(lambda: of(started.pid).awaits_signal is awaits)
+        hidden.append("wchan")
+        sure_of(lambda: of(started.pid).awaits_signal is (None if "while" not in call else False))
 
 
 def test_own_sockets_are_those_of_the_worker_itself():
@@ -483,6 +501,21 @@ def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
         elif not seen and at >= 60:
             assert one.idle_s == at - 30
     assert seen[:1] == ([seen_at] if seen_at is not None else [])
+
+
+@pytest.mark.parametrize(
+    "work", [{"cpu_s": 0.03 * 14}, {"cpu_s": 0.5}, {"io_bytes": 14 * 190_000}], ids=["a-little", "just-begun", "bytes"]
+)
+def test_work_that_has_begun_since_the_last_check_is_seen_before_the_first_claim(work):
+    """That claim may be the last one, and end the round: no look comes after it."""
+    stall = Stall(schedule.window_s())
+    for at, stats in ((30.0, ProcessStats("S")), (45.0, ProcessStats("S")), (60.0, ProcessStats("S", **work))):
+        stall.record({0: stats}, at)
+    assert stall.complete(WorkerStatus(0, 10, 60.0), 0, detector.IDLE_FLOOR_S).working
+
+
+def test_a_long_hang_timeout_keeps_few_samples():
+    assert schedule.window_s(86400) == schedule.window_s() == unanswered.window_s(86400)
 
 
 def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():

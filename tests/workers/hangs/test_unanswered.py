@@ -172,12 +172,17 @@ def told(reach: Reach) -> str:
     return " ".join([*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered)])
 
 
-def claim(pid: int, path: str) -> Reach:
-    """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
-    board = ProgressTable(path, 1)
+def note_steps(path: str, pid: int) -> None:
+    """Note three steps of this worker, the last one now. path: of a progress table."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared, memoryview(shared).cast("Q") as words:
         words[progress_layout.PID], words[progress_layout.STEPS] = pid, 3
         words[progress_layout.SIGN_NS] = time.monotonic_ns()
+
+
+def claim(pid: int, path: str) -> Reach:
+    """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
+    board = ProgressTable(path, 1)
+    note_steps(path, pid)
     unanswered.UNANSWERED_S, unanswered.RETRANSMISSIONS = 1.5, 3
     watch, pause = QuietWatch(board, {0: 7}, None), threading.Event()
     while watch.reach is None:
@@ -194,26 +199,15 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces, which o
 @as_root
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "peer-stopped"])
 def test_only_a_peer_whose_kernel_is_away_does_not_answer(tmp_path, cut):
-    with network(2) as net:
+    with network(2) as net, connected(net) as (server, client):
         one, other = net.hosts
-        command = [*other.inside, sys.executable, "-c", ACCEPT, other.address, "2"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            port = server.stdout.readline().strip()
-            command = [*one.inside, sys.executable, "-c", CONNECT, other.address, port]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-                try:
-                    assert told_by(client, "") == "connected"
-                    if cut:
-                        net.cut(one, other)
-                    else:
-                        os.kill(server.pid, signal.SIGSTOP)
-                    looks = until_told(client, cut)
-                    command = [*one.inside, sys.executable, "-c", WATCH, str(client.pid), str(tmp_path / "progress")]
-                    claimed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split()
-                finally:
-                    client.kill()
-                    server.kill()
+        if cut:
+            net.cut(one, other)
+        else:
+            os.kill(server.pid, signal.SIGSTOP)
+        looks = until_told(client, cut)
+        command = [*one.inside, sys.executable, "-c", WATCH, str(client.pid), str(tmp_path / "progress")]
+        claimed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split()
     for found, least_s in ((looks, 1.0), (claimed, 1.5)):
         assert found[0] == one.address
         assert len(found) == 1 + cut
@@ -221,6 +215,24 @@ def test_only_a_peer_whose_kernel_is_away_does_not_answer(tmp_path, cut):
             rank, address, for_s = found[1].split(":")
             assert (rank, address) == ("7", other.address)
             assert float(for_s) > least_s
+
+
+@contextmanager
+def connected(net: Network) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """A process on the second host, and one on the first that is connected to it."""
+    one, other = net.hosts
+    command = [*other.inside, sys.executable, "-c", ACCEPT, other.address, "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        command = [*one.inside, sys.executable, "-c", CONNECT, other.address, port]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            try:
+                assert told_by(client, "") == "connected"
+                yield server, client
+            finally:
+                client.kill()
+                server.kill()
 
 
 def told_by(client: subprocess.Popen[str], order: str) -> str:

@@ -6,13 +6,15 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from contextlib import ExitStack
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch, observation
+from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
@@ -71,7 +73,7 @@ class JobCompanions:
 
     Attributes:
         token: marks every process that this agent starts, for the reaper.
-        metrics_url: address of the metrics; None if they are not served.
+        observation: what the agent shows.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has news.
         flight_recorder: None without NCCL, or if hang detection is off.
@@ -98,7 +100,8 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.metrics_url = observation.serve(metrics, settings, stack)
+        self.observation = Observation(metrics, settings)
+        stack.callback(self.observation.close)
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -134,10 +137,12 @@ class JobCompanions:
             copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
+        by = None if copy_s is None else time.monotonic() + copy_s
         self.warm_starts.close()
         try:
             if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
+        self.observation.show_last(None if by is None else by - time.monotonic())
         return left

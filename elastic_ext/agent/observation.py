@@ -1,21 +1,23 @@
-"""What an agent shows of itself and its workers: builds the metrics and serves them."""
+"""What an agent shows of itself and its workers, from its start to the last scrape."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 
 import elastic_ext
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import gpus
+from elastic_ext.observe import discovery, families, gpus, pages, textfile
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
+
+logger = logging.getLogger(__name__)
 
 
 def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
@@ -31,12 +33,39 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
     )
 
 
-def serve(metrics: AgentMetrics, settings: Settings, stack: ExitStack) -> str | None:
-    """Serve them until `stack` is closed. Return their address; None if they are not served."""
-    if not settings.metrics:
-        return None
-    # The user must see a port that nobody chose, and torchrun shows only warnings.
-    announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-    server = MetricsServer(metrics.registry, settings.metrics_host, settings.metrics_port, announce)
-    stack.callback(server.close)
-    return server.url
+class Observation:
+    """Serves the metrics from construction to `close`.
+
+    Attributes:
+        url: address of the metrics; None if they are not served.
+    """
+
+    def __init__(self, metrics: AgentMetrics, settings: Settings) -> None:
+        self._metrics, self._settings = metrics, settings
+        self._server: MetricsServer | None = None
+        self._unannounce: Callable[[], None] = lambda: None
+        self.url: str | None = None
+        if not settings.metrics:
+            return
+        # The user must see a port that nobody chose, and torchrun shows only warnings.
+        announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
+        shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
+        self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce)
+        self.url = self._server.url
+        if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
+            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, metrics.labels)
+
+    def show_last(self, left_s: float | None) -> None:
+        """Let Prometheus have what the agent has counted last. left_s: until the platform kills the agent; None: it does not."""
+        self._metrics.enter(families.ENDED)
+        linger_s = min(self._settings.metrics_linger, math.inf if left_s is None else left_s)
+        if self._settings.metrics_file is not None:
+            textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
+        if self._server is not None and linger_s > 0 and not self._server.await_scrape(linger_s):
+            logger.warning("metrics: nobody has scraped the last metrics within %.1f s (metrics_linger)", linger_s)
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._unannounce()
+        if self._server is not None:
+            self._server.close()

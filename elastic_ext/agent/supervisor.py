@@ -34,6 +34,7 @@ from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers import descriptors
@@ -177,6 +178,7 @@ class Supervisor(TorchAgent):
             self._companions.warm_starts.skip_next_round("the last round failed before its first step")
         if decision.checkpoints_back and verdict.node == self._handler.node_id:
             self._running.resume.quarantine(decision, self._handler.round)
+        self._metrics.enter(families.BACKOFF)
         deadline = time.monotonic() + decision.delay_s
         while (left_s := deadline - time.monotonic()) > 0:
             readable(self._companions.wakeup, left_s)
@@ -226,7 +228,7 @@ class Supervisor(TorchAgent):
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
         self._resume.log()
         if first:  # logged as a warning, because torchrun shows nothing below that level
-            backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.metrics_url
+            backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
 
     def known_workers(self) -> list[Worker] | None:
@@ -241,6 +243,7 @@ class Supervisor(TorchAgent):
         start = RoundStart(self._handler, self._settings, self._logs, self._companions, self.group)
         with self._phase("start"):
             self._round = start.run(self._resume, super().start_workers, lambda: self.leads_groups)
+        self._metrics.enter(families.RUNNING)
         self._count_workers("running")
         return self._round.workers.processes.pids
 
@@ -290,6 +293,7 @@ class Supervisor(TorchAgent):
     def _phase(self, name: str) -> Iterator[None]:
         """Measure one phase of a recovery. The first start of a job is not a recovery."""
         start = time.monotonic()
+        self._metrics.enter(name)
         yield
         if name == "stop" or self._handler.round > 1:
             self._metrics.phase(name, time.monotonic() - start)

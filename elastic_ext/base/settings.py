@@ -119,7 +119,16 @@ class Settings:
     )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
+    metrics_discovery_dir: str | None = _setting(
+        None, TEXT, "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs"
+    )
+    metrics_file: str | None = _setting(
+        None,
+        TEXT,
+        "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`",
+    )
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
+    metrics_linger: float = _setting(0.0, SECONDS, "how long the agent waits at its end until its last metrics are scraped")
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(

@@ -27,6 +27,8 @@ OTHER = "other"  # a kind that a newer agent knows
 MEMBERSHIP = "membership"
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 PHASES = ("stop", "verdict", "rendezvous", "start")
+RUNNING, BACKOFF, ENDED = "running", "backoff", "ended"
+STATES = ("rendezvous", "start", RUNNING, "stop", "verdict", BACKOFF, ENDED)
 SAVED, FAILED = "saved", "failed"
 COPIED = "copied"
 
@@ -85,6 +87,13 @@ JOB = {
         ("state",),
         known=_known(*WORKER_STATES),
         most=str(len(WORKER_STATES)),
+    ),
+    "elastic_ext_agent_state": Family(
+        GaugeMetricFamily,
+        "What the agent does now (1): a phase of a recovery, or running, backoff, ended.",
+        ("state",),
+        known=_known(*STATES),
+        most=str(len(STATES)),
     ),
     "elastic_ext_worker_starts": Family(
         CounterMetricFamily,

@@ -113,9 +113,34 @@ class AgentMetrics(Collector):
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
         self._recovery = {phase: _Histogram() for phase in PHASES}
         self._full = False
+        self._state = ""
+        self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what tells this agent from others: the job and the node."""
+        return {name: self._info[name] for name in ("run_id", "node")}
+
+    def enter(self, state: str) -> None:
+        """Record what the agent does from now on. state: one of families.STATES."""
+        with self._lock:
+            values = self._values["elastic_ext_agent_state"]
+            values.update(dict.fromkeys(values, 0.0))
+            values[state,] = 1.0
+            self._state = state
+
+    def not_ready(self) -> str:
+        """Return why the workers of this node do not run now; "" if they do."""
+        return "" if self._state == families.RUNNING else f"not ready: {self._state}"
+
+    def status(self) -> dict[str, object]:
+        """Return what /status.json shows."""
+        with self._lock:
+            number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
+        return {"schema": 1, **self._info, "state": self._state, "round": number, "world_size": world}
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""

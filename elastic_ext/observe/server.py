@@ -1,4 +1,4 @@
-"""The agent's HTTP server: GET /metrics, and a page at / that links to it.
+"""The agent's HTTP server: GET of some pages, such as /metrics.
 
 Nothing here may stop a training job: a port in use causes a warning, and clients, which may be untrusted, cost a bounded number
 of descriptors and no threads. One thread serves them all with poll.
@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import CollectorRegistry
+from elastic_ext.observe.pages import METRICS, Page, Pages, text
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ CLIENT_TIMEOUT_S = 10.0  # from connect to the last byte; the default scrape_tim
 MAX_REQUEST = 16 << 10  # bytes
 BACKLOG = 128  # connections that the kernel keeps until they are accepted
 RETRY_ACCEPT_S = 1.0  # pause when there is no descriptor or memory for another connection
-INDEX = b'<!DOCTYPE html><title>elastic_ext</title><a href="/metrics">metrics</a>\n'
 
 # With these errors only the port is the problem: try another port of the host. With any other error the host is the problem.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
@@ -41,12 +39,13 @@ _RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # struct linger of socket(7)
 
 
 class MetricsServer:
-    """Serves `registry` from a daemon thread until `close`. Network errors never raise.
+    """Serves pages from a daemon thread until `close`. Network errors never raise.
 
     If `port` of `host` is not available, the server takes any free port. If it cannot bind `host` at all, it takes a free port of
     127.0.0.1. Both cause one warning. If that also fails, it warns and serves nothing.
 
     Args:
+        pages: by path. Called on the server's thread.
         host: address or name to bind, IPv4 or IPv6.
         port: the port; 0 takes any free one.
         announce: log level of the line with the address.
@@ -54,12 +53,14 @@ class MetricsServer:
     Attributes:
         port: the port that the server listens on; None if it serves nothing.
         url: URL of the server on this machine; None if it serves nothing.
+        endpoint: address and port that it is bound to; None if it serves nothing.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO) -> None:
+    def __init__(self, pages: Pages, host: str = LOOPBACK, port: int = 0, announce: int = logging.INFO) -> None:
         self.port: int | None = None
         self.url: str | None = None
-        self._server = _bind(registry, host, port)
+        self.endpoint: tuple[str, int] | None = None
+        self._server = _bind(pages, host, port)
         if self._server is None:
             return
         self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
@@ -70,9 +71,13 @@ class MetricsServer:
             self._server.close()
             self._server = None
             return
-        bound, self.port = self._server.address
-        self.url = _url(str(bound), self.port)
+        self.endpoint = bound, self.port = self._server.address
+        self.url = _url(bound, self.port)
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
+
+    def await_scrape(self, timeout_s: float) -> bool:
+        """Wait until somebody has got metrics that are no older than this call; return False if nobody has within timeout_s."""
+        return self._server is not None and self._server.await_scrape(timeout_s)
 
     def close(self) -> None:
         """Stop listening, release the port and drop open requests; a second call does nothing."""
@@ -84,16 +89,16 @@ class MetricsServer:
         server.close()
 
 
-def _bind(registry: CollectorRegistry, host: str, port: int) -> _Server | None:
+def _bind(pages: Pages, host: str, port: int) -> _Server | None:
     try:
-        return _Server(registry, host, port)
+        return _Server(pages, host, port)
     except (OSError, OverflowError) as error:
         problem = error
     port_is_the_problem = isinstance(problem, OverflowError) or problem.errno in _PORT_ERRORS
     other = host if port_is_the_problem else LOOPBACK
     wanted = f"cannot listen on {host} port {port} ({problem})"
     try:
-        server = _Server(registry, other, 0)
+        server = _Server(pages, other, 0)
     except OSError as error:
         logger.warning("metrics: %s, nor on any port of %s (%s): nothing is served", wanted, other, error)
         return None
@@ -107,32 +112,20 @@ def _url(address: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-@dataclass(frozen=True)
-class _Page:
-    status: HTTPStatus
-    content_type: str
-    body: bytes
-
-    def encoded(self) -> bytes:
-        head = (
-            f"HTTP/1.0 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\nConnection: close\r\n\r\n"
-        )
-        return head.encode("ascii") + self.body
-
-
-def _refusal(status: HTTPStatus, text: str) -> _Page:
-    return _Page(status, "text/plain; charset=utf-8", text.encode("ascii") + b"\n")
-
-
 @dataclass(eq=False)
 class _Client:
-    """One connection, dropped at `deadline` (time.monotonic()). unsent: the rest of the answer; None while reading."""
+    """One connection, dropped at `deadline` (time.monotonic()).
+
+    Attributes:
+        unsent: the rest of the answer; None while reading.
+        awaited: the answer is the scrape that somebody waits for.
+    """
 
     connection: socket.socket
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     unsent: memoryview | None = None
+    awaited: bool = False
 
 
 class _Server:
@@ -143,11 +136,12 @@ class _Server:
     out others.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(self, pages: Pages, host: str, port: int) -> None:
         """Listen. Raises OSError (also if the name does not resolve), or OverflowError if the port is out of range."""
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        self._registry = registry
-        self._failure_shown = self._stopping = False
+        self._pages = pages
+        self._failure_shown = self._stopping = self._awaited = False
+        self._scraped = threading.Event()  # since `await_scrape` began
         self._clients: list[_Client] = []  # oldest first
         self._accept_at: float | None = None  # when to listen again; None while listening
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -172,6 +166,11 @@ class _Server:
                 self._serve_events()
         except Exception:  # the top of a thread
             logger.exception("metrics: the server has failed, and metrics are no longer served")
+
+    def await_scrape(self, timeout_s: float) -> bool:
+        """See MetricsServer."""
+        self._awaited = True
+        return self._scraped.wait(timeout_s)
 
     def stop(self) -> None:
         """Make `serve` return. Any thread may call this."""
@@ -240,11 +239,13 @@ class _Server:
     def _read(self, client: _Client) -> None:
         data = client.connection.recv(MAX_REQUEST)
         client.received += data
-        page = self._answer(bytes(client.received))
+        awaited = self._awaited  # before the page is made
+        path, page = self._answer(bytes(client.received))
         if page is None and not data:
             raise ConnectionError("closed before the request was whole")
         if page is not None:
             client.unsent = memoryview(page.encoded())
+            client.awaited = awaited and path == METRICS and page.status is HTTPStatus.OK
             client.received.clear()
             self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
 
@@ -254,6 +255,8 @@ class _Server:
             client.unsent = client.unsent[client.connection.send(client.unsent) :]
         self._forget(client)
         client.connection.close()
+        if client.awaited:
+            self._scraped.set()
 
     def _drop(self, client: _Client) -> None:
         """Close a connection; the kernel drops unsent data."""
@@ -265,38 +268,34 @@ class _Server:
         self._selector.unregister(client.connection)
         self._clients.remove(client)
 
-    def _answer(self, received: bytes) -> _Page | None:
-        """Return the page for a request; None while the request is incomplete."""
+    def _answer(self, received: bytes) -> tuple[str, Page | None]:
+        """Return the path of a request and the page for it; None while the request is incomplete."""
         head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
         if not end:
             too_long = len(received) > MAX_REQUEST
-            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
+            return "", text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
         line, *fields = head.decode("latin-1").split("\n")
         logger.debug("metrics: %s", line)
         method, _, target = line.partition(" ")
-        path, _, protocol = target.partition(" ")
+        target, _, protocol = target.partition(" ")
+        path = target.partition("?")[0]
         if not protocol.startswith("HTTP/"):
-            return _refusal(HTTPStatus.BAD_REQUEST, "this is not HTTP")
+            return path, text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
         if method != "GET":
-            return _refusal(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
+            return path, text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
         named = (field.partition(":") for field in fields)
         accept = next((value.strip() for name, _, value in named if name.lower() == "accept"), "")
-        return self._page_or_error(path.partition("?")[0], accept)
+        return path, self._page_or_error(path, accept)
 
-    def _page_or_error(self, path: str, accept: str) -> _Page:
+    def _page_or_error(self, path: str, accept: str) -> Page:
+        make = self._pages.get(path)
+        if make is None:
+            return text(HTTPStatus.NOT_FOUND, f"not found: expected one of {' '.join(self._pages)}")
         try:
-            return self._page(path, accept)
+            return make(accept)
         except Exception as error:  # a collector may raise anything
             # Show it only once, because scrapes come every few seconds for weeks.
             level = logging.DEBUG if self._failure_shown else logging.WARNING
             logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
             self._failure_shown = True
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed: see the agent's log")
-
-    def _page(self, path: str, accept: str) -> _Page:
-        if path == "/":
-            return _Page(HTTPStatus.OK, "text/html; charset=utf-8", INDEX)
-        if path == "/metrics":
-            encode, content_type = choose_encoder(accept)
-            return _Page(HTTPStatus.OK, content_type, encode(self._registry))
-        return _refusal(HTTPStatus.NOT_FOUND, "not found: see /metrics")
+            return text(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed: see the agent's log")

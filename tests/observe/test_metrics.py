@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.observe import metrics as metrics_module
+from elastic_ext.observe import pages
 from elastic_ext.observe.families import MAX_TORCHELASTIC_NAMES
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import MetricsServer
@@ -65,7 +67,7 @@ def serve() -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def start(metrics: AgentMetrics, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
-            server = MetricsServer(metrics.registry, host, port)
+            server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), host, port)
             stack.callback(server.close)
             return server
 
@@ -119,6 +121,7 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_workers", (("state", "failed"),)): 1,
         ("elastic_ext_torchelastic_last_value", name): 7,
         ("elastic_ext_torchelastic_values_total", name): 2,
+        ("elastic_ext_agent_state", (("state", "rendezvous"),)): 1,
     }
 
 
@@ -430,6 +433,32 @@ def test_names_without_end_are_cut_off_with_one_warning(caplog: pytest.LogCaptur
 # Over HTTP.
 
 
+def test_health_and_status(serve: Any) -> None:
+    metrics = agent()
+    server = serve(metrics)
+    assert get(f"{server.url}/healthz")[::2] == (200, "ok\n")
+    assert get(f"{server.url}/readyz")[::2] == (503, "not ready: rendezvous\n")
+    metrics.round_started(3, 16)
+    metrics.enter("running")
+    assert get(f"{server.url}/readyz")[::2] == (200, "ready\n")
+    status, content_type, text = get(f"{server.url}/status.json")
+    assert (status, content_type) == (200, "application/json")
+    told = {"schema": 1, "version": "1.2", "torch": "2.13.0", "run_id": "job1", "node": "n0"}
+    assert json.loads(text) == {**told, "state": "running", "round": 3, "world_size": 16}
+    assert get(f"{server.url}/nothing")[0] == 404
+
+
+def test_the_last_scrape_is_awaited(serve: Any) -> None:
+    metrics = agent()
+    server = serve(metrics)
+    get(f"{server.url}/metrics")  # before it is awaited: it does not hold what came after it
+    assert not server.await_scrape(0.05)
+    get(f"{server.url}/healthz")
+    assert not server.await_scrape(0.05)
+    threading.Timer(0.2, get, [f"{server.url}/metrics"]).start()
+    assert server.await_scrape(20)
+
+
 def test_pages(serve: Any) -> None:
     metrics = agent()
     metrics.restarted("code")
@@ -511,12 +540,13 @@ def test_ipv6(serve: Any, host: str) -> None:
 def test_nothing_is_served_where_no_socket_can_be_had() -> None:
     code = (
         "import logging, os, resource\n"
+        "from elastic_ext.observe import pages\n"
         "from elastic_ext.observe.metrics import AgentMetrics\n"
         "from elastic_ext.observe.server import MetricsServer\n"
         "logging.basicConfig(format='%(levelname)s %(message)s', level=logging.INFO)\n"
         "metrics = AgentMetrics(version='1', torch='2', run_id='job')\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))\n"
-        "server = MetricsServer(metrics.registry)\n"
+        "server = MetricsServer(pages.of_metrics(metrics.registry))\n"
         "print(server.url, server.port)\n"
         "server.close()\n"
     )

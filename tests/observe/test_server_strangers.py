@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from elastic_ext.observe import pages
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
@@ -67,8 +68,9 @@ def drips(port: int, count: int) -> Iterator[None]:
 
 @contextmanager
 def serving(workers: int) -> Iterator[MetricsServer]:
-    told = [WorkerProgress(number, 1, 1.0, 1.0, 1.0, 1, 1) for number in range(workers)]
-    started = MetricsServer(AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told).registry)
+    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(workers)]
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
+    started = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))
     try:
         yield started
     finally:

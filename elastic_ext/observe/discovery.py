@@ -1,0 +1,63 @@
+"""The file by which Prometheus finds this agent: file-based service discovery (file_sd_configs), one file per agent.
+
+It names the port that was really taken, so several agents on a host need no agreement on ports.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+WILDCARDS = ("0.0.0.0", "::")
+_NAME = re.compile(r"elastic_ext_.*_(?P<host>[^_]*)_(?P<pid>\d+)\.json")
+
+
+def target(address: str, port: int, host: str) -> str:
+    """Return the endpoint as Prometheus writes it. address: what the server is bound to. host: this host's name to others."""
+    reachable = host if address in WILDCARDS else address
+    return f"[{reachable}]:{port}" if ":" in reachable else f"{reachable}:{port}"
+
+
+def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) -> Callable[[], None]:
+    """Write the file of this agent; return what removes it. Also removes those that killed agents of this host have left.
+
+    Args:
+        directory: made if it is absent; Prometheus reads `*.json` in it, at once after a change.
+        endpoint: address and port of the server.
+        labels: of the target; they name the job and the node. Without them two jobs would mix.
+    """
+    host, folder = socket.gethostname().replace("_", "-"), Path(directory)
+    run_id = re.sub(r"[^A-Za-z0-9.-]", "-", labels.get("run_id", ""))[:100]
+    path = folder / f"elastic_ext_{run_id}_{host}_{os.getpid()}.json"
+    text = json.dumps([{"targets": [target(*endpoint, socket.getfqdn())], "labels": labels}])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_dead(folder, host)
+        new = path.with_suffix(".new")  # Prometheus must never read half a file
+        new.write_text(text)
+        new.replace(path)
+    except OSError as error:
+        logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
+        return lambda: None
+    return lambda: _remove(path)
+
+
+def _remove_dead(folder: Path, host: str) -> None:
+    for path in folder.iterdir():
+        found = _NAME.fullmatch(path.name)
+        if found is not None and found["host"] == host and not os.path.exists(f"/proc/{found['pid']}"):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("metrics: cannot remove %s: %s", path, error)

@@ -1,0 +1,75 @@
+"""What the agent's HTTP server answers: pages by path, each made when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import CollectorRegistry
+
+METRICS, HEALTH, READY, STATUS = "/metrics", "/healthz", "/readyz", "/status.json"
+TEXT = "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Page:
+    """An answer. body: of this content type."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+    def encoded(self) -> bytes:
+        """Return it as HTTP/1.0 sends it."""
+        head = (
+            f"HTTP/1.0 {self.status.value} {self.status.phrase}\r\n"
+            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode("ascii") + self.body
+
+
+MakePage = Callable[[str], Page]  # from the request's Accept
+Pages = Mapping[str, MakePage]
+
+
+def text(status: HTTPStatus, line: str) -> Page:
+    """Return a page of one line."""
+    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n")
+
+
+def of_metrics(registry: CollectorRegistry) -> Pages:
+    """Return the page for scrapers, in the format that they accept."""
+
+    def scrape(accept: str) -> Page:
+        encode, content_type = choose_encoder(accept)
+        return Page(HTTPStatus.OK, content_type, encode(registry))
+
+    return {METRICS: scrape}
+
+
+def of_agent(registry: CollectorRegistry, not_ready: Callable[[], str], status: Callable[[], Mapping[str, object]]) -> Pages:
+    """Return all pages of an agent.
+
+    Args:
+        not_ready: why its workers do not run now; "" if they do.
+        status: what the agent knows of its node and the job, as JSON has it.
+    """
+
+    def ready(_: str) -> Page:
+        why = not_ready()
+        return text(HTTPStatus.SERVICE_UNAVAILABLE, why) if why else text(HTTPStatus.OK, "ready")
+
+    pages = {
+        HEALTH: lambda _: text(HTTPStatus.OK, "ok"),
+        READY: ready,
+        STATUS: lambda _: Page(HTTPStatus.OK, JSON, json.dumps(status()).encode()),
+        **of_metrics(registry),
+    }
+    links = "".join(f'<li><a href="{path}">{path[1:]}</a>' for path in pages)
+    index = f"<!DOCTYPE html><title>elastic_ext</title><ul>{links}</ul>\n".encode()
+    return {"/": lambda _: Page(HTTPStatus.OK, HTML, index), **pages}

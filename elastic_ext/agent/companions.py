@@ -47,6 +47,26 @@ class Copying(Companion):
         self._copier.look_now()  # a worker may have saved just before it ended
 
 
+class Recoveries(Companion):
+    """Tells the metrics when all workers of a round have made a step."""
+
+    def __init__(self, metrics: AgentMetrics) -> None:
+        self._metrics = metrics
+        self._told = False
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._told = False
+
+    def check(self, workers: LocalWorkers) -> None:
+        first_ns = [progress.first_step_ns for progress in workers.read_progress()] if not self._told else []
+        if first_ns and all(first_ns):
+            self._told = True
+            self._metrics.first_steps(max(first_ns) / 1e9)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self.check(workers)
+
+
 class EvidenceGathering(Companion):
     """Tells the host evidence when a round starts, because earlier events have nothing to do with that round."""
 
@@ -125,7 +145,9 @@ class JobCompanions:
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)
-        self.round_companions: list[Companion] = [Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts]
+        self.round_companions: list[Companion] = [
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics)
+        ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))
 

@@ -148,7 +148,7 @@ class Supervisor(TorchAgent):
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
             logger.error("%s", report.failure_text(cause, others, verdict, decision, self._handler.node_id))
-            self._metrics.failed(decision.kind)
+            self._metrics.failed(decision.kind, verdict.restarts, verdict.limit)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -197,7 +197,7 @@ class Supervisor(TorchAgent):
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
         logger.error("%s", report.remote_failure_text(verdict))
-        self._metrics.failed(verdict.decision.kind)
+        self._metrics.failed(verdict.decision.kind, verdict.restarts, verdict.limit)
         return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:

@@ -26,9 +26,10 @@ Labels = tuple[str, ...]
 OTHER = "other"  # a kind that a newer agent knows
 MEMBERSHIP = "membership"
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
-PHASES = ("stop", "verdict", "rendezvous", "start")
-RUNNING, BACKOFF, ENDED = "running", "backoff", "ended"
-STATES = ("rendezvous", "start", RUNNING, "stop", "verdict", BACKOFF, ENDED)
+FIRST_STEP = "first_step"
+PHASES = ("stop", "verdict", "rendezvous", "start", FIRST_STEP)
+STARTING, RUNNING, BACKOFF, ENDED = "start", "running", "backoff", "ended"
+STATES = ("rendezvous", STARTING, RUNNING, "stop", "verdict", BACKOFF, ENDED)
 SAVED, FAILED = "saved", "failed"
 COPIED = "copied"
 
@@ -78,6 +79,16 @@ JOB = {
     ),
     "elastic_ext_failures": Family(
         CounterMetricFamily, "Failures, by kind.", ("kind",), known=_known(*KINDS, OTHER), most="one per kind"
+    ),
+    "elastic_ext_restarts_charged": Family(
+        GaugeMetricFamily, "Restarts charged to the budget of the job, by the last verdict; absent before the first."
+    ),
+    "elastic_ext_max_restarts": Family(
+        GaugeMetricFamily, "Restarts that the job may have, by the last verdict; absent before the first, and without a limit."
+    ),
+    "elastic_ext_last_recovery_seconds": Family(GaugeMetricFamily, "How long the last finished recovery took.", unit="seconds"),
+    "elastic_ext_last_recovery_timestamp_seconds": Family(
+        GaugeMetricFamily, "When the last finished recovery ended.", unit="seconds"
     ),
     "elastic_ext_round": Family(GaugeMetricFamily, "The rendezvous round.", known=((),)),
     "elastic_ext_world_size": Family(GaugeMetricFamily, "Workers in this round, over all nodes.", known=((),)),
@@ -141,10 +152,17 @@ JOB = {
     ),
 }
 RECOVERY = "elastic_ext_recovery_seconds"
+WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
 INFO = "elastic_ext"
 OTHERS = {
     RECOVERY: Family(
         HistogramMetricFamily, "Duration of the phases of a recovery.", ("phase",), unit="seconds", most="one histogram per phase"
+    ),
+    WHOLE_RECOVERY: Family(
+        HistogramMetricFamily,
+        "Time from a failure, or a change of members, until all workers of this node have made a step again.",
+        unit="seconds",
+        most="one histogram",
     ),
     INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
 }

@@ -14,7 +14,7 @@ import numbers
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,6 +27,7 @@ from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
 from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
+from elastic_ext.observe.recovery import Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class WorkerProgress:
     """One worker at the time of a scrape. Times are monotonic seconds.
 
     Attributes:
-        last_step_at: None before its first optimizer step.
+        first_step_at, last_step_at: None before its first optimizer step.
         stepping_s: from its first step to its last.
         skew: its recent time per step divided by the median of this agent's workers; None if unknown.
         saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
@@ -61,6 +62,7 @@ class WorkerProgress:
     saves: int = 0
     failed_saves: int = 0
     saving_s: float = 0.0
+    first_step_at: float | None = None
 
 
 class UnixClock:
@@ -111,7 +113,8 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery = {phase: _Histogram() for phase in PHASES}
+        self._recovery, self._whole = Recovery(), _Histogram()
+        self._phases = {phase: _Histogram() for phase in PHASES}
         self._full = False
         self._state = ""
         self.enter("rendezvous")
@@ -131,6 +134,7 @@ class AgentMetrics(Collector):
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
             self._state = state
+            self._recovery.entered(state, time.monotonic())
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
@@ -146,9 +150,24 @@ class AgentMetrics(Collector):
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
-    def failed(self, kind: str) -> None:
-        """Count a failure. kind: the kind of the diagnosis."""
-        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+    def failed(self, kind: str, charged: int, limit: int) -> None:
+        """Count a failure. kind: of the diagnosis. charged, limit: restarts of the job's budget; a negative limit is none."""
+        with self._lock:
+            self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+            self._values["elastic_ext_restarts_charged"][()] = charged
+            if limit >= 0:
+                self._values["elastic_ext_max_restarts"][()] = limit
+
+    def first_steps(self, at: float) -> None:
+        """Note that all workers of this round have made a step. at: when the last of them did its first, monotonic."""
+        with self._lock:
+            recovered = self._recovery.first_steps(at)
+            if recovered is None:
+                return
+            self._phases[families.FIRST_STEP].observe(recovered.first_step_s)
+            self._whole.observe(recovered.whole_s)
+            self._values["elastic_ext_last_recovery_seconds"][()] = recovered.whole_s
+            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(at)
 
     def round_started(self, round: int, world_size: int) -> None:
         """Record a new round. world_size: number of workers on all nodes."""
@@ -180,7 +199,7 @@ class AgentMetrics(Collector):
     def phase(self, name: str, seconds: float) -> None:
         """Record the duration of a phase of a recovery. Raises KeyError if `name` is not in PHASES."""
         with self._lock:
-            self._recovery[name].observe(seconds)
+            self._phases[name].observe(seconds)
 
     def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool) -> None:
         """Record the progress of copying checkpoints.
@@ -246,9 +265,13 @@ class AgentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
+        workers = self._progress()
+        if workers and all(each.first_step_at is not None for each in workers):
+            self.first_steps(max(each.first_step_at or 0.0 for each in workers))
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
-            recovery = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._recovery.items()}
+            phases = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._phases.items()}
+            whole = self._whole.buckets(), self._whole.sum
         info = cast("InfoMetricFamily", families.OTHERS[families.INFO].new(families.INFO))
         info.add_metric((), self._info)
         yield info
@@ -257,13 +280,11 @@ class AgentMetrics(Collector):
             for labels, value in by_labels.items():
                 cast("CounterMetricFamily", family).add_metric(labels, value)
             yield family
-        seconds = cast("HistogramMetricFamily", families.OTHERS[families.RECOVERY].new(families.RECOVERY))
-        for phase, (buckets, total) in recovery.items():
-            seconds.add_metric((phase,), buckets, total)
-        yield seconds
-        yield from self._collect_workers()
+        yield _histograms(families.RECOVERY, {(phase,): each for phase, each in phases.items()})
+        yield _histograms(families.WHOLE_RECOVERY, {(): whole})
+        yield from self._collect_workers(workers)
 
-    def _collect_workers(self) -> Iterator[Metric]:
+    def _collect_workers(self, workers: Iterable[WorkerProgress]) -> Iterator[Metric]:
         found = {name: family.new(name) for name, family in families.WORKERS.items()}
 
         def add(name: str, labels: Labels, value: float | None) -> None:
@@ -273,7 +294,7 @@ class AgentMetrics(Collector):
         def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
             cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
 
-        for each in self._progress():
+        for each in workers:
             labels = (str(each.local_rank),)
             gpu = self._gpus[each.local_rank] if each.local_rank < len(self._gpus) else ""
             whole = (*labels, str(each.rank), self._info["node"], gpu)
@@ -311,6 +332,14 @@ class _Histogram:
             below += count
             shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
         return shown
+
+
+def _histograms(name: str, found: Mapping[Labels, tuple[list[tuple[str, float]], float]]) -> Metric:
+    """Return a family of histograms. found: buckets and sum, by labels."""
+    family = cast("HistogramMetricFamily", families.OTHERS[name].new(name))
+    for labels, (buckets, total) in found.items():
+        family.add_metric(labels, buckets, total)
+    return family
 
 
 def _label(value: str) -> str:

@@ -1,7 +1,9 @@
-"""What an agent has counted last, the failure itself, reaches Prometheus though the agent ends at once."""
+"""What an agent counts in a real job. The last of it, the failure itself, reaches Prometheus though the agent ends at once."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import urllib.request
 from pathlib import Path
@@ -40,10 +42,15 @@ def test_an_agent_waits_for_one_last_scrape_and_leaves_a_file(tmp_path):
         assert 'elastic_ext_agent_state{state="running"} 1.0' in scrape(target)
         gate.open()
         job.wait_for("NameError")
-        while 'elastic_ext_agent_state{state="ended"} 1.0' not in (last := scrape(target)):
-            pass
+        last = ""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it is gone
+            while True:
+                last = scrape(target)
+        assert 'elastic_ext_agent_state{state="ended"} 1.0' in last
         assert CODE in last
-        assert job.finish().returncode == 65
+        done = job.finish()
+    assert done.returncode == 65
+    assert "nobody has scraped" not in done.err
     labels = named[0]["labels"]
     assert f'elastic_ext_failures_total{{kind="code",node="{labels["node"]}",pid="{job.process.pid}",run_id=' in file.read_text()
     assert list(found.iterdir()) == []
@@ -57,3 +64,30 @@ def test_nobody_scrapes(tmp_path):
         done = job.finish()
     assert done.returncode == 65
     assert "nobody has scraped the last metrics within 1.0 s (metrics_linger)" in done.err
+
+
+STEPS = """
+import os, signal, torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), 9)
+print("trains", flush=True)
+signal.pause()
+"""
+
+
+def test_a_recovery_lasts_until_the_first_step(tmp_path):
+    (tmp_path / "job.py").write_text(STEPS)
+    with Job(
+        [*AGENT, "--nproc-per-node=1", "--max-restarts=3", str(tmp_path / "job.py")], tmp_path, ELASTIC_EXT_BACKOFF="0"
+    ) as job:
+        (url,) = job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")
+        job.wait_for("trains")
+        while "elastic_ext_recovery_whole_seconds_count 1.0" not in (seen := scrape(url[1])):
+            assert job.process.poll() is None
+    assert 'elastic_ext_recovery_seconds_count{phase="first_step"} 1.0' in seen
+    assert "elastic_ext_restarts_charged 1.0" in seen, [line for line in seen.splitlines() if "restarts" in line]
+    assert "elastic_ext_max_restarts 3.0" in seen
+    assert "\nelastic_ext_last_recovery_seconds " in seen

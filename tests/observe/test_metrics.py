@@ -28,6 +28,7 @@ from elastic_ext.observe import metrics as metrics_module
 from elastic_ext.observe import pages
 from elastic_ext.observe.families import MAX_TORCHELASTIC_NAMES
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.recovery import Recovered, Recovery
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 
@@ -97,7 +98,7 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     metrics.restarted("membership")
     metrics.restarted("membership")
     metrics.restarted("of a newer agent")
-    metrics.failed("unknown")
+    metrics.failed("unknown", 2, 10)
     metrics.round_started(3, 16)
     metrics.worker_started("cold", "not_ready")
     metrics.standbys(2, 1 << 20)
@@ -112,6 +113,8 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_restarts_total", (("kind", "membership"),)): 2,
         ("elastic_ext_restarts_total", (("kind", "other"),)): 1,
         ("elastic_ext_failures_total", (("kind", "unknown"),)): 1,
+        ("elastic_ext_restarts_charged", ()): 2,
+        ("elastic_ext_max_restarts", ()): 10,
         ("elastic_ext_round", ()): 3,
         ("elastic_ext_world_size", ()): 16,
         ("elastic_ext_worker_starts_total", (("how", "cold"), ("reason", "not_ready"))): 1,
@@ -123,6 +126,33 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_torchelastic_values_total", name): 2,
         ("elastic_ext_agent_state", (("state", "rendezvous"),)): 1,
     }
+
+
+def test_a_whole_recovery_lasts_until_all_workers_have_made_a_step() -> None:
+    recovery = Recovery()
+    recovery.entered("rendezvous", 0)
+    recovery.entered("running", 1)
+    assert recovery.first_steps(3) is None  # the start of the job
+    failed_twice = ("stop", "verdict", "start", "running", "stop", "start", "running")  # the second time before the first step
+    for at, state in enumerate(failed_twice, start=10):
+        recovery.entered(state, at)
+    assert recovery.first_steps(14) is None  # of the workers before
+    assert recovery.first_steps(20) == Recovered(whole_s=10, first_step_s=4)
+    assert recovery.first_steps(21) is None
+    recovery.entered("ended", 30)
+    assert recovery.first_steps(31) is None
+
+
+def test_the_last_recovery_is_shown() -> None:
+    metrics = agent()
+    for state in ("running", "stop", "running"):
+        metrics.enter(state)
+    metrics.first_steps(time.monotonic() + 5)
+    found = read(metrics)
+    assert found["elastic_ext_last_recovery_seconds", ()] == pytest.approx(5, abs=1)
+    assert found["elastic_ext_last_recovery_timestamp_seconds", ()] == pytest.approx(time.time() + 5, abs=1)
+    assert found["elastic_ext_recovery_whole_seconds_bucket", (("le", "10.0"),)] == 1
+    assert found["elastic_ext_recovery_seconds_count", (("phase", "first_step"),)] == 1
 
 
 def test_what_can_be_counted_is_there_from_the_start() -> None:

@@ -49,6 +49,7 @@ def restart(record: dict[str, Any]) -> Rows:
 def node_loss(record: dict[str, Any]) -> Rows:
     titles = {
         "node": "a node is killed with its workers",
+        "container": "a container is killed whole",
         "agent": "only the agent is killed",
         "link": "a node's link is cut",
         "join": "a node joins (2 to 3)",

@@ -28,7 +28,7 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
         run_id=run_id,
         node=host_name(settings),
         cold_reasons=[each.value for each in ColdReason],
-        gpus=gpus.by_local_rank(workers, gpus.uuids(), os.environ) if settings.metrics else (),
+        gpus=lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ),
         progress=progress,
     )
 

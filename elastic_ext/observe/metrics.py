@@ -8,6 +8,7 @@ their values, and the workers' own /metrics would show the agent's values.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import math
 import numbers
@@ -87,7 +88,8 @@ class AgentMetrics(Collector):
         run_id: run id of the job.
         node: this node's name; default: its host name.
         cold_reasons: all reasons for a cold start.
-        gpus: UUID of each worker's GPU, by local rank; "" if unknown.
+        gpus: returns the UUID of each worker's GPU, by local rank, "" if unknown. Called once, at the first scrape of workers, in the
+            scrape's thread: a driver may take seconds, or never answer.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
     """
 
@@ -99,12 +101,12 @@ class AgentMetrics(Collector):
         run_id: str,
         node: str = "",
         cold_reasons: Iterable[str] = (),
-        gpus: Sequence[str] = (),
+        gpus: Callable[[], Sequence[str]] = tuple,
         progress: Callable[[], Sequence[WorkerProgress]] = tuple,
     ) -> None:
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
-        self._gpus = [_label(each) for each in gpus]
+        self._gpus = functools.cache(lambda: [_label(each) for each in gpus()])
         self._progress = progress
         self._clock = UnixClock()
         # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
@@ -284,7 +286,7 @@ class AgentMetrics(Collector):
         yield _histograms(families.WHOLE_RECOVERY, {(): whole})
         yield from self._collect_workers(workers)
 
-    def _collect_workers(self, workers: Iterable[WorkerProgress]) -> Iterator[Metric]:
+    def _collect_workers(self, workers: Sequence[WorkerProgress]) -> Iterator[Metric]:
         found = {name: family.new(name) for name, family in families.WORKERS.items()}
 
         def add(name: str, labels: Labels, value: float | None) -> None:
@@ -294,9 +296,10 @@ class AgentMetrics(Collector):
         def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
             cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
 
+        gpus = self._gpus() if workers else []
         for each in workers:
             labels = (str(each.local_rank),)
-            gpu = self._gpus[each.local_rank] if each.local_rank < len(self._gpus) else ""
+            gpu = gpus[each.local_rank] if each.local_rank < len(gpus) else ""
             whole = (*labels, str(each.rank), self._info["node"], gpu)
             cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
             add("_steps", labels, each.steps)

@@ -176,7 +176,7 @@ def test_workers_are_shown() -> None:
         WorkerProgress(0, 8, 12, now - 2, 5.5, 1.5, saved_step=8, saved_at=now - 100, saves=2, failed_saves=3, saving_s=0.7),
         WorkerProgress(1, 9, 0),
     ]
-    metrics = agent(progress=lambda: rows, gpus=["GPU-1"])
+    metrics = agent(progress=lambda: rows, gpus=lambda: ["GPU-1"])
     found = {key: value for key, value in changed(metrics).items() if key[0].startswith("elastic_ext_worker_")}
     first = (("local_rank", "0"),)
     step_at = found.pop(("elastic_ext_worker_last_step_timestamp_seconds", first))

@@ -88,8 +88,8 @@ class AgentMetrics(Collector):
         run_id: run id of the job.
         node: this node's name; default: its host name.
         cold_reasons: all reasons for a cold start.
-        gpus: returns the UUID of each worker's GPU, by local rank, "" if unknown. Called once, at the first scrape of workers, in the
-            scrape's thread: a driver may take seconds, or never answer.
+        gpus: returns the UUID of each worker's GPU, by local rank, "" if unknown. Called once, at the first scrape of workers, in
+            the scrape's thread: a driver may take seconds, or never answer.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
     """
 

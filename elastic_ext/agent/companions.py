@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 from contextlib import ExitStack
 
 import torch
@@ -159,12 +158,11 @@ class JobCompanions:
             copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
-        by = None if copy_s is None else time.monotonic() + copy_s
         self.warm_starts.close()
         try:
             if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
-        self.observation.show_last(None if by is None else by - time.monotonic())
+        self.observation.show_last()
         return left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -17,8 +16,6 @@ from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
-logger = logging.getLogger(__name__)
-
 
 def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
     """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
@@ -28,7 +25,7 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
         run_id=run_id,
         node=host_name(settings),
         cold_reasons=[each.value for each in ColdReason],
-        gpus=lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ),
+        gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
         progress=progress,
     )
 
@@ -55,14 +52,11 @@ class Observation:
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, metrics.labels)
 
-    def show_last(self, left_s: float | None) -> None:
-        """Let Prometheus have what the agent has counted last. left_s: until the platform kills the agent; None: it does not."""
+    def show_last(self) -> None:
+        """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
-        linger_s = min(self._settings.metrics_linger, math.inf if left_s is None else left_s)
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
-        if self._server is not None and linger_s > 0 and not self._server.await_scrape(linger_s):
-            logger.warning("metrics: nobody has scraped the last metrics within %.1f s (metrics_linger)", linger_s)
 
     def close(self) -> None:
         """Serve no more."""

@@ -128,7 +128,6 @@ class Settings:
         "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`",
     )
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
-    metrics_linger: float = _setting(0.0, SECONDS, "how long the agent waits at its end until its last metrics are scraped")
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(

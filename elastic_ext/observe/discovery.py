@@ -16,7 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::")
-_NAME = re.compile(r"elastic_ext_.*_(?P<host>[^_]*)_(?P<pid>\d+)\.json")
+_NAME = re.compile(r"elastic_ext_.*_(?P<where>[^_]*)_(?P<pid>\d+)\.json")
 
 
 def target(address: str, port: int, host: str) -> str:
@@ -33,26 +33,32 @@ def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) 
         endpoint: address and port of the server.
         labels: of the target; they name the job and the node. Without them two jobs would mix.
     """
-    host, folder = socket.gethostname().replace("_", "-"), Path(directory)
+    folder = Path(directory)
     run_id = re.sub(r"[^A-Za-z0-9.-]", "-", labels.get("run_id", ""))[:100]
-    path = folder / f"elastic_ext_{run_id}_{host}_{os.getpid()}.json"
-    text = json.dumps([{"targets": [target(*endpoint, socket.getfqdn())], "labels": labels}])
+    path = folder / f"elastic_ext_{run_id}_{_where()}_{os.getpid()}.json"
     try:
+        host = socket.getfqdn() if endpoint[0] in WILDCARDS else ""  # may ask a name server
+        text = json.dumps([{"targets": [target(*endpoint, host)], "labels": labels}])
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_dead(folder, host)
+        _remove_dead(folder)
         new = path.with_suffix(".new")  # Prometheus must never read half a file
         new.write_text(text)
         new.replace(path)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
         return lambda: None
     return lambda: _remove(path)
 
 
-def _remove_dead(folder: Path, host: str) -> None:
+def _where() -> str:
+    """Return what tells apart the places in which the same pid may be another process: this host and its pid namespace."""
+    return f"{socket.gethostname().replace('_', '-')}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _remove_dead(folder: Path) -> None:
     for path in folder.iterdir():
         found = _NAME.fullmatch(path.name)
-        if found is not None and found["host"] == host and not os.path.exists(f"/proc/{found['pid']}"):
+        if found is not None and found["where"] == _where() and not os.path.exists(f"/proc/{found['pid']}"):
             _remove(path)
 
 

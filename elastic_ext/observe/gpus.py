@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
 _LIBRARY = "libnvidia-ml.so.1"
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE of nvml.h
 UUID_PREFIXES = ("GPU-", "MIG-")
+
+
+class Asked:
+    """A question to a driver, which may take seconds or never answer. It is asked once, on a thread of its own."""
+
+    def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
+        self._ask = ask
+        self._answer: Sequence[str] = ()
+        self._thread: threading.Thread | None = None
+
+    def answer(self) -> Sequence[str]:
+        """Return the answer; () as long as there is none. The first call asks. For one thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads
+                logger.warning("metrics: no GPU is named: %s", error)
+        return self._answer
+
+    def _run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception:  # the top of a thread
+            logger.exception("metrics: no GPU is named")
 
 
 def uuids() -> list[str]:

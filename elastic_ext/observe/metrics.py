@@ -8,7 +8,6 @@ their values, and the workers' own /metrics would show the agent's values.
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import math
 import numbers
@@ -88,8 +87,7 @@ class AgentMetrics(Collector):
         run_id: run id of the job.
         node: this node's name; default: its host name.
         cold_reasons: all reasons for a cold start.
-        gpus: returns the UUID of each worker's GPU, by local rank, "" if unknown. Called once, at the first scrape of workers, in
-            the scrape's thread: a driver may take seconds, or never answer.
+        gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
     """
 
@@ -106,7 +104,7 @@ class AgentMetrics(Collector):
     ) -> None:
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
-        self._gpus = functools.cache(lambda: [_label(each) for each in gpus()])
+        self._gpus = gpus
         self._progress = progress
         self._clock = UnixClock()
         # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
@@ -156,7 +154,8 @@ class AgentMetrics(Collector):
         """Count a failure. kind: of the diagnosis. charged, limit: restarts of the job's budget; a negative limit is none."""
         with self._lock:
             self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
-            self._values["elastic_ext_restarts_charged"][()] = charged
+            if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
+                self._values["elastic_ext_restarts_charged"][()] = charged
             if limit >= 0:
                 self._values["elastic_ext_max_restarts"][()] = limit
 
@@ -268,12 +267,13 @@ class AgentMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         workers = self._progress()
-        if workers and all(each.first_step_at is not None for each in workers):
+        whole = len(workers) == self._values["elastic_ext_workers"]["running",]  # others are still in their bootstrap
+        if workers and whole and all(each.first_step_at is not None for each in workers):
             self.first_steps(max(each.first_step_at or 0.0 for each in workers))
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
             phases = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._phases.items()}
-            whole = self._whole.buckets(), self._whole.sum
+            recoveries = self._whole.buckets(), self._whole.sum
         info = cast("InfoMetricFamily", families.OTHERS[families.INFO].new(families.INFO))
         info.add_metric((), self._info)
         yield info
@@ -283,7 +283,7 @@ class AgentMetrics(Collector):
                 cast("CounterMetricFamily", family).add_metric(labels, value)
             yield family
         yield _histograms(families.RECOVERY, {(phase,): each for phase, each in phases.items()})
-        yield _histograms(families.WHOLE_RECOVERY, {(): whole})
+        yield _histograms(families.WHOLE_RECOVERY, {(): recoveries})
         yield from self._collect_workers(workers)
 
     def _collect_workers(self, workers: Sequence[WorkerProgress]) -> Iterator[Metric]:
@@ -299,7 +299,7 @@ class AgentMetrics(Collector):
         gpus = self._gpus() if workers else []
         for each in workers:
             labels = (str(each.local_rank),)
-            gpu = gpus[each.local_rank] if each.local_rank < len(gpus) else ""
+            gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
             whole = (*labels, str(each.rank), self._info["node"], gpu)
             cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
             add("_steps", labels, each.steps)

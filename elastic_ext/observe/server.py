@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from elastic_ext.observe.pages import METRICS, Page, Pages, text
+from elastic_ext.observe.pages import Page, Pages, text
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,6 @@ class MetricsServer:
         self.url = _url(bound, self.port)
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
 
-    def await_scrape(self, timeout_s: float) -> bool:
-        """Wait until somebody has got metrics that are no older than this call; return False if nobody has within timeout_s."""
-        return self._server is not None and self._server.await_scrape(timeout_s)
-
     def close(self) -> None:
         """Stop listening, release the port and drop open requests; a second call does nothing."""
         server, self._server = self._server, None
@@ -114,18 +110,12 @@ def _url(address: str, port: int) -> str:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, dropped at `deadline` (time.monotonic()).
-
-    Attributes:
-        unsent: the rest of the answer; None while reading.
-        awaited: the answer is the scrape that somebody waits for.
-    """
+    """One connection, dropped at `deadline` (time.monotonic()). unsent: the rest of the answer; None while reading."""
 
     connection: socket.socket
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     unsent: memoryview | None = None
-    awaited: bool = False
 
 
 class _Server:
@@ -140,8 +130,7 @@ class _Server:
         """Listen. Raises OSError (also if the name does not resolve), or OverflowError if the port is out of range."""
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._pages = pages
-        self._failure_shown = self._stopping = self._awaited = False
-        self._scraped = threading.Event()  # since `await_scrape` began
+        self._failure_shown = self._stopping = False
         self._clients: list[_Client] = []  # oldest first
         self._accept_at: float | None = None  # when to listen again; None while listening
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -166,11 +155,6 @@ class _Server:
                 self._serve_events()
         except Exception:  # the top of a thread
             logger.exception("metrics: the server has failed, and metrics are no longer served")
-
-    def await_scrape(self, timeout_s: float) -> bool:
-        """See MetricsServer."""
-        self._awaited = True
-        return self._scraped.wait(timeout_s)
 
     def stop(self) -> None:
         """Make `serve` return. Any thread may call this."""
@@ -239,13 +223,11 @@ class _Server:
     def _read(self, client: _Client) -> None:
         data = client.connection.recv(MAX_REQUEST)
         client.received += data
-        awaited = self._awaited  # before the page is made
-        path, page = self._answer(bytes(client.received))
+        page = self._answer(bytes(client.received))
         if page is None and not data:
             raise ConnectionError("closed before the request was whole")
         if page is not None:
             client.unsent = memoryview(page.encoded())
-            client.awaited = awaited and path == METRICS and page.status is HTTPStatus.OK
             client.received.clear()
             self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
 
@@ -255,8 +237,6 @@ class _Server:
             client.unsent = client.unsent[client.connection.send(client.unsent) :]
         self._forget(client)
         client.connection.close()
-        if client.awaited:
-            self._scraped.set()
 
     def _drop(self, client: _Client) -> None:
         """Close a connection; the kernel drops unsent data."""
@@ -268,24 +248,23 @@ class _Server:
         self._selector.unregister(client.connection)
         self._clients.remove(client)
 
-    def _answer(self, received: bytes) -> tuple[str, Page | None]:
-        """Return the path of a request and the page for it; None while the request is incomplete."""
+    def _answer(self, received: bytes) -> Page | None:
+        """Return the page for a request; None while the request is incomplete."""
         head, end, _ = received.replace(b"\r\n", b"\n").partition(b"\n\n")
         if not end:
             too_long = len(received) > MAX_REQUEST
-            return "", text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
+            return text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the request is too long") if too_long else None
         line, *fields = head.decode("latin-1").split("\n")
         logger.debug("metrics: %s", line)
         method, _, target = line.partition(" ")
         target, _, protocol = target.partition(" ")
-        path = target.partition("?")[0]
         if not protocol.startswith("HTTP/"):
-            return path, text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
+            return text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
         if method != "GET":
-            return path, text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
+            return text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
         named = (field.partition(":") for field in fields)
         accept = next((value.strip() for name, _, value in named if name.lower() == "accept"), "")
-        return path, self._page_or_error(path, accept)
+        return self._page_or_error(target.partition("?")[0], accept)
 
     def _page_or_error(self, path: str, accept: str) -> Page:
         make = self._pages.get(path)

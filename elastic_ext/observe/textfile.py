@@ -42,5 +42,5 @@ def write(path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> 
     whole.register(_Labelled(registry, labels))
     try:
         write_to_textfile(path, whole)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - a collector may raise anything, and the result of the job matters more
         logger.warning("metrics: cannot write metrics_file=%s: %s", path, error)

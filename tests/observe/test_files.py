@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -38,7 +37,7 @@ def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path)
     code = f"import os; from elastic_ext.observe import discovery; {announce}; os.abort()"
     subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     (left,) = tmp_path.iterdir()
-    of_another_host = tmp_path / left.name.replace(socket.gethostname().replace("_", "-"), "elsewhere")
+    of_another_host = tmp_path / left.name.replace(discovery._where(), "elsewhere")
     of_another_host.touch()
     alive = tmp_path / left.name.replace(left.stem.rpartition("_")[2], str(os.getppid()))
     alive.touch()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import pytest
 
 from elastic_ext.observe import gpus
@@ -30,3 +33,28 @@ def test_a_host_without_gpus():
 
 def test_those_of_this_host():
     assert all(each.startswith("GPU-") for each in gpus.uuids())
+
+
+def test_a_driver_that_does_not_answer_holds_up_nobody():
+    answers = threading.Event()
+
+    def ask():
+        answers.wait()
+        return ["GPU-1"]
+
+    asked = gpus.Asked(ask)
+    assert asked.answer() == ()
+    assert asked.answer() == ()
+    answers.set()
+    assert asked._thread is not None
+    asked._thread.join(20)
+    assert asked.answer() == ["GPU-1"]
+
+
+def test_a_driver_that_is_too_old_names_no_gpu(caplog):
+    asked = gpus.Asked(lambda: ctypes.CDLL(None).nvmlInit_v2())
+    asked.answer()
+    assert asked._thread is not None
+    asked._thread.join(20)
+    assert asked.answer() == ()
+    assert "no GPU is named" in caplog.text

@@ -139,13 +139,21 @@ def test_a_whole_recovery_lasts_until_all_workers_have_made_a_step() -> None:
     assert recovery.first_steps(14) is None  # of the workers before
     assert recovery.first_steps(20) == Recovered(whole_s=10, first_step_s=4)
     assert recovery.first_steps(21) is None
+    recovery.entered("stop", 24)
+    assert recovery.first_steps(20) is None  # those of before, seen again
+    for at, state in ((25, "start"), (26, "running"), (40, "stop")):
+        recovery.entered(state, at)
+    assert recovery.first_steps(28) == Recovered(whole_s=4, first_step_s=2)  # seen late: the next one has begun
+    for at, state in ((41, "start"), (42, "running")):
+        recovery.entered(state, at)
+    assert recovery.first_steps(45) == Recovered(whole_s=5, first_step_s=3)
     recovery.entered("ended", 30)
     assert recovery.first_steps(31) is None
 
 
 def test_the_last_recovery_is_shown() -> None:
     metrics = agent()
-    for state in ("running", "stop", "running"):
+    for state in ("running", "stop", "start", "running"):
         metrics.enter(state)
     metrics.first_steps(time.monotonic() + 5)
     found = read(metrics)
@@ -476,17 +484,6 @@ def test_health_and_status(serve: Any) -> None:
     told = {"schema": 1, "version": "1.2", "torch": "2.13.0", "run_id": "job1", "node": "n0"}
     assert json.loads(text) == {**told, "state": "running", "round": 3, "world_size": 16}
     assert get(f"{server.url}/nothing")[0] == 404
-
-
-def test_the_last_scrape_is_awaited(serve: Any) -> None:
-    metrics = agent()
-    server = serve(metrics)
-    get(f"{server.url}/metrics")  # before it is awaited: it does not hold what came after it
-    assert not server.await_scrape(0.05)
-    get(f"{server.url}/healthz")
-    assert not server.await_scrape(0.05)
-    threading.Timer(0.2, get, [f"{server.url}/metrics"]).start()
-    assert server.await_scrape(20)
 
 
 def test_pages(serve: Any) -> None:

@@ -21,6 +21,7 @@ from elastic_ext.rendezvous.c10d.claims import Claim, Claims
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # until a claim that did not arrive is sent again
+MAX_BESIDE = 4  # attempts under way; with so many, a change waits like a repetition
 PROMPT_S = 1.0  # a hang is judged by an attempt that takes no longer
 
 
@@ -82,7 +83,8 @@ class ClaimSender:
         while not (self._claims.all_told or self._over.done()):
             changed = self._next_change()  # before the attempt, which tells what has changed until it writes
             attempts.add(self._begin(prompt_s))
-            done, left = wait({*attempts, self._over, changed}, patience_s, FIRST_COMPLETED)
+            news = {changed} if len(attempts) < MAX_BESIDE else set()
+            done, left = wait({*attempts, self._over, *news}, patience_s, FIRST_COMPLETED)
             attempts &= left
             errors = [error for each in done if (error := each.exception()) is not None]
             if changed in done and attempts:

@@ -37,7 +37,7 @@ def next_check_s(workers: Sequence[WorkerStatus], fixed_s: float | None = None) 
 
 
 def window_s(fixed_s: float | None = None) -> float:
-    """Return over how many seconds the process stats are compared: less right after the first ones, and up to twice as long."""
+    """Return over how many seconds the process stats are compared: less right after the first ones, more after a longer pause."""
     return WINDOW_SHARE * min(_often_s(fixed_s), detector.IDLE_FLOOR_S / 2)
 
 

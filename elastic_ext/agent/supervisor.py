@@ -42,7 +42,6 @@ from elastic_ext.workers.logs import WorkerLogs
 
 logger = logging.getLogger(__name__)
 
-MEMBERSHIP = "membership"  # kind of a restart without a failure
 # Errors of a host that lacks descriptors, processes, memory or room for files; another host may have them.
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 
@@ -133,7 +132,7 @@ class Supervisor(TorchAgent):
         while True:
             result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
             if result is None:
-                self._restart(MEMBERSHIP)
+                self._restart(families.MEMBERSHIP)
                 continue
             if result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
@@ -142,7 +141,7 @@ class Supervisor(TorchAgent):
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")
                     return result
-                self._restart(MEMBERSHIP)
+                self._restart(families.MEMBERSHIP)
                 continue
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)

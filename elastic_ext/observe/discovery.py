@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic_ext.base.files import write_whole
+
 logger = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::")
@@ -41,9 +43,7 @@ def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) 
         text = json.dumps([{"targets": [target(*endpoint, host)], "labels": labels}])
         folder.mkdir(parents=True, exist_ok=True)
         _remove_dead(folder)
-        new = path.with_suffix(".new")  # Prometheus must never read half a file
-        new.write_text(text)
-        new.replace(path)
+        write_whole(path, text)  # Prometheus must never read half a file
     except (OSError, UnicodeError) as error:
         logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
         return lambda: None

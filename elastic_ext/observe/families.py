@@ -24,7 +24,7 @@ from elastic_ext.base.kinds import KINDS
 Labels = tuple[str, ...]
 
 OTHER = "other"  # a kind that a newer agent knows
-MEMBERSHIP = "membership"
+MEMBERSHIP = "membership"  # kind of a restart without a failure
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 FIRST_STEP = "first_step"
 PHASES = ("stop", "verdict", "rendezvous", "start", FIRST_STEP)

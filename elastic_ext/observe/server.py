@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+from elastic_ext.observe.discovery import target
 from elastic_ext.observe.pages import Page, Pages, text
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,7 @@ def _bind(pages: Pages, host: str, port: int) -> _Server | None:
 
 def _url(address: str, port: int) -> str:
     """Return the URL for clients on this machine; a wildcard address becomes the loopback."""
-    address = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    return f"http://{target(address, port, '::1' if ':' in address else LOOPBACK)}"
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ Python runs signal handlers in the main thread between bytecodes, never inside p
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -26,6 +27,21 @@ def readable(descriptor: Wakeup | int, timeout_s: float = 0.0) -> bool:
     return bool(poll.poll(milliseconds(timeout_s)))
 
 
+_entered: set[int] = set()  # writers of the wakeups that this process's signals wake, or did before another was entered
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: its signals would wake the parent, which would take them for its own and end."""
+    if _entered and threading.current_thread() is threading.main_thread():
+        descriptor = signal.set_wakeup_fd(-1)
+        if descriptor not in _entered:
+            signal.set_wakeup_fd(descriptor)
+    _entered.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Wakeup:
     """A context manager. Inside it, signals wake the waiter if the main thread entered it."""
 
@@ -38,11 +54,13 @@ class Wakeup:
     def __enter__(self) -> Wakeup:
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            _entered.add(self._writer.fileno())
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._previous is not None:
             signal.set_wakeup_fd(self._previous)
+            _entered.discard(self._writer.fileno())
         self._reader.close()
         self._writer.close()
 

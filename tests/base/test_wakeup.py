@@ -1,0 +1,32 @@
+"""A process wakes at its own signals only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_FORKS = """
+import os, signal
+from elastic_ext.base.wakeup import Wakeup, readable
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+signal.signal(signal.SIGUSR1, lambda *_: None)
+with Wakeup() as outer, Wakeup() as wakeup:
+    ready, waits = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(waits, b".")
+        while True:
+            signal.pause()
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    print("after the child's:", sorted(wakeup.clear()), sorted(outer.clear()))
+    signal.raise_signal(signal.SIGUSR1)
+    print("after its own:", wakeup.clear() == {signal.SIGUSR1}, readable(wakeup))
+"""
+
+
+def test_a_signal_to_a_forked_worker_is_not_its_agents():
+    ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "after the child's: [] []\nafter its own: True False\n", ran.stdout + ran.stderr

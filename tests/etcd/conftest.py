@@ -70,24 +70,14 @@ def proxy(server: EtcdServer) -> Iterator[Proxy]:
         yield started
 
 
-@pytest.fixture(scope="session")
-def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
-
-
 @pytest.fixture
-def cluster(whole_cluster: EtcdCluster) -> Iterator[EtcdCluster]:
-    """Three members; whatever the test did to them, the next test finds them well."""
-    yield whole_cluster
-    stopped = [member for member in whole_cluster.members if member.process is None]
-    for member in whole_cluster.members:
-        if member in stopped:
-            whole_cluster.restart(member, wait=False)
-        else:
-            member.resume()
-    for member in stopped:
-        member.await_ready()
+def cluster(tmp_path: Path) -> Iterator[EtcdCluster]:
+    """Three members of this test alone: etcd 3.5.0 to 3.5.2 may lose writes on a member that is killed, for good.
+
+    (etcd's issue 13766: after one kill among writes, the revision of this member stayed one behind that of the others.)
+    """
+    with EtcdCluster(tmp_path / "cluster") as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnode
     return stack.enter_context(Job(command, tmp_path, **env))
 
 
-@pytest.mark.long("key:1")
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["key:1", "runtime:1"])
 def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(server, tmp_path, fault):
     """The KeyError stops the job at once on all nodes; a RuntimeError proves nothing: one restart, and it works."""

@@ -123,6 +123,7 @@ def test_prometheus_finds_two_jobs_on_a_host_and_never_mixes_them(tmp_path):
         return Job(command, tmp_path, ELASTIC_EXT_NODE_NAME=f"node-{run_id}", **settings)
 
     port, sd = free_port(), tmp_path / "sd"
+    sd.mkdir()  # Prometheus watches a directory that is there when it starts
     with (
         AsText(f"127.0.0.1:{port}") as text,
         # Before the jobs: it takes up changes of its targets every 5 s.

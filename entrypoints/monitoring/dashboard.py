@@ -99,7 +99,7 @@ OVERVIEW = Row(
             "Restarts left",
             "none",
             of_run("run:elastic_ext_restarts_left:min"),
-            "Empty before the first failure, and without a limit.",
+            "By the last verdict; a later checkpoint gives them back. Empty before the first, and without a limit.",
         ),
     ),
     height=4,

@@ -106,6 +106,12 @@ OF_JOBS = (
         "run:elastic_ext_restarts_left:min",
         f"min by (run_id) ({labelled('max_restarts')} - {labelled('restarts_charged')})",
     ),
+    # Of a restart after a failure, up to 2 minutes late: that is how far it looks back.
+    Rule(
+        "run:elastic_ext_last_restart_timestamp_seconds:max",
+        f'time() * (max by (run_id) (increase({RESTARTS}{{kind!="membership"}}[2m])) > bool 0) > 0\n'
+        "or\nrun:elastic_ext_last_restart_timestamp_seconds:max and on (run_id) run:elastic_ext_agents:count",
+    ),
     kept("worker_last_step_timestamp_seconds", "run:elastic_ext_last_step_timestamp_seconds:max"),
     kept("worker_last_save_timestamp_seconds", "run:elastic_ext_last_save_timestamp_seconds:max"),
     Rule(FAILED_SAVES, failed_share(SAVES), (("what", "save"),)),

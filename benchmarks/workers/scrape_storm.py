@@ -2,9 +2,9 @@
 
     scrape_storm.py PORT SECONDS [SCRAPES_PER_SECOND]
 
-Some threads scrape at a steady rate, as fast as they get answers. Meanwhile there are 500 connections that ask nothing, and come again
-when they are cut; a client that reads a byte now and then; and others that send rubbish, what looks like TLS, and a header of
-10 MB. Prints one JSON object: whole scrapes, those that failed, and how often each of the others came.
+Some threads scrape at a steady rate, as fast as they get answers. Meanwhile there are 500 connections that ask nothing, and come
+again when they are cut; a client that reads a byte now and then; and others that send rubbish, what looks like TLS, and a header
+of 10 MB. Prints one JSON object: whole scrapes, those that failed, and how often each of the others came.
 """
 
 import collections

@@ -17,16 +17,20 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
+from elastic_ext.agent.observation import Observation
+from elastic_ext.base.settings import Settings
 from elastic_ext.observe import pages
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.cpu_budget import CpuBudget
 from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.logins import MAX_WAITING, Login, first, superfluous
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.pages import Page
 from elastic_ext.observe.server import MetricsServer
 from tests.etcd_server import Certificates
 from tests.jobs import AGENT, Job
@@ -45,9 +49,16 @@ def users(cost: int = CHEAP) -> str:
     return f"basic_auth_users: {{alice: '{bcrypt.hashpw(b'right', bcrypt.gensalt(cost)).decode()}'}}\n"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
 @pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
-    return Certificates.make(tmp_path)
+def certificates(made: Certificates, tmp_path: Path) -> Certificates:
+    """Copies, which a test may replace."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    return Certificates(tmp_path)
 
 
 @contextlib.contextmanager
@@ -70,13 +81,13 @@ def get(
     *,
     login: str = "",
     trust: ssl.SSLContext | None = None,
-    source: str = "127.0.0.1",
+    source: str | None = None,
 ) -> tuple[int, bytes]:
     assert server.url is not None
     found = urllib.parse.urlsplit(server.url)
     assert found.scheme == ("http" if trust is None else "https")
     assert found.hostname is not None
-    kind = {"timeout": 60.0, "source_address": (source, 0)}
+    kind = {"timeout": 60.0, "source_address": (source, 0) if source is not None else None}
     if trust is None:
         asking = http.client.HTTPConnection(found.hostname, found.port, **kind)
     else:
@@ -135,17 +146,24 @@ def test_a_client_certificate_is_demanded(certificates: Certificates) -> None:
 
 def test_a_long_page_comes_whole(certificates: Certificates) -> None:
     """7 MB: more than the buffers of a connection hold, so TLS is written in many parts."""
-    with serving(certificates, TLS, workers=20_000) as server:
-        body = get(server, trust=trusting(certificates))[1]
-        assert body.count(b"elastic_ext_worker_steps_total{") == 20_000
+    page = Page(HTTPStatus.OK, "text/plain", os.urandom(7 << 20))
+    (certificates.folder / "web.yml").write_text(TLS)
+    server = MetricsServer({"/": lambda _: page}, gate=Gate(str(certificates.folder / "web.yml")))
+    try:
+        assert get(server, "/", trust=trusting(certificates)) == (200, page.body)
+    finally:
+        server.close()
 
 
 def test_a_request_may_come_in_pieces(certificates: Certificates) -> None:
-    with serving(certificates, TLS) as server, socket.create_connection(("127.0.0.1", server.port or 0)) as plain:
-        with trusting(certificates).wrap_socket(plain, server_hostname="localhost") as client:
-            for piece in (b"GE", b"T / HT", b"TP/1.1\r\nx: " + 16_000 * b"y" + b"\r\n", b"\r", b"\n"):
-                client.sendall(piece)
-            assert client.recv(15) == b"HTTP/1.0 200 OK"
+    with (
+        serving(certificates, TLS) as server,
+        socket.create_connection(("127.0.0.1", server.port or 0)) as plain,
+        trusting(certificates).wrap_socket(plain, server_hostname="localhost") as client,
+    ):
+        for piece in (b"GE", b"T / HT", b"TP/1.1\r\nx: " + 16_000 * b"y" + b"\r\n", b"\r", b"\n"):
+            client.sendall(piece)
+        assert client.recv(15) == b"HTTP/1.0 200 OK"
 
 
 # Rotation.
@@ -209,7 +227,7 @@ def test_a_right_password_is_checked_once(certificates: Certificates, monkeypatc
 
 
 def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one address as fast as they can, of a hash that takes 50 ms; a newcomer from another address gets in, too."""
+    """From one address as fast as they can, of a hash that takes 25 ms; a newcomer from another address gets in, too."""
     checks: list[float] = []
     real = bcrypt.checkpw
 
@@ -228,7 +246,7 @@ def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypat
             with contextlib.suppress(OSError, http.client.HTTPException):  # one of them made room for another
                 told.add(get(server, login="alice:wrong")[0])
 
-    with serving(certificates, users(cost=10)) as server, contextlib.ExitStack() as stack:
+    with serving(certificates, users(cost=9)) as server, contextlib.ExitStack() as stack:
         assert get(server, login="alice:right", source="127.0.0.2")[0] == 200
         began = time.monotonic()
         for _ in range(MAX_WAITING + 2):
@@ -240,7 +258,7 @@ def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypat
         for _ in range(50):
             assert get(server, login="alice:right", source="127.0.0.2")[0] == 200  # verified
         server_checks = len(checks)
-        (certificates.folder / "web.yml").write_text(users(cost=10))  # another salt: nobody is verified any more
+        (certificates.folder / "web.yml").write_text(users(cost=9))  # another salt: nobody is verified any more
         await_(lambda: get(server, login="alice:right", source="127.0.0.3")[0] == 200)
         took_s = time.monotonic() - began
     assert server_checks < 50
@@ -297,6 +315,19 @@ def test_a_budget_allows_a_burst_and_then_a_share() -> None:
 # What is told.
 
 
+def test_an_agents_address_says_https(certificates: Certificates) -> None:
+    (certificates.folder / "web.yml").write_text(TLS)
+    found = certificates.folder / "sd"
+    settings = Settings(metrics_port=0, metrics_web_config=certificates.path("web.yml"), metrics_discovery_dir=str(found))
+    shown = Observation(AgentMetrics(version="1", torch="2", run_id="job"), settings)
+    try:
+        ((target,),) = [json.loads(each.read_text()) for each in found.iterdir()]
+        assert target["labels"]["__scheme__"] == "https"
+        assert [shown.url] == [f"https://{each}" for each in target["targets"]]
+    finally:
+        shown.close()
+
+
 @pytest.mark.parametrize(
     ("host", "config", "told"),
     [
@@ -308,13 +339,14 @@ def test_a_budget_allows_a_burst_and_then_a_share() -> None:
         ("127.0.0.1", "", ""),
         ("::1", users(), ""),
     ],
+    ids=["all", "certificates", "TLS", "passwords", "nothing", "loopback", "loopback of IPv6"],  # not the salts
 )
 def test_what_is_open_to_whom_is_told_once(
     certificates: Certificates, caplog: pytest.LogCaptureFixture, host: str, config: str, told: str
 ) -> None:
     with serving(certificates, config, host=host) as server:
         for _ in range(2):
-            urllib.request.urlopen(f"http://localhost:{server.port}/healthz").close() if "tls" not in config else None
+            get(server, "/healthz", trust=trusting(certificates, "client") if "tls" in config else None)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(lines) == bool(told)
         assert told.format(port=server.port) in "".join(lines)
@@ -338,6 +370,7 @@ with open(sys.argv[1]) as gate:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no binary named prometheus")
 def test_prometheus_scrapes_an_agent_with_tls_password_and_certificate(certificates: Certificates, tmp_path: Path) -> None:
     """By the agent's discovery file, which says https. One scrape job may; the others lack something."""

@@ -10,7 +10,8 @@ import torch
 
 import elastic_ext
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import discovery, families, gpus, pages, textfile
+from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
+from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.run_id import host_name
@@ -30,6 +31,12 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
     )
 
 
+def check(settings: Settings) -> None:
+    """Raise UsageError if the server could not do what the settings demand."""
+    if settings.metrics and settings.metrics_web_config is not None:
+        gate.load(settings.metrics_web_config)
+
+
 class Observation:
     """Serves the metrics from construction to `close`.
 
@@ -47,10 +54,12 @@ class Observation:
         # The user must see a port that nobody chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
-        self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce)
+        guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
+        self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce, guard)
         self.url = self._server.url
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
-            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, metrics.labels)
+            labels = {**metrics.labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
+            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, labels)
 
     def show_last(self) -> None:
         """Leave what the agent has counted last."""

@@ -129,6 +129,12 @@ class Settings:
     )
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
+    metrics_web_config: str | None = _setting(
+        None,
+        TEXT,
+        "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
+        "`pip install 'elastic_ext[web]'`",
+    )
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -10,44 +11,56 @@ from http import HTTPStatus
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
+from elastic_ext.observe.cpu_budget import CpuBudget
+
 METRICS, HEALTH, READY, STATUS = "/metrics", "/healthz", "/readyz", "/status.json"
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
+CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
+CPU_BURST_S = 0.5
 
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type."""
+    """An answer. body: of this content type. headers: further lines."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
+    headers: tuple[str, ...] = ()
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""
         head = (
-            f"HTTP/1.0 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\nConnection: close\r\n\r\n"
+            *(f"HTTP/1.0 {self.status.value} {self.status.phrase}", *self.headers),
+            *(f"Content-Type: {self.content_type}", f"Content-Length: {len(self.body)}", "Connection: close", "\r\n"),
         )
-        return head.encode("ascii") + self.body
+        return "\r\n".join(head).encode("ascii") + self.body
 
 
 MakePage = Callable[[str], Page]  # from the request's Accept
 Pages = Mapping[str, MakePage]
 
 
-def text(status: HTTPStatus, line: str) -> Page:
+def text(status: HTTPStatus, line: str, *headers: str) -> Page:
     """Return a page of one line."""
-    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n")
+    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n", headers)
 
 
 def of_metrics(registry: CollectorRegistry) -> Pages:
-    """Return the page for scrapers, in the format that they accept."""
+    """Return the page for scrapers, in the format that they accept. Who scrapes all the time gets the last page once more."""
+
+    budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
+    last: dict[str, Page] = {}  # by content type, of which there are few
 
     def scrape(accept: str) -> Page:
         encode, content_type = choose_encoder(accept)
-        return Page(HTTPStatus.OK, content_type, encode(registry))
+        if content_type not in last or budget.wait_s(time.monotonic()) == 0:
+            began = time.thread_time()
+            last[content_type] = Page(HTTPStatus.OK, content_type, encode(registry))
+            budget.spend(time.thread_time() - began, time.monotonic())
+        return last[content_type]
 
     return {METRICS: scrape}
 

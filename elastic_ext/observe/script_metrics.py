@@ -24,11 +24,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import metric_files as layout
-from elastic_ext.base.metric_files import COUNTER, GAUGE, Definition
+from elastic_ext.base.metric_files import COUNTER, GAUGE, HISTOGRAM, Definition
 
 logger = logging.getLogger(__name__)
 
 NO_ROUND = -1
+MOST = 2.0**53  # a float counts no further
 LOOK_S = 10.0  # how often ended processes are looked for if nobody scrapes
 
 Values = tuple[float, ...]
@@ -43,6 +44,8 @@ def newer(definition: Definition, last: Values | None, read: Values) -> Values |
         return read if math.isfinite(read[1]) and read[1] > 0 else last
     counts = read if definition.kind == COUNTER else read[:-1]
     if not all(0 <= count < math.inf for count in counts) or not math.isfinite(read[-1]):
+        return last
+    if definition.kind == HISTOGRAM and not all(count.is_integer() and count <= MOST for count in counts):
         return last
     if last is not None and any(now < before for now, before in zip(counts, last, strict=False)):
         return last

@@ -125,6 +125,7 @@ class JobCompanions:
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
         stack.callback(logs.remove)
+        self.observation.read_scripts(logs.run_dir)
         self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "wake"))
         stack.callback(self.wake_pipe.close)
         self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
@@ -145,7 +146,7 @@ class JobCompanions:
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)
         self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics)
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation
         ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))

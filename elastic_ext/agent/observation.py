@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 import elastic_ext
+from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.settings import Settings
 from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
 from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
+
+logger = logging.getLogger(__name__)
 
 
 def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
@@ -37,7 +41,7 @@ def check(settings: Settings) -> None:
         gate.load(settings.metrics_web_config)
 
 
-class Observation:
+class Observation(Companion):
     """Serves the metrics from construction to `close`.
 
     Attributes:
@@ -48,6 +52,7 @@ class Observation:
         self._metrics, self._settings = metrics, settings
         self._server: MetricsServer | None = None
         self._unannounce: Callable[[], None] = lambda: None
+        self._scripts: ScriptMetrics | None = None
         self.url: str | None = None
         if not settings.metrics:
             return
@@ -60,6 +65,28 @@ class Observation:
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             labels = {**metrics.labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
             self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, labels)
+
+    def read_scripts(self, run_dir: str) -> None:
+        """Show the metrics that the scripts define, too, from files in the agent's private directory. Call this once."""
+        if not self._settings.metrics and self._settings.metrics_file is None:
+            return
+        try:
+            self._scripts = ScriptMetrics(os.path.join(run_dir, "metrics"))
+            self._metrics.registry.register(self._scripts)
+        except OSError as error:
+            logger.warning("metrics of scripts are not shown: %s", error)
+
+    def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
+        """Return what a worker of the round that begins has to know; see workers.worker_env."""
+        return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
+
+    def check(self, workers: LocalWorkers) -> None:
+        if self._scripts is not None:
+            self._scripts.look()
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        if self._scripts is not None:
+            self._scripts.round_ended()
 
     def show_last(self) -> None:
         """Leave what the agent has counted last."""

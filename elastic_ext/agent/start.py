@@ -96,7 +96,13 @@ class RoundStart:
             **resumed.variables(),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
-        self._logs.messages = {local_rank: {"agent": companions.token} for local_rank in range(spec.local_world_size)}
+        self._logs.messages = {
+            local_rank: {
+                "agent": companions.token,
+                **companions.observation.message(self._handler.round, local_rank, each.global_rank),
+            }
+            for local_rank, each in enumerate(self._group.workers)
+        }
         if progress is None:
             return
         if self._settings.bootstrap:

@@ -14,6 +14,7 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
     modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
+    metrics           beginning of the path of a file with metrics of the script; see base.metric_files
     agent             token of the agent, by which the reaper finds what the workers started
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         quiet_traceback: bool
         modules: str
         store: tuple[str, int]
+        metrics: str
         agent: str
 
 

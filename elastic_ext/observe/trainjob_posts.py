@@ -192,6 +192,8 @@ class _Request:
                 connection.request("POST", target.path, body, headers)
                 answer = connection.getresponse()
                 text = answer.read(MAX_ANSWER)
+                if self._late:  # http.client takes headers that were cut for all headers
+                    raise TimeoutError
         except ssl.SSLCertVerificationError as error:
             raise PostFailed(
                 "certificate", f"{target.host} is not who {target.ca_file or 'a CA'} says: {error.verify_message}"

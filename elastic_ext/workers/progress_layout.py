@@ -11,7 +11,7 @@ This file is loaded by path in every worker before the user's script, so it impo
 """
 
 VERSION = 4
-ROW_BYTES = 1536
+ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
 STEPS = 1  # optimizer steps done

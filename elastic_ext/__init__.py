@@ -19,6 +19,7 @@ _LAZY = {
     "report_progress": "elastic_ext.training",
     "report_save_failed": "elastic_ext.training",
     "report_saved": "elastic_ext.training",
+    "report_total_steps": "elastic_ext.training",
     "resume_from": "elastic_ext.training",
     "resume_step": "elastic_ext.training",
     "save_requested": "elastic_ext.training",

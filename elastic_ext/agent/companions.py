@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
@@ -146,7 +146,8 @@ class JobCompanions:
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)
         self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
+            *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
         ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))
@@ -165,5 +166,7 @@ class JobCompanions:
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
+        for companion in self.round_companions:
+            companion.job_ended(clean and not left, hurry=copy_s is not None)
         self.observation.show_last()
         return left

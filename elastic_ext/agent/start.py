@@ -115,7 +115,9 @@ class RoundStart:
     ) -> RunningRound:
         settings, companions = self._settings, self._companions
         ranks = {local_rank: worker.global_rank for local_rank, worker in enumerate(self._group.workers)}
-        workers = LocalWorkers(processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files))
+        workers = LocalWorkers(
+            processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files), resumed.step
+        )
         hangs = saves = None
         if settings.bootstrap and progress is not None:
             saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)

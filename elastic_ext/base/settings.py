@@ -181,6 +181,11 @@ class Settings:
     topology: str | None = _setting(
         None, TEXT, "ext_etcd: location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
     )
+    trainjob_interval: float = _setting(
+        30.0,
+        SECONDS,
+        "Kubeflow Trainer: seconds between two posts of the TrainJob's status, where it asks for them; 0: post none",
+    )
     verify: str = _setting(
         "sampled",
         one_of("off", "sampled", "full"),

@@ -16,6 +16,27 @@ def report_progress() -> None:
         worker.row.report_progress()
 
 
+def report_total_steps(total: int, done: int | None = None) -> None:
+    """Report how many optimizer steps the whole job will make; the agent works out from it how far the job is.
+
+    Args:
+        total: from the beginning of the job to its end, not from the last restart.
+        done: how many of them are done now; default: as many as the checkpoint has that the agent chose.
+
+    Raises:
+        UsageError: `total` is not a whole number of 1 or more, or `done` not one of 0 or more.
+    """
+    if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
+        raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
+    worker = this_worker()
+    if worker is not None:
+        worker.row.report_total_steps(total, done)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and least <= value < 1 << 62
+
+
 def phase(name: str) -> Phase:
     """Begin a phase of this process.
 

@@ -42,6 +42,12 @@ class ProgressRow:
         self._words[progress_layout.PROGRESS] += 1
         progress_layout.note_sign(self._words, time.monotonic_ns())
 
+    def report_total_steps(self, total: int, done: int | None) -> None:
+        """Report the steps of the whole job, and how many of them are done now; None: the agent knows."""
+        self._words[progress_layout.TOTAL_STEPS] = total
+        if done is not None:
+            self._words[progress_layout.STEPS_BEFORE] = max(0, done - self._words[progress_layout.STEPS]) + 1
+
     @property
     def phase(self) -> int:
         """The current phase, an index into `progress_layout.PHASES`."""

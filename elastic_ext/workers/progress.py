@@ -37,6 +37,8 @@ class Progress:
         phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
         reports: progress reports, besides the steps.
         sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
+        total_steps, steps_before: of the whole job, and of the job before this worker's first, if the script told; else None.
+        posts_status: the script posts the status of its Kubeflow TrainJob itself.
         gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
@@ -62,6 +64,9 @@ class Progress:
     gaps: tuple[int, ...] = ()
     has_torch: bool = False
     answers: int = 0
+    total_steps: int | None = None
+    steps_before: int | None = None
+    posts_status: bool = False
 
     @property
     def first_step_done(self) -> bool | None:
@@ -117,6 +122,9 @@ class ProgressTable:
             gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
             has_torch=bool(row[layout.OPTIM_HOOKED]),
             answers=row[layout.ANSWERS],
+            total_steps=row[layout.TOTAL_STEPS] or None,
+            steps_before=row[layout.STEPS_BEFORE] - 1 if row[layout.STEPS_BEFORE] else None,
+            posts_status=bool(row[layout.POSTS_STATUS]),
         )
 
     def read_all(self) -> list[Progress]:

@@ -21,6 +21,7 @@ This file is loaded by path in every worker before the user's script, so it impo
 """
 
 import os
+import sys
 from _signal import SIGRTMIN  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
@@ -69,6 +70,19 @@ def loads(text: str) -> "WorkerMessage":
     import json
 
     return checked(json.loads(text))
+
+
+def posts_status() -> bool:
+    """Return whether this script posts the status of its Kubeflow TrainJob itself, by what it has imported so far.
+
+    Hugging Face's Trainer does (transformers.integrations.KubeflowCallback; it adds that to every Trainer unless the variable
+    says no), and so do scripts that use Kubeflow's SDK.
+    """
+    if not os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
+        return False
+    trainer = "transformers.trainer" in sys.modules and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE"
+    integrations = sys.modules.get("transformers.integrations.integration_utils")
+    return (trainer and hasattr(integrations, "KubeflowCallback")) or "kubeflow.trainer" in sys.modules
 
 
 def wake(path: "str | None") -> None:

@@ -356,7 +356,7 @@ class _StepCounter:
             if not self._row[layout.STEPS]:
                 if _called_from(_STATE_INITIALIZER):
                     return
-                self._row[layout.FIRST_STEP_NS] = now
+                self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
                 _reports.modules()
             layout.note_sign(self._row, now)
             self._row[layout.LAST_STEP_NS] = now

@@ -18,11 +18,12 @@ JSON = "application/json"
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type."""
+    """An answer. body: of this content type. sent: called once the client has been sent all of it."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
+    sent: Callable[[], None] = lambda: None
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -110,12 +111,16 @@ def _url(address: str, port: int) -> str:
 
 @dataclass(eq=False)
 class _Client:
-    """One connection, dropped at `deadline` (time.monotonic()). unsent: the rest of the answer; None while reading."""
+    """One connection, dropped at `deadline` (time.monotonic()).
+
+    unsent: the rest of the answer; None while reading. sent: see Page.
+    """
 
     connection: socket.socket
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     unsent: memoryview | None = None
+    sent: Callable[[], None] = lambda: None
 
 
 class _Server:
@@ -227,7 +232,7 @@ class _Server:
         if page is None and not data:
             raise ConnectionError("closed before the request was whole")
         if page is not None:
-            client.unsent = memoryview(page.encoded())
+            client.unsent, client.sent = memoryview(page.encoded()), page.sent
             client.received.clear()
             self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
 
@@ -237,6 +242,7 @@ class _Server:
             client.unsent = client.unsent[client.connection.send(client.unsent) :]
         self._forget(client)
         client.connection.close()
+        client.sent()
 
     def _drop(self, client: _Client) -> None:
         """Close a connection; the kernel drops unsent data."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
@@ -17,6 +17,9 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.round_records import EndKind
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
 
 __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
@@ -125,6 +128,16 @@ class Rendezvous(Protocol):
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:
+        """Let `observer` hear of all calls to etcd. Return None on a backend without etcd.
+
+        Returns:
+            A function that returns until when, monotonic, etcd certainly keeps this node in the job; None: it does not now.
+        """
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 3. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 4. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,8 +10,8 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 3
-ROW_BYTES = 1536
+VERSION = 4
+ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
 STEPS = 1  # optimizer steps done
@@ -50,8 +50,16 @@ ANSWERS = GAPS + len(PHASES) * GAP_BUCKETS  # 1 plus the number of worker_env.AN
 SAVES_NS = ANSWERS + 1  # duration of all committed saves
 SAVED_AT_NS = ANSWERS + 2  # time.monotonic_ns() of the last commit
 
+ENDED_AT_NS = ANSWERS + 3  # time.monotonic_ns() of the exception that ended the script; 0: none has
+
+# Written by elastic_ext.training: loads of checkpoints, and checks of their files for damage, which are a part of a load.
+LOADS = ANSWERS + 4
+LOADS_NS = ANSWERS + 5  # duration of all loads
+CHECKS = ANSWERS + 6
+CHECKS_NS = ANSWERS + 7  # duration of all checks
+
 # Written by the agent.
-AGENT_FIELDS = ANSWERS + 3
+AGENT_FIELDS = ANSWERS + 8
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 
 

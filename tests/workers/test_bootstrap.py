@@ -486,7 +486,7 @@ def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     with start(["script.py"], tmp_path, worker.environ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
-        assert worker.row() == [process.pid, 0, 0, 0, 0, 1, *[0] * (progress_layout.ANSWERS - 6), 1, 0, 0]
+        assert worker.row() == [process.pid, 0, 0, 0, 0, 1, *[0] * (progress_layout.ANSWERS - 6), 1, *[0] * 7]
         process.send_signal(STACKS_SIGNAL)
         dump = b""
         while b"in run_as_main" not in dump:  # the outermost frames come last

@@ -52,6 +52,7 @@ class JobConnection:
 
     Attributes:
         address: the address by which the other nodes reach this one.
+        left: `leave` has been called.
         changed: notified when anything in the participant or the fence has changed.
     """
 
@@ -80,7 +81,7 @@ class JobConnection:
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
-        self._left = False
+        self.left = False
         self.changed = InterruptibleCondition(on_wait)
         notify = functools.partial(_notify, self.changed, on_event)
         self._dispatcher = Dispatcher()
@@ -166,6 +167,11 @@ class JobConnection:
         self.links.follow(assignment.neighbors, self.participant.registration.created)
         self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
 
+    def alive_until(self) -> float | None:
+        """Return until when, monotonic, etcd certainly keeps this node; None without a lease."""
+        lease_id, until = self.participant.lease
+        return until if lease_id is not None else None
+
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.lease
@@ -175,9 +181,9 @@ class JobConnection:
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         self.links.close()  # first: the goodbye must arrive before the node is gone
         self.fence.close(LEAVE_TIMEOUT_S)
         self.participant.leave(LEAVE_TIMEOUT_S)

@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
@@ -258,6 +259,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def link_fds(self) -> tuple[int, ...]:
         return self._connection.links.fds
 
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.client.observe(observer)
+        return self._connection.alive_until
+
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""
         return self._connection.last_will()
@@ -271,8 +277,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
-        """Close the job like `set_closed`, then leave."""
-        self.set_closed()
+        """Close the job like `set_closed`, then leave. A second call does nothing."""
+        if not self._connection.left:
+            self.set_closed()
         self.leave()
         return True
 

@@ -24,6 +24,8 @@ from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
+logger = logging.getLogger(__name__)
+
 
 def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
     """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
@@ -87,9 +89,14 @@ class Observation:
 
     def linger_at_close(self) -> None:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
-        if self._server is not None and self._server.port is not None and self._settings.metrics_linger > 0:
-            self._handler.shutdown()  # as torch would next
-            self._lingers = True
+        if self._settings.metrics_linger == 0 or self.url is None:
+            return
+        self._handler.shutdown()  # as torch would next
+        self._lingers = self._handler.may_linger
+        if not self._lingers:
+            logger.warning(
+                "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
+            )
 
     def show_last(self) -> None:
         """Leave what the agent has counted last."""

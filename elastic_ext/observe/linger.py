@@ -55,6 +55,10 @@ class LastScrape:
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
         with _harmless_signals():
+            if not self._seen.is_set():  # shown, because the agent seems to hang
+                logger.warning(
+                    "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
+                )
             while not self._seen.is_set() and (left_s := deadline - time.monotonic()) > 0:
                 readable(wakeup, left_s)
                 told = wakeup.clear().intersection(SIGNALS)

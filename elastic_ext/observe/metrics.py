@@ -166,7 +166,7 @@ class AgentMetrics(Collector):
                 self._values["elastic_ext_max_restarts"][()] = limit
 
     def first_steps(self, at: float, load_s: float = 0.0) -> None:
-        """Note that all workers of this round have made a step, the last its first at `at`, monotonic. load_s: their longest load."""
+        """Note that all workers have made a step, the last its first at `at`, monotonic. load_s: their longest load; 0: none."""
         with self._lock:
             recovered = self._recovery.first_steps(at)
             if recovered is None:

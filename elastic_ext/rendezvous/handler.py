@@ -139,5 +139,9 @@ class Rendezvous(Protocol):
     def shutdown(self) -> bool:
         """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
 
+    @property
+    def may_linger(self) -> bool:
+        """Whether this process may stay after `shutdown`: it holds nothing that the next start of the job needs."""
+
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

@@ -56,6 +56,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     """
 
     is_elastic_ext = True
+    may_linger = True
     poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(

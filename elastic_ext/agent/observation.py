@@ -52,6 +52,7 @@ class Observation:
         self._metrics, self._settings, self._handler, self._wakeup = metrics, settings, handler, wakeup
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
+        handler.on_verdict = self._count
         etcd = EtcdHealth()
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
@@ -74,6 +75,9 @@ class Observation:
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
         self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._count(verdict)
+
+    def _count(self, verdict: JobVerdict) -> None:
         decision = verdict.decision
         what = decision.response.value if decision.response is not None else decision.action.value
         self._incidents.decided(verdict.round, what, decision.kind, verdict.host)

@@ -48,6 +48,8 @@ class Rendezvous(Protocol):
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
         poll_interval_s: seconds between two polls of `round_over`, if waiting nodes cause no event; None if they do.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; our agent sets it.
+        on_verdict: ext_etcd: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
+            agent sets it.
         on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
     """
 
@@ -60,6 +62,7 @@ class Rendezvous(Protocol):
     node_id: str
     poll_interval_s: float | None
     on_event: Callable[[], None]
+    on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,6 +15,10 @@ from tests.etcd.conftest import until
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
+from tests.rendezvous.etcd.test_etcd_failures import start as start_node
+from tests.rendezvous.etcd.test_etcd_jobs import ELASTIC, Nodes, seen
+
+URL = r"http://(127\.0\.0\.1:\d+)/metrics"
 
 CALLS, RECONNECTS = "elastic_ext_etcd_calls_total", "elastic_ext_etcd_reconnects_total"
 
@@ -76,7 +81,7 @@ def test_a_job_that_is_killed(tmp_path, server, hangs, monkeypatch):
     local, remote = str(tmp_path / "local"), str(tmp_path / "remote")
     hang = {"hang_timeout": "1"} if hangs else {"hang": "off"}
     with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, **hang) as job:
-        ((target,),) = [each.groups() for each in job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")]
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
         first = scrape(target)
         job.wait_for(f"attempt {failures}")
         until(
@@ -111,9 +116,31 @@ def test_a_job_that_is_killed(tmp_path, server, hangs, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_node_that_is_replaced(tmp_path, server):
+    """Its workers crash twice, and the others learn of the verdicts though nothing has failed there."""
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path, stack)
+        gate = {"GATE": str(nodes.gate.path)}
+        good = [start_node(stack, server, tmp_path, name, "2:3", ELASTIC, **gate) for name in "ab"]
+        for job in good:
+            job.wait_for('"attempt"')
+        bad = start_node(stack, server, tmp_path, "c", "2:3", ELASTIC, "segv:1", "segv:2", **gate)
+        assert bad.finish().returncode == 69, bad.err
+        for job in good:
+            job.wait_for(seen(2, 3))
+            values = scrape(job.wait_for(URL)[0][1])
+            assert values["elastic_ext_refused_nodes"] == 1
+            assert values["elastic_ext_node_strikes"] == 0
+            replaced = [value for series, value in values.items() if 'total{decision="replace_node"' in series]
+            assert sum(replaced) == 1
+        nodes.open_gate()
+        assert [job.finish().returncode for job in good] == [0, 0]
+
+
+@pytest.mark.long
 def test_an_outage_of_etcd(tmp_path, server):
     with start(tmp_path, server, checkpoint_dir=str(tmp_path / "remote"), hang="off") as job:
-        ((target,),) = [each.groups() for each in job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")]
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
         job.wait_for("attempt 1")
         server.kill()
         until(lambda: scrape(target)[f'{CALLS}{{outcome="failed"}}'] >= 1)

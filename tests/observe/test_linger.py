@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.etcd.conftest import until
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, EXT, TORCHRUN, Job
@@ -108,3 +111,36 @@ def test_another_node_does_not_wait_for_it(tmp_path, server, backend):
             lingering.wait_for(LINGERS)
             assert ENDED in get(target)
             assert lingering.finish().returncode == 0
+
+
+CONFIG = """
+global: {{scrape_interval: 1s}}
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    file_sd_configs: [{{files: ["{found}/*.json"]}}]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
+def test_prometheus_has_the_end(tmp_path, server):
+    found, port = tmp_path / "sd", free_port()
+    found.mkdir()
+    (tmp_path / "prometheus.yml").write_text(CONFIG.format(found=found))
+    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb", f"--web.listen-address=127.0.0.1:{port}"]
+    (tmp_path / "job.py").write_text(FAILS)
+    environ = {"ELASTIC_EXT_METRICS_LINGER": "100", "ELASTIC_EXT_METRICS_DISCOVERY_DIR": str(found)}
+    with Job(["prometheus", *options], tmp_path) as prometheus:
+        prometheus.wait_for("Server is ready to receive web requests")
+        with Job([*etcd_job(server), "--nnodes=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
+            done = job.finish()
+        assert done.returncode == 65
+        assert "nobody has scraped" not in done.err
+        for series in (CODE, ENDED):
+            query = urllib.parse.quote(f"last_over_time({series.rpartition(' ')[0]}[5m])")
+            until(lambda query=query: values_of(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")) == ["1"])
+
+
+def values_of(answer: str) -> list[str]:
+    return [each["value"][1] for each in json.loads(answer)["data"]["result"]]

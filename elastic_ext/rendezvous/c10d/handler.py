@@ -49,6 +49,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.attached = False
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id
         self._closed: bool | None = None  # what the first shutdown has returned

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_ext.base.errors import NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
+from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
@@ -96,17 +97,23 @@ class JobConnection:
 
     # Waits of the main thread.
 
-    def await_round(self, after: int) -> tuple[Header, Assignment]:
+    def await_round(self, after: int, on_verdict: Callable[[JobVerdict], None]) -> tuple[Header, Assignment]:
         """Return the next round after round `after`, and this node's assignment to it.
+
+        on_verdict: called with the verdict on round `after`. A node on which nothing failed learns of it only here.
 
         Raises:
             JobStopped: a verdict has ended the job.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
-        deadline = time.monotonic() + self._join_timeout_s
+        deadline, told = time.monotonic() + self._join_timeout_s, ""
         with self.changed:
             while True:
+                header = participant.header
+                if header.round == after and header.verdict not in ("", told):
+                    told = header.verdict
+                    _tell(told, on_verdict)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
@@ -195,6 +202,13 @@ def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     with changed:
         changed.notify_all()
     on_event()
+
+
+def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+    try:
+        on_verdict(decode_verdict(text))
+    except RecordError as error:
+        logger.debug("a verdict that cannot be read: %s", error)
 
 
 def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:

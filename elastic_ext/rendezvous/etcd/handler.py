@@ -69,6 +69,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
@@ -120,7 +121,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         fence.watch(None)
         server = serve(self._connection.address)
         self._participant.ready(self._node(server.port, cut))
-        header, assignment = self._current = self._connection.await_round(self.round)
+        header, assignment = self._current = self._connection.await_round(self.round, self.on_verdict)
         self.round = header.round
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.

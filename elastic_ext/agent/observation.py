@@ -95,7 +95,11 @@ class Observation:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
         if self._settings.metrics_linger == 0 or self.url is None:
             return
-        self._handler.shutdown()  # as torch would next
+        try:
+            self._handler.shutdown()  # as torch would next
+        except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
+            logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
+            return
         self._lingers = self._handler.may_linger
         if not self._lingers:
             logger.warning(

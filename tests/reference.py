@@ -58,7 +58,8 @@ def exit_codes() -> str:
 def metrics() -> str:
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    for name, family in {**families.JOB, **families.WORKERS, **families.OTHERS}.items():
+    tables = (families.JOB, families.WORKERS, families.OTHERS, families.INCIDENTS, families.ETCD)
+    for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
         rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))
     return table(("name", "type", "labels", "series per agent", "what"), sorted(rows))

@@ -57,10 +57,10 @@ class Recoveries(Companion):
         self._told = False
 
     def check(self, workers: LocalWorkers) -> None:
-        first_ns = [progress.first_step_ns for progress in workers.read_progress()] if not self._told else []
-        if first_ns and all(first_ns):
+        rows = workers.read_progress() if not self._told else []
+        if rows and all(row.first_step_ns for row in rows):
             self._told = True
-            self._metrics.first_steps(max(first_ns) / 1e9)
+            self._metrics.first_steps(max(row.first_step_ns for row in rows) / 1e9, max(row.loading_s for row in rows))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.check(workers)
@@ -119,7 +119,7 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.observation = Observation(metrics, settings)
+        self.observation = Observation(metrics, settings, handler, self.wakeup)
         stack.callback(self.observation.close)
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,11 +12,18 @@ import torch
 import elastic_ext
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
+from elastic_ext.observe.etcd_health import EtcdHealth
 from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.incidents import Incidents
+from elastic_ext.observe.linger import LastScrape
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
 from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.observe.server import MetricsServer
+from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
@@ -48,8 +56,18 @@ class Observation(Companion):
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AgentMetrics, settings: Settings) -> None:
-        self._metrics, self._settings = metrics, settings
+    def __init__(self, metrics: AgentMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
+        """wakeup: signals wake it."""
+        self._metrics, self._settings, self._handler, self._wakeup = metrics, settings, handler, wakeup
+        self._incidents = Incidents(handler.host, settings.refuse_node)
+        metrics.registry.register(self._incidents)
+        handler.on_verdict = self._count
+        etcd = EtcdHealth()
+        if (lease_until := handler.observe_etcd(etcd)) is not None:
+            etcd.lease_until = lease_until
+            metrics.registry.register(etcd)
+        self._last_scrape = LastScrape()
+        self._lingers = False
         self._server: MetricsServer | None = None
         self._unannounce: Callable[[], None] = lambda: None
         self._scripts: ScriptMetrics | None = None
@@ -58,7 +76,7 @@ class Observation(Companion):
             return
         # The user must see a port that nobody chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-        shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status)
+        shown = self._last_scrape.noting(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))
         guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
         self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce, guard)
         self.url = self._server.url
@@ -88,14 +106,51 @@ class Observation(Companion):
         if self._scripts is not None:
             self._scripts.round_ended()
 
+    def decided(self, verdict: JobVerdict, here: Decision) -> None:
+        """Count a failure and the verdict of the job on it. here: the decision for this node."""
+        self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._count(verdict)
+
+    def _count(self, verdict: JobVerdict) -> None:
+        decision = verdict.decision
+        what = decision.response.value if decision.response is not None else decision.action.value
+        self._incidents.decided(verdict.round, what, decision.kind, verdict.host)
+
+    def acts(self, since: float | None) -> None:
+        """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
+        if since is not None:
+            self._metrics.phase(families.DETECT, max(0.0, time.monotonic() - since))
+
+    def hung(self) -> None:
+        """Count a hang of the job."""
+        self._incidents.hung()
+
+    def linger_at_close(self) -> None:
+        """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
+        if self._settings.metrics_linger == 0 or self.url is None:
+            return
+        try:
+            self._handler.shutdown()  # as torch would next
+        except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
+            logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
+            return
+        self._lingers = self._handler.may_linger
+        if not self._lingers:
+            logger.warning(
+                "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
+            )
+
     def show_last(self) -> None:
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
+        self._last_scrape.ended = True
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 
     def close(self) -> None:
-        """Serve no more."""
+        """Serve no more, if need be after a last scrape; see `linger_at_close`."""
+        if self._lingers:
+            self._last_scrape.wait(self._settings.metrics_linger, self._wakeup)
         self._unannounce()
         if self._server is not None:
             self._server.close()

@@ -91,6 +91,20 @@ class RunningRound:
         """Whether all workers of this node stall."""
         return self.hangs is not None and self.hangs.stalled
 
+    def failed_since(self) -> float | None:
+        """Return when the first worker that failed has ended, monotonic; None if that is unknown.
+
+        Of one that was killed, it is when the agent saw it: nothing tells when it ended.
+        """
+        ended = [row.ended_ns for row in self.workers.read_progress() if row.ends_with and row.ended_ns]
+        ended += [each.seen_ns for each in self.workers.processes.exits.values() if each.failed]
+        return min(ended) / 1e9 if ended else None
+
+    def quiet_since(self) -> float | None:
+        """Return when a worker of this node last gave a sign of life, monotonic; None if not all have given one."""
+        signs = [row.sign_ns for row in self.workers.read_progress()]
+        return max(signs) / 1e9 if signs and all(signs) else None
+
     def check(self) -> None:
         """Let each companion check the workers, which keep running."""
         for companion in self._companions:

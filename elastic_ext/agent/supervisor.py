@@ -104,6 +104,7 @@ class Supervisor(TorchAgent):
                 self._close_round()
                 copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
                 left = self._companions.finish(clean, copy_s)
+            self._companions.observation.linger_at_close()
             return self._verdicts.stop_not_copied(left) if clean and left else result
 
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
@@ -131,23 +132,21 @@ class Supervisor(TorchAgent):
     def _run_rounds(self) -> RunResult:
         while True:
             result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
-            if result is None:
-                self._restart(families.MEMBERSHIP)
-                continue
-            if result.state is WorkerState.SUCCEEDED:
+            if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
                     self._handler.finished()
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")
                     return result
+            if result is None or result.state is WorkerState.SUCCEEDED:
                 self._restart(families.MEMBERSHIP)
                 continue
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
             logger.error("%s", report.failure_text(cause, others, verdict, decision, self._handler.node_id))
-            self._metrics.failed(decision.kind, verdict.restarts, verdict.limit)
+            self._companions.observation.decided(verdict, decision)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -196,7 +195,7 @@ class Supervisor(TorchAgent):
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
         logger.error("%s", report.remote_failure_text(verdict))
-        self._metrics.failed(verdict.decision.kind, verdict.restarts, verdict.limit)
+        self._companions.observation.decided(verdict, verdict.decision)
         return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:

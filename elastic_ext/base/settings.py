@@ -15,6 +15,7 @@ from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 from elastic_ext.base.setting_types import (
     BOOLEAN,
     KIND_LIMITS,
+    LINGER_SECONDS,
     MB_PER_SECOND,
     MODULES,
     NAME,
@@ -128,6 +129,11 @@ class Settings:
         "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`",
     )
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
+    metrics_linger: float = _setting(
+        0.0,
+        LINGER_SECONDS,
+        "how long an agent that has left the job still serves its metrics, until they are scraped once more; 300 or less",
+    )
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     metrics_web_config: str | None = _setting(
         None,

@@ -27,11 +27,14 @@ OTHER = "other"  # a kind that a newer agent knows
 MEMBERSHIP = "membership"  # kind of a restart without a failure
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 FIRST_STEP = "first_step"
-PHASES = ("stop", "verdict", "rendezvous", "start", FIRST_STEP)
+DETECT, LOAD = "detect", "load"
+PHASES = (DETECT, "stop", "verdict", "rendezvous", "start", LOAD, FIRST_STEP)
 STARTING, RUNNING, BACKOFF, ENDED = "start", "running", "backoff", "ended"
 STATES = ("rendezvous", STARTING, RUNNING, "stop", "verdict", BACKOFF, ENDED)
 SAVED, FAILED = "saved", "failed"
 COPIED = "copied"
+OK = "ok"
+DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requeue")
 
 # torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
@@ -153,10 +156,16 @@ JOB = {
 }
 RECOVERY = "elastic_ext_recovery_seconds"
 WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
+COPY = "elastic_ext_checkpoint_copy_seconds"
 INFO = "elastic_ext"
 OTHERS = {
     RECOVERY: Family(
-        HistogramMetricFamily, "Duration of the phases of a recovery.", ("phase",), unit="seconds", most="one histogram per phase"
+        HistogramMetricFamily,
+        "Duration of the phases of a recovery. detect: from the end of a worker here, or the last progress before a hang, until "
+        "the agent acts; load: the script's load of its checkpoint, a part of first_step.",
+        ("phase",),
+        unit="seconds",
+        most="one histogram per phase",
     ),
     WHOLE_RECOVERY: Family(
         HistogramMetricFamily,
@@ -164,7 +173,58 @@ OTHERS = {
         unit="seconds",
         most="one histogram",
     ),
+    COPY: Family(
+        HistogramMetricFamily,
+        "Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there.",
+        unit="seconds",
+        most="one histogram",
+    ),
     INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
+}
+# Of failures and what the job has decided; see `incidents`.
+INCIDENTS = {
+    "elastic_ext_decisions": Family(
+        CounterMetricFamily,
+        "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
+        ("decision", "kind"),
+        known=tuple((decision, kind) for decision in DECISIONS for kind in (*KINDS, OTHER)),
+        most="one per decision and kind",
+    ),
+    "elastic_ext_hangs": Family(
+        CounterMetricFamily, "Rounds that ended because no worker of the job made progress.", known=((),)
+    ),
+    "elastic_ext_node_strikes": Family(
+        GaugeMetricFamily, "Failures that verdicts of the job have put on this node, since its agent started.", known=((),)
+    ),
+    "elastic_ext_refused_nodes": Family(
+        GaugeMetricFamily, "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=((),)
+    ),
+}
+# With ext_etcd only; see `etcd_health`.
+ETCD_CALL = "elastic_ext_etcd_call_seconds"
+ETCD_CALLS = "elastic_ext_etcd_calls"
+ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
+ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
+ETCD = {
+    ETCD_CALL: Family(
+        HistogramMetricFamily,
+        "Time of calls to etcd, each attempt for itself, answered or not.",
+        unit="seconds",
+        most="one histogram",
+    ),
+    ETCD_CALLS: Family(
+        CounterMetricFamily,
+        "Attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
+        ("outcome",),
+        known=_known(OK, FAILED),
+        most="2",
+    ),
+    ETCD_RECONNECTS: Family(
+        CounterMetricFamily, "How often the stream of all watches had to be opened again: its connection was lost.", known=((),)
+    ),
+    ETCD_LEASE: Family(
+        GaugeMetricFamily, "Until when etcd certainly keeps this node in the job; absent before and after that.", unit="seconds"
+    ),
 }
 WORKERS = {
     "elastic_ext_worker": Family(
@@ -208,6 +268,20 @@ WORKERS = {
     "elastic_ext_worker_checkpoint_save_seconds": Family(
         SummaryMetricFamily,
         "Time of a save, from the request to the commit. Training goes on for most of it.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_checkpoint_load_seconds": Family(
+        SummaryMetricFamily,
+        "Time of the worker's loads of a checkpoint by elastic_ext.Checkpointer since its start, with the check of the files.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_checkpoint_verify_seconds": Family(
+        SummaryMetricFamily,
+        "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load.",
         ("local_rank",),
         unit="seconds",
         most=_PER_WORKER,

@@ -23,12 +23,13 @@ CPU_BURST_S = 0.5
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type. headers: further lines."""
+    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
     headers: tuple[str, ...] = ()
+    sent: Callable[[], None] = lambda: None
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""

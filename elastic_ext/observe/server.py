@@ -15,6 +15,7 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from http import HTTPStatus
@@ -144,6 +145,7 @@ class _Client:
         heard: whether it has sent anything.
         asked: its request, once that is whole.
         unsent: the rest of the answer; None before there is one.
+        sent: see Page.
     """
 
     connection: socket.socket
@@ -153,6 +155,7 @@ class _Client:
     received: bytearray = field(default_factory=bytearray)
     asked: Request | None = None
     unsent: memoryview | None = None
+    sent: Callable[[], None] = lambda: None
 
     @property
     def stage(self) -> _Stage:
@@ -319,7 +322,7 @@ class _Server:
             self._selector.unregister(client.connection)  # what it sends meanwhile is of no interest
             return
         page = self._page_or_error(request.path, request.accept) if verdict is Verdict.ALLOWED else _REFUSALS[verdict]
-        client.unsent = memoryview(page.encoded())
+        client.unsent, client.sent = memoryview(page.encoded()), page.sent
         client.received.clear()
 
     def _take_verdicts(self, gate: Gate) -> None:
@@ -339,6 +342,7 @@ class _Server:
             with contextlib.suppress(OSError):  # it has sent the end, and would wait for the client's
                 client.connection.unwrap()
         client.connection.close()
+        client.sent()
 
     def _drop(self, client: _Client) -> None:
         """Close a connection; the kernel drops unsent data."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
@@ -17,6 +17,9 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.round_records import EndKind
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
 
 __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
@@ -45,6 +48,8 @@ class Rendezvous(Protocol):
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
         poll_interval_s: seconds between two polls of `round_over`, if waiting nodes cause no event; None if they do.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; our agent sets it.
+        on_verdict: ext_etcd: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
+            agent sets it.
         on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
     """
 
@@ -57,6 +62,7 @@ class Rendezvous(Protocol):
     node_id: str
     poll_interval_s: float | None
     on_event: Callable[[], None]
+    on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]
 
     @property
@@ -125,6 +131,20 @@ class Rendezvous(Protocol):
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:
+        """Let `observer` hear of all calls to etcd. Return None on a backend without etcd.
+
+        Returns:
+            A function that returns until when, monotonic, etcd certainly keeps this node in the job; None: it does not now.
+        """
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
+
+    @property
+    def may_linger(self) -> bool:
+        """Whether this process may stay after `shutdown`: it holds nothing that the next start of the job needs."""
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

@@ -77,6 +77,16 @@ class ProgressRow:
             words[progress_layout.SAVE_KEPT] = answered
         worker_env.wake(self._wake_path)
 
+    def report_loaded(self, seconds: float) -> None:
+        """Report a checkpoint that was loaded in `seconds`."""
+        self._words[progress_layout.LOADS_NS] += int(seconds * 1e9)
+        self._words[progress_layout.LOADS] += 1
+
+    def report_checked(self, seconds: float) -> None:
+        """Report a checkpoint whose files were checked for damage in `seconds`."""
+        self._words[progress_layout.CHECKS_NS] += int(seconds * 1e9)
+        self._words[progress_layout.CHECKS] += 1
+
     def report_save_failed(self, request: int) -> None:
         """Report that a save failed. request: the last request that this worker acted on."""
         self._words[progress_layout.SAVE_FAILED] = request

@@ -32,7 +32,10 @@ class Progress:
         saving_s: duration of all of them, in seconds.
         save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
         failed_saves: number of saves that failed.
+        loads, loading_s: number of checkpoints that the worker has loaded, and the seconds that this took, with the checks.
+        checks, checking_s: number of checkpoints whose files it has checked for damage, with the others, and the seconds.
         ends_with: exit code of a worker whose script has ended with an error, or 0.
+        ended_ns: time.monotonic_ns() of the exception that ended the script; 0: none has.
         exit_handlers_done: the part of the worker's end that the script can notice is over.
         phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
         reports: progress reports, besides the steps.
@@ -67,6 +70,11 @@ class Progress:
     total_steps: int | None = None
     steps_before: int | None = None
     posts_status: bool = False
+    ended_ns: int = 0
+    loads: int = 0
+    loading_s: float = 0.0
+    checks: int = 0
+    checking_s: float = 0.0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -125,6 +133,11 @@ class ProgressTable:
             total_steps=row[layout.TOTAL_STEPS] or None,
             steps_before=row[layout.STEPS_BEFORE] - 1 if row[layout.STEPS_BEFORE] else None,
             posts_status=bool(row[layout.POSTS_STATUS]),
+            ended_ns=row[layout.ENDED_AT_NS],
+            loads=row[layout.LOADS],
+            loading_s=row[layout.LOADS_NS] / 1e9,
+            checks=row[layout.CHECKS],
+            checking_s=row[layout.CHECKS_NS] / 1e9,
         )
 
     def read_all(self) -> list[Progress]:

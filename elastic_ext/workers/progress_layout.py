@@ -50,13 +50,21 @@ ANSWERS = GAPS + len(PHASES) * GAP_BUCKETS  # 1 plus the number of worker_env.AN
 SAVES_NS = ANSWERS + 1  # duration of all committed saves
 SAVED_AT_NS = ANSWERS + 2  # time.monotonic_ns() of the last commit
 
+ENDED_AT_NS = ANSWERS + 3  # time.monotonic_ns() of the exception that ended the script; 0: none has
+
+# Written by elastic_ext.training: loads of checkpoints, and checks of their files for damage, which are a part of a load.
+LOADS = ANSWERS + 4
+LOADS_NS = ANSWERS + 5  # duration of all loads
+CHECKS = ANSWERS + 6
+CHECKS_NS = ANSWERS + 7  # duration of all checks
+
 # For the status of a Kubeflow TrainJob.
-TOTAL_STEPS = ANSWERS + 3  # optimizer steps of the whole job, as the script reported them; 0: it did not
-STEPS_BEFORE = ANSWERS + 4  # steps of the job before the first one of this worker, as the script reported them, plus 1
-POSTS_STATUS = ANSWERS + 5  # 1: the script posts that status itself; written at the first step
+TOTAL_STEPS = ANSWERS + 8  # optimizer steps of the whole job, as the script reported them; 0: it did not
+STEPS_BEFORE = ANSWERS + 9  # steps of the job before the first one of this worker, as the script reported them, plus 1
+POSTS_STATUS = ANSWERS + 10  # 1: the script posts that status itself; written at the first step
 
 # Written by the agent.
-AGENT_FIELDS = ANSWERS + 6
+AGENT_FIELDS = ANSWERS + 11
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 
 

@@ -39,7 +39,7 @@ from elastic_ext.checkpoints.writing.results import Event, Results
 from elastic_ext.checkpoints.writing.retention import Retention
 from elastic_ext.checkpoints.writing.staging import Stager
 from elastic_ext.checkpoints.writing.state import Objects, Stateful
-from elastic_ext.training import saves
+from elastic_ext.training import loads, saves
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
 
@@ -141,9 +141,13 @@ class Checkpointer:
         chosen, self._resume_from = self._resume_from, None
         if chosen == "":
             return Position()
+        began = time.monotonic()
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
-        return position or Position()
+        if position is None:
+            return Position()
+        loads.report_loaded(time.monotonic() - began)
+        return position
 
     def save_requested(self, step: int) -> bool:
         """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""

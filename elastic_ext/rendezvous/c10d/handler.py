@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -19,6 +20,9 @@ from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
 from elastic_ext.rendezvous.handler import RoundEnd
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +49,10 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.attached = False
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id
+        self._closed: bool | None = None  # what the first shutdown has returned
         self._ledger = AgentLedger(settings, params.run_id, params.min_nodes)
         self._nodes = self._enter(params)
 
@@ -93,10 +99,17 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.set_closed()
 
     def shutdown(self) -> bool:
-        """Close the job for all nodes and leave it. If the job goes on without this node, only leave."""
-        return self._nodes.shutdown()
+        """Close the job for all nodes and leave it. If the job goes on without this node, only leave. A second call: nothing."""
+        if self._closed is None:
+            self._closed = self._nodes.shutdown()
+        return self._closed
 
     # For our agent
+
+    @property
+    def may_linger(self) -> bool:
+        """Return whether another process can have the port of the job's store, which torch holds until this one ends."""
+        return not self._nodes.hosts_store
 
     @property
     def round(self) -> int:
@@ -170,6 +183,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     @property
     def link_fds(self) -> tuple[int, ...]:
         return ()
+
+    def observe_etcd(self, observer: CallObserver) -> None:
+        """Return None: there is no etcd."""
 
     def last_will(self) -> None:
         """Return None: nobody else can take a node out of torch's rendezvous."""

@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
@@ -55,6 +56,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     """
 
     is_elastic_ext = True
+    may_linger = True
     poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(
@@ -67,6 +69,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
@@ -118,7 +121,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         fence.watch(None)
         server = serve(self._connection.address)
         self._participant.ready(self._node(server.port, cut))
-        header, assignment = self._current = self._connection.await_round(self.round)
+        header, assignment = self._current = self._connection.await_round(self.round, self.on_verdict)
         self.round = header.round
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
@@ -258,6 +261,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def link_fds(self) -> tuple[int, ...]:
         return self._connection.links.fds
 
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.client.observe(observer)
+        return self._connection.alive_until
+
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""
         return self._connection.last_will()
@@ -271,8 +279,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
-        """Close the job like `set_closed`, then leave."""
-        self.set_closed()
+        """Close the job like `set_closed`, then leave. A second call does nothing."""
+        if not self._connection.left:
+            self.set_closed()
         self.leave()
         return True
 

@@ -9,17 +9,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 import elastic_ext
+from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.observe import discovery, families, gpus, pages, textfile
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.goodput_collector import GoodputCollector
+from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
 
-def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
+def make_metrics(
+    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
+) -> AccountedMetrics:
     """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
-    return AgentMetrics(
+    metrics = AccountedMetrics(
         version=elastic_ext.__version__,
         torch=torch.__version__,
         run_id=run_id,
@@ -28,17 +33,23 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
         gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
         progress=progress,
     )
+    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
+    return metrics
 
 
 class Observation:
     """Serves the metrics from construction to `close`.
 
     Attributes:
+        goodput: where the time goes.
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AgentMetrics, settings: Settings) -> None:
+    def __init__(self, metrics: AccountedMetrics, settings: Settings, share_goodput: Callable[[Spent], Shared]) -> None:
+        """share_goodput: see `Rendezvous`."""
         self._metrics, self._settings = metrics, settings
+        self.goodput = metrics.goodput
+        self.goodput.share_with(share_goodput)
         self._server: MetricsServer | None = None
         self._unannounce: Callable[[], None] = lambda: None
         self.url: str | None = None
@@ -55,6 +66,7 @@ class Observation:
     def show_last(self) -> None:
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
+        self.goodput.close()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 

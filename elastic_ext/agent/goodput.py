@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,12 +30,14 @@ def worker_time(progress: Progress) -> WorkerTime:
     """Return a row of the progress table as the ledger wants it."""
     if not progress.pid:
         return WorkerTime()
+    stepping_s = (progress.last_step_ns - progress.first_step_ns) / 1e9
     seconds = {state: ns / 1e9 for state, ns in zip(progress_layout.ACCOUNTS, progress.spent_ns, strict=True)}
     return WorkerTime(
         began_at=progress.began_ns / 1e9,
         spent=seconds,
         now_in=progress.account,
         steps=progress.steps,
+        step_s=stepping_s / (progress.steps - 1) if progress.steps > 1 else math.inf,
         finished=progress.phase == "exit" and not progress.ends_with,
         saves=progress.saves,
         tokens=progress.tokens,

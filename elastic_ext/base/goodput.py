@@ -23,7 +23,8 @@ STATES: Mapping[str, str] = MappingProxyType(
         PRODUCTIVE: "Training: optimizer steps that nobody has done before, with all that the script does between them and names "
         "no phase for; evaluation too. Without the bootstrap, all the time in which workers run.",
         LOST: "Steps computed again: from the checkpoint up to the highest step reached before the restart, where both are known "
-        "(`checkpoint_dir`). And the step that a restart interrupted, as far as it is no longer than this worker's mean step.",
+        "(`checkpoint_dir`); what a phase names stays in its state. And the step that a restart interrupted, as far as it takes "
+        "no longer than this worker's mean time from step to step.",
         STARTUP: "From the start of the workers until the end of the first step, or until the script enters the phase `step` or "
         "`data`: processes, imports, process groups.",
         COMPILE: 'What the script calls `phase("compile")`.',
@@ -31,8 +32,8 @@ STATES: Mapping[str, str] = MappingProxyType(
         SAVE: 'The training loop stands for a checkpoint: `Checkpointer.save` and `wait`, or `phase("checkpoint")` after the '
         "first step. What is written in the background does not count.",
         LOAD: '`Checkpointer.load`, or `phase("checkpoint")` before the first step.',
-        DETECTION: "A round that is about to end, from the end of the mean step until the agent stops the workers: they wait for "
-        "a peer that is gone.",
+        DETECTION: "A round that is about to end, when a step takes longer than that mean, until the agent stops "
+        "the workers: they wait for a peer that is gone.",
         HANG: "The same, if the verdict is a hang.",
         STOPPING: "The workers are told to end; the job's verdict; after the script's end, its process and other nodes.",
         RENDEZVOUS: "The nodes form a round and agree on the checkpoint.",

@@ -37,6 +37,7 @@ class WorkerTime:
         began_at: monotonic seconds at which its accounts begin; 0: it has none yet.
         spent: settled seconds, by state.
         now_in: the state of what is not settled.
+        step_s: mean time from one step to the next; math.inf before the second.
         finished: its script has ended well.
         saves: committed checkpoints. tokens, flops: as the script reports them.
     """
@@ -45,16 +46,11 @@ class WorkerTime:
     spent: Mapping[str, float] = field(default_factory=dict)
     now_in: str = goodput.STARTUP
     steps: int = 0
+    step_s: float = math.inf
     finished: bool = False
     saves: int = 0
     tokens: int = 0
     flops: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Mean time of a step; 0 before the first."""
-        working_s = self.spent.get(goodput.PRODUCTIVE, 0.0) + self.spent.get(goodput.LOST, 0.0)
-        return working_s / self.steps if self.steps else 0.0
 
     def settled(self, since: float, until: float) -> dict[str, float]:
         """Return the settled seconds between two moments. What was settled before `since` is start-up, as far as there is any."""
@@ -79,7 +75,7 @@ class Tail:
     """The end of a worker's time, which it did not settle itself.
 
     Attributes:
-        step_s: mean time of its steps; math.inf if the step that it was in may take any time.
+        step_s: see `WorkerTime`.
         rest: the state of what is longer than a step, unless the verdict is a hang.
         share: of this worker in the node.
     """
@@ -117,6 +113,7 @@ class Ledger:
         self._state, self._since = "rendezvous", now
         self._by_state = dict.fromkeys(goodput.STATES, 0.0)
         self._counts = Spent()
+        self._shown = dict(self._by_state)
         self._tails: list[Tail] = []
         self._resumed_at: int | None = None
         self._tokens, self._flops = 0, 0.0
@@ -168,7 +165,9 @@ class Ledger:
             settled = self._own(now)
         for state, seconds in settled.items():
             by_state[state] += seconds
-        return Look(replace(counts, seconds=seconds_of(by_state)), unsettled_s, tokens, flops)
+        # Sums of floats in another order may be less by a rounding error, which Prometheus would take for a new counter.
+        self._shown = {state: max(seconds, self._shown[state]) for state, seconds in by_state.items()}
+        return Look(replace(counts, seconds=seconds_of(self._shown)), unsettled_s, tokens, flops)
 
     def _own(self, now: float) -> dict[str, float]:
         """Return the time in the agent's present state."""
@@ -188,7 +187,7 @@ class Ledger:
             settled, share = each.settled(self._since, now), 1 / len(workers or ())
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
-            self._tails.append(Tail(each.now_in, left_s, each.step_s if each.steps else math.inf, rest, share))
+            self._tails.append(Tail(each.now_in, left_s, each.step_s, rest, share))
         counts = self._counted(workers or ())
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))
         self._tokens += sum(each.tokens for each in workers or ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from elastic_ext.base import goodput
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
@@ -58,14 +59,18 @@ def exit_codes() -> str:
 def metrics() -> str:
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    tables = (families.JOB, families.WORKERS, families.OTHERS, families.INCIDENTS, families.ETCD)
+    tables = (families.JOB, families.WORKERS, families.OTHERS, families.INCIDENTS, families.ETCD, families.GOODPUT)
     for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
         rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))
     return table(("name", "type", "labels", "series per agent", "what"), sorted(rows))
 
 
-TABLES = {"settings": settings, "rules": rules, "exit codes": exit_codes, "metrics": metrics}
+def goodput_states() -> str:
+    return table(("state", "what"), [(f"`{state}`", what) for state, what in goodput.STATES.items()])
+
+
+TABLES = {"goodput states": goodput_states, "settings": settings, "rules": rules, "exit codes": exit_codes, "metrics": metrics}
 
 
 def generated(page: str) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -106,7 +107,7 @@ class JobCompanions:
         settings: Settings,
         handler: Rendezvous,
         logs: WorkerLogs,
-        metrics: AgentMetrics,
+        metrics: AccountedMetrics,
         extras: bool,
         stack: ExitStack,
     ) -> None:
@@ -151,6 +152,11 @@ class JobCompanions:
         ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))
+
+    def leave(self, handler: Rendezvous) -> None:
+        """Leave the job to the other nodes, after this agent's last word to it."""
+        self.observation.goodput.close()
+        handler.leave()
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.

@@ -11,6 +11,7 @@ import torch
 
 import elastic_ext
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
@@ -18,9 +19,10 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
 from elastic_ext.observe.etcd_health import EtcdHealth
 from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.goodput_collector import GoodputCollector
 from elastic_ext.observe.incidents import Incidents
 from elastic_ext.observe.linger import LastScrape
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -30,9 +32,11 @@ from elastic_ext.workers.standby.rules import ColdReason
 logger = logging.getLogger(__name__)
 
 
-def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
+def make_metrics(
+    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
+) -> AccountedMetrics:
     """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
-    return AgentMetrics(
+    metrics = AccountedMetrics(
         version=elastic_ext.__version__,
         torch=torch.__version__,
         run_id=run_id,
@@ -41,6 +45,8 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
         gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
         progress=progress,
     )
+    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
+    return metrics
 
 
 def check(settings: Settings) -> None:
@@ -53,12 +59,15 @@ class Observation(Companion):
     """Serves the metrics from construction to `close`.
 
     Attributes:
+        goodput: where the time goes.
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AgentMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
+    def __init__(self, metrics: AccountedMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
         """wakeup: signals wake it."""
         self._metrics, self._settings, self._handler, self._wakeup = metrics, settings, handler, wakeup
+        self.goodput = metrics.goodput
+        self.goodput.share_with(handler.share_goodput)
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
         handler.on_verdict = self._count
@@ -144,6 +153,7 @@ class Observation(Companion):
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
         self._last_scrape.ended = True
+        self.goodput.close()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 

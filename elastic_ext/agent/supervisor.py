@@ -97,7 +97,7 @@ class Supervisor(TorchAgent):
             except SignalException as error:
                 self._verdicts.publish_signal(error, self._companions.host)
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._handler.leave()
+                self._companions.leave(self._handler)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None

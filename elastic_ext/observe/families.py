@@ -19,6 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
+from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
 
 Labels = tuple[str, ...]
@@ -285,5 +286,46 @@ WORKERS = {
         ("local_rank",),
         unit="seconds",
         most=_PER_WORKER,
+    ),
+}
+
+# Of `goodput_collector`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
+GOODPUT = {
+    "elastic_ext_goodput_seconds": Family(
+        CounterMetricFamily,
+        "Time of this agent, by state. Every second is in exactly one state; running workers count with the mean over them.",
+        ("state",),
+        unit="seconds",
+        known=_known(*goodput.STATES),
+        most=str(len(goodput.STATES)),
+    ),
+    "elastic_ext_goodput_unsettled_seconds": Family(
+        GaugeMetricFamily,
+        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent.",
+        unit="seconds",
+    ),
+    "elastic_ext_goodput_ratio": Family(GaugeMetricFamily, "The productive part of the job's time.", unit="ratio"),
+    "elastic_ext_effective_training_time_ratio": Family(
+        GaugeMetricFamily,
+        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save.",
+        unit="ratio",
+    ),
+    "elastic_ext_tokens": Family(CounterMetricFamily, "Tokens that the script has reported to this agent, by report_tokens()."),
+    "elastic_ext_floating_point_operations": Family(
+        CounterMetricFamily, "Operations that the script has reported to this agent, by report_flops()."
+    ),
+    "elastic_ext_checkpoint_interval_advised_seconds": Family(
+        GaugeMetricFamily,
+        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves.",
+        unit="seconds",
+    ),
+    "elastic_ext_checkpoint_stall_mean_seconds": Family(
+        GaugeMetricFamily, "Mean stall of training by a save; the advice comes from it.", unit="seconds"
+    ),
+    "elastic_ext_restart_mean_seconds": Family(
+        GaugeMetricFamily, "Mean time of a start or restart until the job runs, shown with the advice.", unit="seconds"
+    ),
+    "elastic_ext_interruption_interval_mean_seconds": Family(
+        GaugeMetricFamily, "Mean time in which the job runs between two interruptions; the advice comes from it.", unit="seconds"
     ),
 }

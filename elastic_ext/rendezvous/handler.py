@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
@@ -124,6 +125,12 @@ class Rendezvous(Protocol):
 
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.
+
+        Raises ElasticExtError or OSError; then nothing was added, as far as this node knows.
+        """
 
     @property
     def link_fds(self) -> tuple[int, ...]:

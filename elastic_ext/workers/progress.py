@@ -42,6 +42,10 @@ class Progress:
         sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
         total_steps, steps_before: of the whole job, and of the job before this worker's first, if the script told; else None.
         posts_status: the script posts the status of its Kubeflow TrainJob itself.
+        began_ns: when its bootstrap took over, time.monotonic_ns(); 0: it has not yet.
+        spent_ns: settled time of its training thread, by the index of its account in progress_layout.ACCOUNTS.
+        account: what the thread does since then, one of progress_layout.ACCOUNTS.
+        tokens, flops: as the script reported them.
         gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
@@ -75,6 +79,11 @@ class Progress:
     loading_s: float = 0.0
     checks: int = 0
     checking_s: float = 0.0
+    began_ns: int = 0
+    spent_ns: tuple[int, ...] = ()
+    account: str = ""
+    tokens: int = 0
+    flops: float = 0.0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -138,7 +147,17 @@ class ProgressTable:
             loading_s=row[layout.LOADS_NS] / 1e9,
             checks=row[layout.CHECKS],
             checking_s=row[layout.CHECKS_NS] / 1e9,
+            began_ns=row[layout.BEGAN_NS],
+            spent_ns=tuple(row[layout.SPENT : layout.SPENT + len(layout.ACCOUNTS)]),
+            account=layout.ACCOUNTS[self._account(row, phase)],
+            tokens=row[layout.TOKENS],
+            flops=row[layout.MEGAFLOPS] * 1e6,
         )
+
+    @staticmethod
+    def _account(row: memoryview, phase: int) -> int:
+        doing = min(row[layout.DOING], len(layout.ACCOUNTS))  # the script can write anything here
+        return layout.account(doing, phase, row[layout.STEPS], row[layout.REPEATED])
 
     def read_all(self) -> list[Progress]:
         """Decode the rows of all workers of this node, by slot."""
@@ -147,6 +166,11 @@ class ProgressTable:
     def want_save(self, slot: int, number: int) -> None:
         """Ask this worker to look for the agreed step boundary of save on demand `number`."""
         self._rows[slot][layout.SAVE_WANTED] = number
+
+    def repeat(self, steps: int) -> None:
+        """Tell all workers how many of their first steps were done before, for `progress_layout.settle`. Before they start."""
+        for row in self._rows:
+            row[layout.REPEATED] = steps
 
     def remove(self) -> None:
         """Unlink the file. The memory stays until the last reader drops this object."""

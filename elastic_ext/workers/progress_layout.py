@@ -63,9 +63,23 @@ TOTAL_STEPS = ANSWERS + 8  # optimizer steps of the whole job, as the script rep
 STEPS_BEFORE = ANSWERS + 9  # steps of the job before the first one of this worker, as the script reported them, plus 1
 POSTS_STATUS = ANSWERS + 10  # 1: the script posts that status itself; written at the first step
 
+# What the training thread spends its time on. Only `settle` writes these, in that thread. A reader that needs the end of the last
+# settled span adds SPENT to BEGAN_NS: that sum never mixes two spans.
+ACCOUNTS = (
+    *("startup", "productive", "lost_work", "data_wait"),
+    *("compile", "checkpoint_save", "checkpoint_load", "stopping"),
+)
+BEGAN_NS = ANSWERS + 11  # time.monotonic_ns() when the bootstrap took over
+SETTLED_NS = BEGAN_NS + 1  # end of the last settled span
+SPENT = BEGAN_NS + 2  # first field: settled nanoseconds, one field per account
+DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if it is told; 0: the phase tells
+TOKENS = DOING + 1  # tokens reported by the script
+MEGAFLOPS = DOING + 2  # millions of floating-point operations reported by the script
+
 # Written by the agent.
-AGENT_FIELDS = ANSWERS + 11
+AGENT_FIELDS = DOING + 3
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
+REPEATED = AGENT_FIELDS + 1  # the first so many steps were already done before the restart
 
 
 def note_sign(row: memoryview, now_ns: int) -> None:
@@ -75,3 +89,28 @@ def note_sign(row: memoryview, now_ns: int) -> None:
         bucket = min(((now_ns - last_ns) // 1_000_000).bit_length(), GAP_BUCKETS - 1)
         row[GAPS + row[PHASE] * GAP_BUCKETS + bucket] += 1
     row[SIGN_NS] = now_ns
+
+
+_WORK, _LOST = ACCOUNTS.index("productive"), ACCOUNTS.index("lost_work")
+# By phase, before and after the first step. Before it, a checkpoint is loaded; after it, saved.
+_BEFORE = tuple(
+    map(ACCOUNTS.index, ("startup", "productive", "data_wait", "compile", "checkpoint_load", "productive", "stopping"))
+)
+_AFTER = tuple(
+    map(ACCOUNTS.index, ("productive", "productive", "data_wait", "compile", "checkpoint_save", "productive", "stopping"))
+)
+
+
+def account(doing: int, phase: int, steps: int, repeated: int) -> int:
+    """Return the account of the span that is not settled yet. The arguments are the fields of these names."""
+    if doing:
+        return doing - 1
+    found = (_AFTER if steps else _BEFORE)[phase]
+    return _LOST if found == _WORK and steps < repeated else found
+
+
+def settle(row: memoryview, now_ns: int) -> None:
+    """End a span of the training thread's time. Call this before the row says that something else begins."""
+    spent = SPENT + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
+    row[spent] += max(0, now_ns - row[SETTLED_NS])  # less than 0 only if another thread has just settled
+    row[SETTLED_NS] = now_ns

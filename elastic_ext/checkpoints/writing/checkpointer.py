@@ -40,6 +40,7 @@ from elastic_ext.checkpoints.writing.retention import Retention
 from elastic_ext.checkpoints.writing.staging import Stager
 from elastic_ext.checkpoints.writing.state import Objects, Stateful
 from elastic_ext.training import loads, saves
+from elastic_ext.training.progress import doing
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
 
@@ -125,6 +126,7 @@ class Checkpointer:
     def last_saved(self) -> int | None:
         return self._results.last_saved
 
+    @doing("checkpoint_load")
     def load(self) -> Position:
         """Load a checkpoint: the agent's choice, else the newest complete one. Without any, return the zero position.
 
@@ -153,6 +155,7 @@ class Checkpointer:
         """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""
         return saves.save_requested() if self._requested is None else self._requested(step)
 
+    @doing("checkpoint_save")
     def save(
         self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None, wait: bool = False
     ) -> None:
@@ -193,6 +196,7 @@ class Checkpointer:
         if wait:
             self.wait()
 
+    @doing("checkpoint_save")
     def wait(self) -> None:
         """Wait until the save in progress, if any, is committed or has failed."""
         self._saver.wait()

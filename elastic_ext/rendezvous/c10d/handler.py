@@ -11,6 +11,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
@@ -19,6 +20,7 @@ from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
+from elastic_ext.rendezvous.goodput_file import GoodputFile
 from elastic_ext.rendezvous.handler import RoundEnd
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._run_id: str = params.run_id
         self._closed: bool | None = None  # what the first shutdown has returned
         self._ledger = AgentLedger(settings, params.run_id, params.min_nodes)
+        self._goodput = GoodputFile(settings.ledger_file, params.run_id, self.host)
         self._nodes = self._enter(params)
 
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
@@ -151,6 +154,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def finished(self) -> None:
         self._ledger.forget()
+        self._goodput.forget()
 
     def await_all_done(self) -> bool:
         """Wait for all nodes. Torch's barrier would cut this node off from all events, and the rendezvous from its keep-alives.
@@ -175,6 +179,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def stop_by(self) -> float | None:
         """Return None: the workers always get the usual grace."""
         return None
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        return self._goodput.share(spent)
 
     def announce_leaving(self, reason: str) -> None:
         logger.info("leaving the round: %s", reason)

@@ -11,6 +11,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, Wor
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
 from elastic_ext.base.exchange import Exchange, SingleNode
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
@@ -20,6 +21,8 @@ from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
+from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -74,6 +77,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self.host, self.node_id = self._connection.host, self._connection.node_id
+        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
@@ -250,6 +254,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def num_nodes_waiting(self) -> int:
         """Return 1 once the round is over, for whatever reason: agents ask this to learn of a new round."""
         return 0 if self.round_over() is None else 1
+
+    def share_goodput(self, spent: Spent) -> Shared:
+        """See `rendezvous.handler.Rendezvous`."""
+        return self._goodput.share(spent)
 
     # The job ends, or this node's part in it.
 

@@ -73,8 +73,9 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     finally:
         _reports.modules()
         if row is not None and pid == os.getpid():
-            layout.note_sign(row, time.monotonic_ns())
-            row[layout.PHASE] = layout.PHASES.index("exit")
+            layout.note_sign(row, now := time.monotonic_ns())
+            layout.settle(row, now)
+            row[layout.DOING], row[layout.PHASE] = 0, layout.PHASES.index("exit")
     if run is exec:
         main_script.forget_file(namespace)
 
@@ -279,6 +280,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
         row[layout.STACKS_ARMED] = stacks
         row[layout.ANSWERS] = _answer_signal(row)
         _StepCounter(row).register_when_imported()
+        row[layout.BEGAN_NS] = row[layout.SETTLED_NS] = time.monotonic_ns()
         row[layout.PID] = os.getpid()
     return row
 
@@ -359,6 +361,7 @@ class _StepCounter:
                 self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
                 _reports.modules()
             layout.note_sign(self._row, now)
+            layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
 

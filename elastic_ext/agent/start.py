@@ -57,6 +57,7 @@ class RoundStart:
             own_groups: returns, once they are started, whether each worker leads its own process group.
         """
         companions = self._companions
+        companions.journal.joined(self._group, resumed)
         with ExitStack() as undo:
             undo.callback(resumed.release)
             if companions.copier is not None:
@@ -120,6 +121,7 @@ class RoundStart:
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
+        companions.journal.warm = len(warm)
         return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
 
     @property

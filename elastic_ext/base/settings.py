@@ -80,7 +80,7 @@ class Settings:
     events_file: str | None = _setting(
         None,
         TEXT,
-        "file to which events are appended, one JSON object per line; agents of one host may share it; `stdout`: that of the agent",
+        "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`",
     )
     exit_codes: str = _setting(
         "design",

@@ -110,14 +110,12 @@ class Events:
             logger.error("events: %s; it is not written", error)
 
     def close(self) -> None:
-        """Write what waits, for FLUSH_S at most. A second call does nothing."""
-        outbox, self._outbox = self._outbox, None
-        if outbox is None:
+        """Write what waits, for FLUSH_S at most; later events are not written."""
+        if self._outbox is None or self._file is None:
             return
-        if outbox.close(FLUSH_S):
-            self._tell_missing(outbox)
-            if self._file is not None:
-                self._file.close()
+        if self._outbox.close(FLUSH_S):
+            self._tell_missing()
+            self._file.close()
         else:
             logger.warning("events: %s does not take the last events", self._path)
 
@@ -125,13 +123,13 @@ class Events:
         return Moment(time.time(), time.monotonic(), self._round())
 
     def _write(self, record: dict[str, Value]) -> None:
-        if self._outbox is not None:
-            self._tell_missing(self._outbox)
+        self._tell_missing()
         if not self._append(record):
             self._lost += 1
 
-    def _tell_missing(self, outbox: Outbox[dict[str, Value]]) -> None:
-        missing = self._lost + outbox.dropped
+    def _tell_missing(self) -> None:
+        assert self._outbox is not None
+        missing = self._lost + self._outbox.dropped
         if missing == self._told:
             return
         own: dict[str, Value] = {"count": missing - self._told}

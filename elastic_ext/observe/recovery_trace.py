@@ -36,13 +36,13 @@ class Course:
         cause: what ended the training; later failures of the same recovery are not named.
         round: the round that ended with it.
         phases: in order, without gaps; a name may come several times.
-        recovered: whether all workers of this node have made a step.
+        recovered: whether all workers of this node have made a step; None: they ran again, but a step is not known.
     """
 
     cause: Cause
     round: int
     phases: tuple[Phase, ...]
-    recovered: bool
+    recovered: bool | None
 
     @property
     def begin(self) -> float:
@@ -104,25 +104,24 @@ class RecoveryTrace:
         return self._ended(recovered=True)
 
     def given_up(self, now: float) -> Course | None:
-        """Note that the agent ends. Return the recovery that was under way. Workers that run and never step have recovered.
+        """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.
 
         What has no cause is no recovery, but the end of a job that is done or was told to end.
         """
         if not self._current or self._first_cause is None:
             return None
-        steps_not = self._current == FIRST_STEP
-        if steps_not and self._phases:
+        if self._current == FIRST_STEP and self._phases:
             self._current = ""
-        else:
-            self._next("", now)
-        return self._ended(recovered=steps_not)
+            return self._ended(recovered=None)
+        self._next("", now)
+        return self._ended(recovered=False)
 
     def _next(self, name: str, now: float) -> None:
         if self._current:
             self._phases.append(Phase(self._current, self._since, now))
         self._current, self._since = name, now
 
-    def _ended(self, recovered: bool) -> Course:
+    def _ended(self, recovered: bool | None) -> Course:
         course = Course(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
         self._phases, self._first_cause = [], None
         return course

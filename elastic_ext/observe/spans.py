@@ -130,6 +130,6 @@ def emit(tracer: Tracer, course: Course, source: Source, ahead_s: float) -> None
     within = trace.set_span_in_context(whole, trace.Context())
     for phase in course.phases:
         tracer.start_span(phase.name, context=within, start_time=at(phase.begin)).end(at(phase.end))
-    if not course.recovered:
+    if course.recovered is False:
         whole.set_status(trace.Status(trace.StatusCode.ERROR, "the agent ended before its workers trained again"))
     whole.end(at(course.end))

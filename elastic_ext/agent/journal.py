@@ -91,7 +91,8 @@ class Journal(Companion):
         return now
 
     def joined(self, group: WorkerGroup, resumed: ResumePoint) -> None:
-        """Tell of a new round and of what it resumes from."""
+        """Tell of a new round and of what it resumes from, also in the log."""
+        resumed.log()
         cause, self._trace.cause = self._trace.cause, None
         members = group.group_world_size, group.workers[0].world_size
         before, self._members = self._members, members

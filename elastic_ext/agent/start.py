@@ -57,7 +57,6 @@ class RoundStart:
             own_groups: returns, once they are started, whether each worker leads its own process group.
         """
         companions = self._companions
-        companions.journal.joined(self._group, resumed)
         with ExitStack() as undo:
             undo.callback(resumed.release)
             if companions.copier is not None:

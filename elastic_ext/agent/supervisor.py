@@ -225,7 +225,7 @@ class Supervisor(TorchAgent):
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
-        self._resume.log()
+        self._companions.journal.joined(self.group, self._resume)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -53,11 +54,14 @@ class Spans:
         self._tracer: Tracer | None = None
         self._flush: Callable[[], object] = lambda: None  # of a provider that is ours
         self._outbox: Outbox[tuple[Course, float]] | None = None
+        asked = bool(exporters(os.environ))
+        if not asked and "opentelemetry.trace" not in sys.modules:
+            return  # whoever has made a provider has imported it
         try:
             from opentelemetry import trace
         except ImportError:
             return
-        if exporters(os.environ) or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        if asked or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             self._outbox = Outbox(self._send, "elastic_ext-spans")
 
     def recovered(self, course: Course) -> None:

@@ -141,7 +141,7 @@ def test_an_item_that_fails_does_not_end_the_thread(tmp_path, caplog):
 
 def test_an_outbox_that_hangs_is_left_alone():
     hangs = threading.Event()
-    outbox = Outbox(lambda item: hangs.wait() and None, "test", most=2)
+    outbox: Outbox[int] = Outbox(lambda item: hangs.wait() and None, "test", most=2)
     for item in range(10):
         outbox.put(item)
     assert outbox.dropped >= 7

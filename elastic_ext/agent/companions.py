@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -93,6 +94,7 @@ class JobCompanions:
 
     Attributes:
         token: marks every process that this agent starts, for the reaper.
+        journal: what the agent tells in events.
         observation: what the agent shows.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has news.
@@ -120,6 +122,7 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
+        self.journal = stack.enter_context(Journal(spec, settings, handler))
         self.observation = Observation(metrics, settings, handler, self.wakeup)
         stack.callback(self.observation.close)
         stack.enter_context(bridge_torchelastic(metrics))
@@ -145,10 +148,10 @@ class JobCompanions:
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
-        self.copier = copier.start(settings, self.token, metrics)
+        self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
-            *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
+            self.journal, *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
         ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -21,6 +21,7 @@ from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.processes import HasStopBy
 from elastic_ext.workers.progress import EndingWorkers
 from elastic_ext.workers.stderr.tails import StderrTails
@@ -122,10 +123,11 @@ class RunningRound:
 
         self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit)
 
-    def examine_hung(self) -> None:
-        """Find out where each worker hangs, while it still runs."""
+    def examine_hung(self) -> Mapping[int, Stuck]:
+        """Find out where each worker hangs, while it still runs. Return those that the others wait for, by local rank."""
         assert self.hangs is not None
         self._stacks += self.hangs.examine(self.workers)
+        return self.hangs.hung
 
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""

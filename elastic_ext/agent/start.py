@@ -130,6 +130,7 @@ class RoundStart:
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
+        companions.journal.warm = len(warm)
         return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
 
     @property

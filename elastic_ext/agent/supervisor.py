@@ -145,7 +145,7 @@ class Supervisor(TorchAgent):
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
-            logger.error("%s", report.failure_text(cause, others, verdict, decision, self._handler.node_id))
+            logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
@@ -194,14 +194,14 @@ class Supervisor(TorchAgent):
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
-        logger.error("%s", report.remote_failure_text(verdict))
+        logger.error("%s", self._companions.journal.stopped(verdict))
         self._companions.observation.decided(verdict, verdict.decision)
         return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
-        self._leave_by = time.monotonic() + grace_s
+        self._leave_by = self._companions.journal.told_to_leave(error.sigval, grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
@@ -224,7 +224,7 @@ class Supervisor(TorchAgent):
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
         self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
-        self._resume.log()
+        self._companions.journal.joined(self.group, self._resume)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
@@ -290,7 +290,7 @@ class Supervisor(TorchAgent):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Measure one phase of a recovery. The first start of a job is not a recovery."""
-        start = time.monotonic()
+        start = self._companions.journal.begin(name)
         self._metrics.enter(name)
         yield
         if name == "stop" or self._handler.round > 1:

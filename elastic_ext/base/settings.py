@@ -78,6 +78,11 @@ class Settings:
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
     etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
+    events_file: str | None = _setting(
+        None,
+        TEXT,
+        "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`",
+    )
     exit_codes: str = _setting(
         "design",
         one_of("design", "stock", "kubeflow"),

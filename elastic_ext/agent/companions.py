@@ -34,6 +34,8 @@ from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
+_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
+
 
 class Copying(Companion):
     """Tells the checkpoint copier about saves."""
@@ -140,9 +142,7 @@ class JobCompanions:
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:
-            logger.warning(
-                "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
-            )
+            logger.warning("%s", _LACKING)
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
         self.flight_recorder: FlightRecorder | None = None
         if settings.hang and torch.distributed.is_nccl_available():

@@ -245,6 +245,9 @@ class _Copies:
         if complete:
             self._events.emit("checkpoint_copied", lag_steps=lag_steps)
 
+    def copy_took(self, seconds: float, /) -> None:
+        self._metrics.copy_took(seconds)
+
     def copy_failed(self) -> None:
         self._metrics.copy_failed()
 

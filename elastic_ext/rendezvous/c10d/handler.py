@@ -20,7 +20,6 @@ from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
-from elastic_ext.rendezvous.goodput_file import GoodputFile
 from elastic_ext.rendezvous.handler import RoundEnd
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id
         self._closed: bool | None = None  # what the first shutdown has returned
-        self._ledger = AgentLedger(settings, params.run_id, params.min_nodes)
-        self._goodput = GoodputFile(settings.ledger_file, params.run_id, self.host)
+        self._ledger = AgentLedger(settings, params.run_id, params.min_nodes, self.host)
         self._nodes = self._enter(params)
 
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
@@ -154,7 +152,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def finished(self) -> None:
         self._ledger.forget()
-        self._goodput.forget()
+        self._ledger.goodput.forget()
 
     def await_all_done(self) -> bool:
         """Wait for all nodes. Torch's barrier would cut this node off from all events, and the rendezvous from its keep-alives.
@@ -181,7 +179,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         return None
 
     def share_goodput(self, spent: Spent) -> Shared:
-        return self._goodput.share(spent)
+        return self._ledger.goodput.share(spent)
 
     def announce_leaving(self, reason: str) -> None:
         logger.info("leaving the round: %s", reason)

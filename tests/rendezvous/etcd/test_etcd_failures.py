@@ -61,7 +61,7 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(se
         assert "KeyError" in each.err
 
 
-@pytest.mark.long("2-faults1")
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "faults"), [(1, ["late:0"]), (2, ["late:0", "ignore:1", "receive:2"])])
 def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, workers, faults):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the

@@ -540,7 +540,7 @@ def test_a_worker_in_a_debugger_is_no_hang(tmp_path):
         finishes(job, stop)
 
 
-@pytest.mark.long("stop:3-ext_c10d", "loop:0-ext_etcd", "loop:0-ext_c10d")
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 @pytest.mark.parametrize("fault", ["stop:3", "loop:0"])
 def test_both_nodes_name_the_culprit_and_its_node(request, tmp_path, backend, fault):

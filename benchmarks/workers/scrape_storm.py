@@ -92,12 +92,12 @@ def idle() -> None:
                 continue
             except OSError:
                 client.close()
-                count("idle connections cut")
                 client = None
             if client is None:
                 clients[at] = client = socket.socket()
                 client.setblocking(False)
                 client.connect_ex(("127.0.0.1", port))
+                count("idle connections")
         time.sleep(min(IDLE_S, max(0.0, end - time.monotonic())))
 
 

@@ -129,9 +129,10 @@ def _url(scheme: str, address: str, port: int) -> str:
 class _Stage(IntEnum):
     """How far a client has come. Who has come less far makes room for others first."""
 
-    ASKS = 0  # its request, and with TLS the handshake before, is not whole
-    WAITS = 1  # for its password to be checked; the selector does not know it
-    ANSWERED = 2
+    SILENT = 0
+    ASKS = 1  # its request, and with TLS the handshake before, is not whole
+    WAITS = 2  # for its password to be checked; the selector does not know it
+    ANSWERED = 3
 
 
 @dataclass(eq=False)
@@ -140,6 +141,7 @@ class _Client:
 
     Attributes:
         address: of the peer.
+        heard: whether it has sent anything.
         asked: its request, once that is whole.
         unsent: the rest of the answer; None before there is one.
     """
@@ -147,6 +149,7 @@ class _Client:
     connection: socket.socket
     address: str
     deadline: float
+    heard: bool = False
     received: bytearray = field(default_factory=bytearray)
     asked: Request | None = None
     unsent: memoryview | None = None
@@ -155,15 +158,19 @@ class _Client:
     def stage(self) -> _Stage:
         if self.unsent is not None:
             return _Stage.ANSWERED
-        return _Stage.WAITS if self.asked is not None else _Stage.ASKS
+        if self.asked is not None:
+            return _Stage.WAITS
+        return _Stage.ASKS if self.heard else _Stage.SILENT
 
 
 class _Server:
     """The listening socket and its accepted connections.
 
     Invariants: at most MAX_CLIENTS connections are open, and none for longer than CLIENT_TIMEOUT_S. When all slots are taken, a
-    new client gets the slot of the client that has been connected longest without a whole request, so silent clients cannot lock
-    out others. Handshakes, requests and answers together take at most CPU_SHARE of a core for long.
+    new client gets the slot of one without a whole request: of one that has sent nothing, if there is any, and of those the one
+    that has been connected longest. So silent clients cannot lock out others.
+
+    Handshakes, requests and answers together take at most CPU_SHARE of a core for long.
     """
 
     def __init__(self, pages: Pages, host: str, port: int, gate: Gate | None) -> None:
@@ -222,6 +229,7 @@ class _Server:
         began = time.thread_time()
         for client in ready:
             if isinstance(client, _Client):
+                client.heard = True
                 self._advance(client)
         if self._gate is not None and self._gate in ready:
             self._take_verdicts(self._gate)
@@ -263,7 +271,8 @@ class _Server:
         client = _Client(entered, address[0], now + CLIENT_TIMEOUT_S)
         self._clients.append(client)
         self._selector.register(entered, selectors.EVENT_READ, client)
-        self._advance(client)  # often its request has already arrived
+        if not isinstance(entered, ssl.SSLSocket):  # whose handshake takes several turns anyway
+            self._advance(client)  # often its request has already arrived
 
     def _pause(self, until: float) -> None:
         """Accept nobody before this time (time.monotonic())."""
@@ -273,7 +282,7 @@ class _Server:
     def _advance(self, client: _Client) -> None:
         """Read or write as much as possible without blocking. With TLS either may need the other."""
         try:
-            if client.stage is _Stage.ASKS:
+            if client.stage <= _Stage.ASKS:
                 self._read(client)
             if client.unsent is not None:
                 self._write(client)

@@ -2,13 +2,13 @@
 
     python benchmarks/scrape_load.py [--repeat 5] [--seconds 10]
 
-The storm is workers/scrape_storm.py: 1,000 scrapes a second, 500 connections that ask nothing, a slow reader, rubbish, what looks like
-TLS, and headers of 10 MB. The job is one agent with one worker of one thread, so that of two cores it leaves one to the agent and the
-storm. The storm is a process of its own with nice 19: it gets what the others leave. That is for its own work only: what the
-agent does for it is not nice, and is what this measures.
+The storm is workers/scrape_storm.py: 1,000 scrapes a second, 500 connections that ask nothing, a slow reader, rubbish, what looks
+like TLS, and headers of 10 MB. The job is one agent with one worker of one thread, so of two cores it leaves one to the agent and
+the storm. The storm is a process of its own with nice 19: it gets what the others leave, and on a busy machine reaches less;
+the table says how much. What the agent does for it is not nice, and is what this measures.
 
-Both kinds of runs take turns, also at being first. Throughput is the median of the rates that the script prints in the given seconds,
-after a warm-up. The ratio is the median of the ratios of the pairs. Agent's CPU: of the agent's own process.
+Both kinds of runs take turns, also at being first. Throughput is the median of the rates that the script prints in the given
+seconds, after a warm-up. The ratio is the median of the ratios of the pairs. Agent's CPU: of the agent's own process.
 """
 
 from __future__ import annotations
@@ -104,9 +104,17 @@ def one_run(with_storm: bool, seconds: float) -> Run:
                     raise RuntimeError(f"no rates in {ended - began:.1f} s; exit code {job.poll()}")
                 return Run(measure.median(seen) or 0.0, cpu / (ended - began), storm)
             finally:
-                jobs.kill_whole(job.pid)
-                jobs.kill_children()
+                end(job)
                 rates.close()
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    job.terminate()
+    try:
+        job.wait(jobs.TERM_GRACE_S)
+    except subprocess.TimeoutExpired:
+        jobs.kill_whole(job.pid)
+    jobs.kill_children()
 
 
 def run_storm(port: int, seconds: float) -> dict[str, float]:
@@ -162,9 +170,7 @@ def main() -> int:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.boxplot([[run.tokens_s for run in runs[name]] for name in runs], tick_labels=list(runs))
-        axes.set(
-            ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py, with a storm at its metrics port and without"
-        )
+        axes.set(ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py under a storm")
         axes.spines[["top", "right"]].set_visible(False)
 
     measure.publish(args.results, record, measure.table(["", "quiet", "storm"], shown), draw)

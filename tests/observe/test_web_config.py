@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.observe import gate, web_config
 from tests.etcd_server import Certificates
-from tests.jobs import AGENT, run
+from tests.jobs import AGENT, ROOT, run
 
 pytest.importorskip("yaml", reason="needs elastic_ext[web]")
 HASH = "$2y$10$X0h1gDsPszWURQaxFh.zoubFi6DXncSjhoQNJgRrnGs7EsimhC7zG"  # of exporter-toolkit's documentation
@@ -37,6 +38,18 @@ def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -
     assert loaded.config.users == {"alice": HASH.encode()}
     if shutil.which("promtool") is not None:  # Prometheus reads it too
         subprocess.run(["promtool", "check", "web-config", str(path)], check=True, capture_output=True)
+
+
+def test_the_file_in_the_reference_is_accepted(certificates: Certificates) -> None:
+    page = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
+    (shown,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tls_server_config" in block)
+    for name in ("crt", "key"):
+        shutil.copy(certificates.path(f"server.{name}"), certificates.path(f"tls.{name}"))
+    path = certificates.folder / "shown.yml"
+    path.write_text(shown)
+    loaded = gate.load(str(path))
+    assert loaded.context is not None
+    assert loaded.config.users.keys() == {"prometheus"}
 
 
 def test_an_empty_file_asks_for_nothing(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from elastic_ext.agent.observation import Observation
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import pages
+from elastic_ext.observe import logins, pages
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.cpu_budget import CpuBudget
 from elastic_ext.observe.gate import Gate
@@ -227,7 +227,8 @@ def test_a_right_password_is_checked_once(certificates: Certificates, monkeypatc
 
 
 def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one address as fast as they can, of a hash that takes 25 ms; a newcomer from another address gets in, too."""
+    """From one address as fast as they can. They get their share of a core, and a newcomer from another address gets in, too."""
+    monkeypatch.setattr(logins, "CPU_BURST_S", 0.02)
     checks: list[float] = []
     real = bcrypt.checkpw
 
@@ -246,23 +247,38 @@ def test_wrong_passwords_hold_up_no_scrape(certificates: Certificates, monkeypat
             with contextlib.suppress(OSError, http.client.HTTPException):  # one of them made room for another
                 told.add(get(server, login="alice:wrong")[0])
 
-    with serving(certificates, users(cost=9)) as server, contextlib.ExitStack() as stack:
-        assert get(server, login="alice:right", source="127.0.0.2")[0] == 200
+    with serving(certificates, users(cost=7)) as server, contextlib.ExitStack() as stack:
         began = time.monotonic()
+        assert get(server, login="alice:right", source="127.0.0.2")[0] == 200
         for _ in range(MAX_WAITING + 2):
             thread = threading.Thread(target=guess, args=(server,))
             thread.start()
             stack.callback(thread.join)
         stack.callback(over.set)
-        await_(lambda: told == {401, 429})
+        await_(lambda: told == {401, 429} and len(checks) > 15)
         for _ in range(50):
             assert get(server, login="alice:right", source="127.0.0.2")[0] == 200  # verified
-        server_checks = len(checks)
-        (certificates.folder / "web.yml").write_text(users(cost=9))  # another salt: nobody is verified any more
+        (certificates.folder / "web.yml").write_text(users(cost=7))  # another salt: nobody is verified any more
         await_(lambda: get(server, login="alice:right", source="127.0.0.3")[0] == 200)
-        took_s = time.monotonic() - began
-    assert server_checks < 50
-    assert sum(checks) <= 1.0 + 0.1 * took_s + 2 * max(checks)
+        spent_s, took_s = sum(checks), time.monotonic() - began
+    assert spent_s <= 0.02 + logins.CPU_SHARE * took_s + 2 * max(checks)
+
+
+def test_checks_wait_for_their_share_of_a_core(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a share that allows one check: the next login waits, and those verified do not."""
+    monkeypatch.setattr(logins, "CPU_BURST_S", 0.0)
+    monkeypatch.setattr(logins, "CPU_SHARE", 1e-9)
+    with (
+        serving(certificates, users()) as server,
+        socket.create_connection(("127.0.0.1", server.port or 0)) as guessing,
+    ):
+        assert get(server, login="alice:right")[0] == 200
+        guessing.sendall(b"GET / HTTP/1.0\r\nAuthorization: Basic YWxpY2U6d3Jvbmc=\r\n\r\n")
+        for _ in range(50):
+            assert get(server, login="alice:right")[0] == 200
+        guessing.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            guessing.recv(1)
 
 
 def test_threads_and_descriptors_are_given_back(certificates: Certificates) -> None:

@@ -209,22 +209,26 @@ ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
 ETCD = {
     ETCD_CALL: Family(
         HistogramMetricFamily,
-        "Time of calls to etcd, each attempt for itself, answered or not.",
+        "ext_etcd: time of calls to etcd, each attempt for itself, answered or not.",
         unit="seconds",
         most="one histogram",
     ),
     ETCD_CALLS: Family(
         CounterMetricFamily,
-        "Attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
+        "ext_etcd: attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
         ("outcome",),
         known=_known(OK, FAILED),
         most="2",
     ),
     ETCD_RECONNECTS: Family(
-        CounterMetricFamily, "How often the stream of all watches had to be opened again: its connection was lost.", known=((),)
+        CounterMetricFamily,
+        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.",
+        known=((),),
     ),
     ETCD_LEASE: Family(
-        GaugeMetricFamily, "Until when etcd certainly keeps this node in the job; absent before and after that.", unit="seconds"
+        GaugeMetricFamily,
+        "ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that.",
+        unit="seconds",
     ),
 }
 WORKERS = {

@@ -214,6 +214,28 @@ def test_workers_that_never_made_a_step(hung, state):
     assert job.seconds() == {STARTUP: 1, state: 6} if hung else {STARTUP: 7}
 
 
+@pytest.mark.parametrize(("hung", "state"), [(False, LOST), (True, HANG)])
+def test_the_second_step_may_take_any_time(hung, state):
+    job = Training()
+    job.run()
+    job.now += 9
+    job.enter("stop")
+    job.ledger.decide(hung)
+    assert job.seconds() == {STARTUP: 1, state: 9}
+
+
+def test_no_counter_falls_by_a_rounding_error():
+    """Prometheus would take that for a restart, and count everything again."""
+    job = Training(workers=3)
+    for seconds in (0.1, 0.7, 1.3):
+        job.run()
+        job.step(seconds, count=7)
+        before = job.ledger.at(job.now, job.times()).spent.by_state
+        job.enter("stop")
+        after = job.ledger.at(job.now, job.times()).spent.by_state
+        assert all(after[state] >= before[state] for state in goodput.STATES)
+
+
 def test_a_signal_ends_the_workers_without_a_state_of_its_own():
     job = Training()
     job.run()
@@ -263,6 +285,7 @@ def test_what_a_worker_settled_before_the_agent_saw_it_run_is_start_up():
     job.enter(RUNNING)
     assert job.seconds() == {STARTUP: 3}
     job.step(1.0, count=3)
+    job.now += 2  # of the next step
     assert job.seconds() == {STARTUP: 3, PRODUCTIVE: 3}
 
 

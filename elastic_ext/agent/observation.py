@@ -152,8 +152,8 @@ class Observation(Companion):
     def show_last(self) -> None:
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
-        self._last_scrape.ended = True
         self.goodput.close()
+        self._last_scrape.ended = True
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 

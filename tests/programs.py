@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-REQUIRE = "ELASTIC_EXT_TEST_REQUIRE"  # 1: a missing program is a failure; the continuous integration sets it
+REQUIRE = "REQUIRE_TEST_PROGRAMS"  # 1: a missing program is a failure; the continuous integration sets it
 
 
 def needs(*names: str) -> None:

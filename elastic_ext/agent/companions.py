@@ -124,9 +124,9 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.journal = stack.enter_context(Journal(spec, settings, handler))
         self.observation = Observation(metrics, settings, handler, self.wakeup)
-        stack.callback(self.observation.close)
+        stack.callback(self.observation.close)  # it may linger: the journal has ended by then
+        self.journal = stack.enter_context(Journal(spec, settings, handler))
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -169,6 +169,7 @@ class JobCompanions:
             copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
+        self.journal.clean = clean
         self.warm_starts.close()
         try:
             if self.copier is not None:  # before the reaper is closed, which would end the copier

@@ -44,12 +44,13 @@ class Journal(Companion):
     Attributes:
         events: for other parts of the agent.
         warm: workers of this round that were warm standbys; set before they are told of as started.
+        clean: whether the job has ended well.
     """
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
-        self.warm = 0
+        self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
         self._handler, self._settings = handler, settings
         self._trace = RecoveryTrace()
@@ -73,7 +74,7 @@ class Journal(Companion):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, NodeRefused):
             self.events.emit("node_refused", reason=str(error))
-        code, state = ended(error, exits.verdict_code())
+        code, state = ended(error, exits.verdict_code(), self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
         self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
         self.events.close()
@@ -262,10 +263,16 @@ def shown_settings(settings: Settings) -> dict[str, str]:
     return found
 
 
-def ended(error: BaseException | None, verdict_code: int | None) -> tuple[int, str]:
-    """Return exit code and state of an agent that ends. error: what ends it. verdict_code: of the verdict that ended the job."""
+def ended(error: BaseException | None, verdict_code: int | None, clean: bool) -> tuple[int, str]:
+    """Return exit code and state of an agent that ends.
+
+    error: what ends it. verdict_code: of the verdict that ended the job. clean: whether the job ended well. Without all three the
+    rendezvous was closed, and torch ends with an error.
+    """
+    if error is None and verdict_code is None:
+        return (0, "succeeded") if clean else (1, "error")
     if error is None:
-        return (0, "succeeded") if verdict_code is None else (verdict_code, "failed")
+        return (verdict_code or 0, "failed")
     code = exits.exit_code_of(error)
     if code is None:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
 from elastic_ext.agent.companion import Companion, LocalWorkers
@@ -140,6 +141,8 @@ class Observation(Companion):
             return
         try:
             self._handler.shutdown()  # as torch would next
+        except SignalException:
+            raise
         except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
             logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
             return
@@ -153,7 +156,7 @@ class Observation(Companion):
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
         self.goodput.close()
-        self._last_scrape.ended = True
+        self._last_scrape.ended_at = time.monotonic()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 

@@ -87,9 +87,8 @@ class Supervisor(TorchAgent):
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
-            wakeup = self._companions.wakeup
-            self._handler.on_event = wakeup.set
-            self._handler.on_wait = lambda: reraise_signals(wakeup.signals())
+            self._handler.on_event = self._companions.wakeup.set
+            self._handler.on_wait = lambda: reraise_signals(self._companions.wakeup.signals())
             clean = False
             try:
                 result = super().run(role)
@@ -104,8 +103,9 @@ class Supervisor(TorchAgent):
                 self._close_round()
                 copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
                 left = self._companions.finish(clean, copy_s)
+            result = self._verdicts.stop_not_copied(left) if clean and left else result
             self._companions.observation.linger_at_close()
-            return self._verdicts.stop_not_copied(left) if clean and left else result
+            return result
 
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
 

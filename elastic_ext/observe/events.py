@@ -98,7 +98,7 @@ class Events:
         self._failing = False
         self._outbox: Outbox[dict[str, Value]] | None = None
         if path is not None:
-            self._outbox = Outbox(self._write, "elastic_ext-events", most)
+            self._outbox = Outbox(self._write, "elastic_ext-events", most, self._end)
 
     def emit(self, name: str, **fields: Value) -> None:
         """Write an event with its own fields; see `event_table.EVENTS`. Returns at once."""
@@ -111,13 +111,13 @@ class Events:
 
     def close(self) -> None:
         """Write what waits, for FLUSH_S at most; later events are not written."""
-        if self._outbox is None or self._file is None:
-            return
-        if self._outbox.close(FLUSH_S):
-            self._tell_missing()
-            self._file.close()
-        else:
+        if self._outbox is not None and not self._outbox.close(FLUSH_S):
             logger.warning("events: %s does not take the last events", self._path)
+
+    def _end(self) -> None:
+        assert self._file is not None
+        self._tell_missing()
+        self._file.close()
 
     def _now(self) -> Moment:
         return Moment(time.time(), time.monotonic(), self._round())

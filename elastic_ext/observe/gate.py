@@ -46,6 +46,10 @@ class Loaded:
     stamps: _Stamps
 
 
+def _asks(config: web_config.WebConfig) -> bool:
+    return bool(config.users) or (config.tls is not None and config.tls.client_auth is ssl.CERT_REQUIRED)
+
+
 def load(path: str) -> Loaded:
     """Read the web config and the certificates that it names. Raises UsageError."""
     before = _stamps((path,))  # first: a file that changes meanwhile is read again
@@ -87,8 +91,7 @@ class Gate:
     @property
     def asks(self) -> bool:
         """Whether the pages are closed to strangers: they need a password, or a client certificate."""
-        config = self._loaded.config
-        return bool(config.users) or (config.tls is not None and config.tls.client_auth is ssl.CERT_REQUIRED)
+        return _asks(self._loaded.config)
 
     def fileno(self) -> int:
         """Return what becomes readable when there are new `verdicts`."""
@@ -145,6 +148,10 @@ class Gate:
         self._retry_at = now + RETRY_S
         try:
             changed = load(self._path)
+            if self.asks and not _asks(changed.config):  # half of a file that is being written looks like this
+                raise UsageError(
+                    f"metrics_web_config {self._path}: it asks for no password any more; that takes a start of the agent"
+                )
             if (changed.context is not None) != self.tls:
                 raise UsageError(f"metrics_web_config {self._path}: TLS is turned on or off by the next start of the agent only")
         except UsageError as error:

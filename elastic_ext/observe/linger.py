@@ -23,11 +23,11 @@ class LastScrape:
     """Notes the first scrape, sent to its last byte, of metrics that were made after the agent had ended.
 
     Attributes:
-        ended: whether the metrics are the last ones from now on.
+        ended_at: since when the metrics are the last ones (time.monotonic()); None: they are not yet.
     """
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended_at: float | None = None
         self._seen = threading.Event()
         self._wakeup: Wakeup | None = None
 
@@ -36,8 +36,8 @@ class LastScrape:
         make = pages[METRICS]
 
         def scrape(accept: str) -> Page:
-            ended = self.ended  # before the page is made
             page = make(accept)
+            ended = self.ended_at is not None and page.made_at >= self.ended_at  # not one that was kept from before
             return dataclasses.replace(page, sent=self._note) if ended and page.status is HTTPStatus.OK else page
 
         return {**pages, METRICS: scrape}

@@ -22,9 +22,9 @@ class Outbox(Generic[T]):
         dropped: items that did not fit into the queue.
     """
 
-    def __init__(self, send: Callable[[T], None], name: str, most: int = MOST) -> None:
-        """send: may block for ever, and should not raise. name: of the thread."""
-        self._send, self._most = send, most
+    def __init__(self, send: Callable[[T], None], name: str, most: int = MOST, at_end: Callable[[], None] = lambda: None) -> None:
+        """send: may block for ever, and should not raise. name: of the thread. at_end: called there after the last item."""
+        self._send, self._most, self._at_end = send, most, at_end
         self.dropped = 0
         self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()  # its put() is re-entrant
         self._lock = threading.RLock()
@@ -62,3 +62,4 @@ class Outbox(Generic[T]):
                 self._send(item)
             except Exception:  # a thread that ends would take all later items with it
                 logger.exception("%s: an item was lost", self._thread.name)
+        self._at_end()

@@ -20,16 +20,25 @@ JSON = "application/json"
 CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
 CPU_BURST_S = 0.5
 
+# What prometheus_client is asked for, by what the request's Accept has. It would put any text of a stranger into the answer's head.
+_OPENMETRICS = "application/openmetrics-text"
+_FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
+_ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
+
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it."""
+    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it.
+
+    made_at: when it was begun (time.monotonic()); 0: it does not change.
+    """
 
     status: HTTPStatus
     content_type: str
     body: bytes
     headers: tuple[str, ...] = ()
     sent: Callable[[], None] = lambda: None
+    made_at: float = 0.0
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""
@@ -53,17 +62,34 @@ def of_metrics(registry: CollectorRegistry) -> Pages:
     """Return the page for scrapers, in the format that they accept. Who scrapes all the time gets the last page once more."""
 
     budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
-    last: dict[str, Page] = {}  # by content type, of which there are few
+    last: dict[str, Page] = {}  # by format, of which there are few
 
     def scrape(accept: str) -> Page:
-        encode, content_type = choose_encoder(accept)
-        if content_type not in last or budget.wait_s(time.monotonic()) == 0:
-            began = time.thread_time()
-            last[content_type] = Page(HTTPStatus.OK, content_type, encode(registry))
+        accepted = _known_format(accept)
+        if accepted not in last or budget.wait_s(time.monotonic()) == 0:
+            encode, content_type = choose_encoder(accepted)
+            began, now = time.thread_time(), time.monotonic()
+            last[accepted] = Page(HTTPStatus.OK, content_type, encode(registry), made_at=now)
             budget.spend(time.thread_time() - began, time.monotonic())
-        return last[content_type]
+        return last[accepted]
 
     return {METRICS: scrape}
+
+
+def _pair(parameter: str) -> tuple[str, str]:
+    name, _, value = parameter.partition("=")
+    return name, value
+
+
+def _known_format(accept: str) -> str:
+    """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
+    for each in accept.split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        given = dict(_pair(parameter) for parameter in parameters)
+        if (kind, given.get("version", "")) in _FORMATS:
+            escaping = given.get("escaping", "")
+            return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")
+    return ""
 
 
 def of_agent(registry: CollectorRegistry, not_ready: Callable[[], str], status: Callable[[], Mapping[str, object]]) -> Pages:

@@ -298,6 +298,9 @@ class _Server:
         except OSError as error:  # the client went away
             logger.debug("metrics: a connection ended: %s", error)
             self._drop(client)
+        except Exception as error:  # noqa: BLE001 - one client must not end the server
+            self._show("a request failed", error)
+            self._drop(client)
 
     def _await(self, client: _Client, events: int) -> None:
         if self._selector.get_key(client.connection).events != events:
@@ -363,9 +366,12 @@ class _Server:
             return text(HTTPStatus.NOT_FOUND, f"not found: expected one of {' '.join(self._pages)}")
         try:
             return make(accept)
-        except Exception as error:  # a collector may raise anything
-            # Show it only once, because scrapes come every few seconds for weeks.
-            level = logging.DEBUG if self._failure_shown else logging.WARNING
-            logger.log(level, "metrics: a scrape failed: %r; later failures are shown at DEBUG only", error, exc_info=True)
-            self._failure_shown = True
+        except Exception as error:  # noqa: BLE001 - a collector may raise anything
+            self._show("a scrape failed", error)
             return text(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed: see the agent's log")
+
+    def _show(self, what: str, error: Exception) -> None:
+        """Show it only once, because scrapes come every few seconds for weeks."""
+        level = logging.DEBUG if self._failure_shown else logging.WARNING
+        logger.log(level, "metrics: %s: %r; later failures are shown at DEBUG only", what, error, exc_info=error)
+        self._failure_shown = True

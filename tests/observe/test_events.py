@@ -98,11 +98,20 @@ def test_secrets_and_forged_lines_do_not_get_in():
     assert "***@bucket" in line
 
 
+@pytest.mark.parametrize("length", range(event_table.MAX_TEXT - 20, event_table.MAX_TEXT))
+def test_a_secret_that_the_limit_cuts_does_not_get_in(length):
+    reason = "x" * (length - 1) + " https://user:hunter44@host/x"
+    line = json.dumps(event_table.record("node_refused", SOURCE, Moment(0.0, 0.0, 0), {"reason": reason}))
+    assert "hunter" not in line
+    assert "user:" not in line
+
+
 def test_how_an_agent_ended():
-    assert ended(None, None) == (0, "succeeded")
-    assert ended(None, 65) == (65, "failed")
-    assert ended(SystemExit(78), None) == (78, "error")
-    assert ended(OSError(), None) == (1, "error")
+    assert ended(None, None, clean=True) == (0, "succeeded")
+    assert ended(None, None, clean=False) == (1, "error")  # the rendezvous was closed: torch then fails
+    assert ended(None, 65, clean=False) == (65, "failed")
+    assert ended(SystemExit(78), None, clean=False) == (78, "error")
+    assert ended(OSError(), None, clean=False) == (1, "error")
 
 
 # The file.

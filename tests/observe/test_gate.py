@@ -22,8 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.observation import Observation
-from elastic_ext.base.settings import Settings
 from elastic_ext.observe import logins, pages
 from elastic_ext.observe import server as server_module
 from elastic_ext.observe.cpu_budget import CpuBudget
@@ -195,7 +193,14 @@ def test_new_certificates_and_passwords_are_taken_up(
         assert get(server, login="alice:right", trust=new)[0] == 401
         (certificates.folder / "web.yml").write_text("")  # nobody turns TLS off by an unfinished file
         assert get(server, login="alice:changed", trust=new)[0] == 200
-        assert "TLS is turned on or off" in caplog.text
+        assert "stays in force" in caplog.text
+
+
+def test_half_of_a_file_opens_nothing(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(certificates, users()) as server:
+        (certificates.folder / "web.yml").write_text("")  # as an editor does before it writes
+        assert get(server)[0] == 401
+        assert "asks for no password any more" in caplog.text
 
 
 def accepts(server: MetricsServer, trust: ssl.SSLContext) -> bool:
@@ -334,14 +339,15 @@ def test_a_budget_allows_a_burst_and_then_a_share() -> None:
 def test_an_agents_address_says_https(certificates: Certificates) -> None:
     (certificates.folder / "web.yml").write_text(TLS)
     found = certificates.folder / "sd"
-    settings = Settings(metrics_port=0, metrics_web_config=certificates.path("web.yml"), metrics_discovery_dir=str(found))
-    shown = Observation(AgentMetrics(version="1", torch="2", run_id="job"), settings)
-    try:
+    settings = f"metrics_web_config={certificates.path('web.yml')},metrics_discovery_dir={found}"
+    script = certificates.folder / "up.py"
+    script.write_text("print('up', flush=True); input()")
+    with Job([*AGENT, f"--rdzv-conf={settings}", script], certificates.folder) as job:
+        job.wait_for("(?m)^up$")
         ((target,),) = [json.loads(each.read_text()) for each in found.iterdir()]
         assert target["labels"]["__scheme__"] == "https"
-        assert [shown.url] == [f"https://{each}" for each in target["targets"]]
-    finally:
-        shown.close()
+        (address,) = target["targets"]
+        assert f"metrics https://{address}" in job.err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ JSON = "application/json"
 CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
 CPU_BURST_S = 0.5
 
-# What prometheus_client is asked for, by what the request's Accept has. It would put any text of a stranger into the answer's head.
+# What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
 _OPENMETRICS = "application/openmetrics-text"
 _FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
 _ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")

@@ -19,6 +19,8 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
 fi
 if [ ! -e "$POLICY" ]; then
     trap 'rm -f "$POLICY"' EXIT
+    trap 'exit 130' INT # dash leaves out what EXIT is to do if a signal ends it
+    trap 'exit 143' TERM HUP
     printf '#!/bin/sh\nexit 101\n' >"$POLICY"
     chmod 755 "$POLICY"
 fi

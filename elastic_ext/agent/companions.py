@@ -34,6 +34,7 @@ from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
+HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
 _LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
@@ -158,8 +159,10 @@ class JobCompanions:
 
     def leave(self, handler: Rendezvous) -> None:
         """Leave the job to the other nodes, after this agent's last word to it."""
-        self.observation.goodput.close()
-        handler.leave()
+        try:
+            self.observation.goodput.close(HURRIED_SHARE_S)
+        finally:  # even if another signal ends the wait
+            handler.leave()
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.

@@ -78,8 +78,11 @@ class Goodput:
 
         table: None if they report no progress. step: that they resume from; None if unknown.
         """
-        if self._share is not None:
+        if self._share is not None and self._thread is None:
+            self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
+        if self._thread is not None:
             self._first.wait(FIRST_SHARE_S)
+            self._first.set()  # only the first round waits
         with self._lock:
             self._table = table
             repeated = self._ledger.resume(step)
@@ -106,35 +109,47 @@ class Goodput:
     # Sharing.
 
     def share_with(self, share: Callable[[Spent], Shared]) -> None:
-        """Begin to share. share: adds what this agent has spent since its last call; returns the sum of the job."""
+        """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""
         self._share = share
-        self._thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        """Share for the last time and say where the time went. A second call does nothing."""
-        if self._thread is None:
+    def _begin_to_share(self) -> None:
+        thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("goodput is not shared with the job: %s", error)
+            self._share = None
+        else:
+            self._thread = thread
+
+    def close(self, limit_s: float = LAST_SHARE_S) -> None:
+        """Share for the last time and say where the time went. A second call does nothing. limit_s: for a write under way."""
+        if self._closed:
             return
         self.enter(families.ENDED)
         self._closed = True
         self._changed.set()
-        self._thread.join(LAST_SHARE_S)
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join(limit_s)
         job = self.job()
         logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
 
     def _share_often(self) -> None:
         failed = False
         while True:
-            closed = self._closed
             self._changed.clear()
+            closed = self._closed  # after that: `close` sets both
             try:
                 self._share_once()
                 failed = False
             except (ElasticExtError, OSError) as error:
                 logger.log(logging.DEBUG if failed else logging.INFO, "goodput was not shared, and will be later: %s", error)
                 failed = True
-            self._first.set()
+            except Exception:  # the top of a thread
+                logger.exception("goodput is not shared with the job any more")
+                return
+            finally:
+                self._first.set()
             if closed:
                 return
             self._changed.wait(SHARE_S + self._job.hosts)

@@ -149,7 +149,7 @@ class HostRecord:
             now: Unix time of this host.
             first: it is this agent's first; the time since the last write belongs to no agent, and counts as idle.
         """
-        gap_s = max(0.0, now - self.at) if first and self.at else 0.0
+        gap_s = max(0.0, now - self.at - spent.total_s) if first and self.at else 0.0
         idle = Spent(seconds_of({IDLE: gap_s}))
         return HostRecord(self.spent.plus(idle).plus(spent), now)
 

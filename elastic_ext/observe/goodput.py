@@ -234,17 +234,16 @@ class Interval:
     between_s: float = 0.0
 
 
-def advised_interval(spent: Spent) -> Interval:
+def advised_interval(spent: Spent, hosts: int) -> Interval:
     """Return Daly's optimum (Future Generation Computer Systems 22, 2006; Young's with two more terms) of what was measured.
 
-    It needs ENOUGH interruptions and ENOUGH saves, and training must stand for them at all. All of `spent` are sums over nodes,
-    and every node sees every interruption and every save, so each quotient is that of the job.
+    It needs ENOUGH interruptions and ENOUGH saves, and training must stand for them at all. All of `spent` are sums over hosts,
+    and every host sees every interruption and every save, so each quotient is that of the job.
     """
     seconds = spent.by_state
-    if spent.interruptions < ENOUGH or spent.saves < ENOUGH:
-        return Interval(
-            None, f"{spent.interruptions:g} interruptions and {spent.saves:g} saves so far, expected {ENOUGH} of each at least"
-        )
+    interruptions, saves = spent.interruptions / max(1, hosts), spent.saves / max(1, hosts)
+    if interruptions < ENOUGH or saves < ENOUGH:
+        return Interval(None, f"{interruptions:.3g} interruptions and {saves:.3g} saves so far, expected {ENOUGH} of each")
     stall_s = seconds[goodput.SAVE] / spent.saves
     running_s = sum(seconds[state] for state in (goodput.PRODUCTIVE, goodput.LOST, goodput.DATA, goodput.SAVE))
     restart_s = (spent.total_s - running_s - seconds[goodput.IDLE]) / spent.starts if spent.starts else 0.0

@@ -27,7 +27,8 @@ class GoodputCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
-        look, spent = self._look(), self._job().spent
+        look, job = self._look(), self._job()
+        spent = job.spent
         found = {name: family.new(name) for name, family in GOODPUT.items()}
 
         def add(name: str, value: float | None, *labels: str) -> None:
@@ -41,7 +42,7 @@ class GoodputCollector(Collector):
         add("effective_training_time_ratio", spent.effective_ratio)
         add("tokens", look.tokens)
         add("floating_point_operations", look.flops)
-        interval = advised_interval(spent)
+        interval = advised_interval(spent, job.hosts)
         add("checkpoint_interval_advised_seconds", interval.seconds)
         if interval.seconds is not None:
             add("checkpoint_stall_mean_seconds", interval.stall_s)
@@ -52,7 +53,7 @@ class GoodputCollector(Collector):
 
 def goodput_status(look: Look, job: Shared) -> dict[str, object]:
     """Return what /status.json shows under "goodput"."""
-    interval = advised_interval(job.spent)
+    interval = advised_interval(job.spent, job.hosts)
     return {
         "seconds": look.spent.by_state,
         "unsettled_seconds": look.unsettled_s,

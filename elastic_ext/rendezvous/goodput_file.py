@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".goodput"
 MOST_BYTES = 16 << 20
+FORGET_S = 1.0
 
 
 class GoodputFile:
@@ -36,45 +37,55 @@ class GoodputFile:
 
     def share(self, spent: Spent) -> Shared:
         """Add what this agent has spent since its last call; return the sum. Raises OSError, and then nothing was added."""
-        with self._lock, self._locked():
-            hosts = self._read() if self._path is not None else self._hosts
+        path = self._path  # `forget` may take it away meanwhile
+        with self._lock, _locked(path):
+            hosts = self._read(path) if path is not None else self._hosts
             record = hosts.get(self._host, HostRecord()).with_more(spent, time.time(), first=not self._shared)
             hosts = {**hosts, self._host: record}
-            if self._path is not None:
+            if path is not None:
                 texts = {host: goodput.encode(each) for host, each in hosts.items()}
-                write_whole(self._path, json.dumps({"run_id": self._run_id, "hosts": texts}))
+                write_whole(path, json.dumps({"run_id": self._run_id, "hosts": texts}))
             self._hosts, self._shared = hosts, True
         return Shared(goodput.total(hosts), len(hosts))
 
     def forget(self) -> None:
         """Delete the file: the job has ended well. This agent goes on in memory."""
-        with self._lock:
-            path, self._path = self._path, None
-            if path is not None:
-                path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self._path is None:
-            yield
+        path, self._path = self._path, None
+        # The file system may hang, and whoever has locked the directory; the job has ended, and must not wait for them.
+        if path is None or not self._lock.acquire(timeout=FORGET_S):
             return
-        descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)  # a lock file would be left behind
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s stays, though the job has ended: %s", path, error)
         finally:
-            os.close(descriptor)
+            self._lock.release()
 
-    def _read(self) -> dict[str, HostRecord]:
+    def _read(self, path: Path) -> dict[str, HostRecord]:
         """Read the file. Ignore one of another run."""
-        assert self._path is not None
-        if not self._path.is_file():
+        if not path.is_file():
             return {}
         try:
-            found = json.loads(user_files.read_text(str(self._path), MOST_BYTES))
+            found = json.loads(user_files.read_text(str(path), MOST_BYTES))
             if found["run_id"] != self._run_id:
                 return {}
-            return {str(host): goodput.decode(text, str(self._path)) for host, text in found["hosts"].items()}
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, RecordError) as error:
-            logger.warning("%s cannot be used; counting goodput from now on: %s", self._path, printable(str(error)))
+            return {str(host): goodput.decode(text, str(path)) for host, text in found["hosts"].items()}
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, RecordError) as error:
+            logger.warning("%s cannot be used; counting goodput from now on: %s", path, printable(str(error)))
             return {}
+
+
+@contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)  # a lock file would be left behind
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # NFS cannot lock a directory; agents of one host rarely write at the same time
+            logger.debug("no lock on %s: %s", path.parent, error)
+        yield
+    finally:
+        os.close(descriptor)

@@ -300,7 +300,7 @@ def test_the_advised_interval_is_dalys_optimum(nodes):
     whole = Spent()
     for _ in range(nodes):
         whole = whole.plus(mine)
-    found = advised_interval(whole)
+    found = advised_interval(whole, nodes)
     assert (found.stall_s, found.between_s, found.restart_s) == pytest.approx((20, 10_000, 100))
     assert found.seconds is not None
 
@@ -321,7 +321,7 @@ def test_the_advised_interval_is_dalys_optimum(nodes):
     ],
 )
 def test_no_advice_without_enough_data(too_little, why):
-    found = advised_interval(too_little)
+    found = advised_interval(too_little, 1)
     assert found.seconds is None
     assert why in found.reason
 

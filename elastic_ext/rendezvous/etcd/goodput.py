@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 
 from elastic_ext.base import goodput
@@ -15,6 +16,8 @@ from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.verdict import LEDGER_TTL_S
 
 logger = logging.getLogger(__name__)
+
+MIN_READ_S = 30.0
 
 
 class EtcdGoodput:
@@ -29,8 +32,9 @@ class EtcdGoodput:
     def share(self, spent: Spent) -> Shared:
         """Add what this agent has spent since its last call; return the sum over hosts.
 
-        The other hosts' records are read as many seconds after the last time as there are hosts, at least: etcd then sends one
-        record a second to each node. Raises EtcdError. If the answer of a write was lost, the same seconds may be added twice.
+        The other hosts' records are read at the first call, and then as many seconds after the last time as there are hosts, at
+        least, and not by all agents at once: etcd then sends one record a second to each. Raises EtcdError. If the answer of a
+        write was lost, the same seconds may be added twice.
         """
         key = self._prefix + self._host
         while True:
@@ -46,7 +50,7 @@ class EtcdGoodput:
         if (now := time.monotonic()) >= self._read_at:
             kvs = self._client.get_prefix(self._prefix).kvs
             self._found = {kv.key.decode(errors="replace"): _record(kv) for kv in kvs}
-            self._read_at = now + len(kvs)
+            self._read_at = now + max(MIN_READ_S, len(kvs)) * random.uniform(1.0, 2.0)
         self._found[key] = record
         return Shared(goodput.total(self._found), len(self._found))
 

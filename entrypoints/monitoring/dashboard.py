@@ -51,9 +51,9 @@ def grown(name: str, by: str, *matchers: str, window: str = "$window") -> str:
     return f"sum by ({by}) (increase({series(name, *matchers)}[{window}]))"
 
 
-def job_wide(name: str, by: str) -> str:
+def job_wide(name: str, by: str, *matchers: str) -> str:
     """How much a counter that every agent keeps for the whole job has grown."""
-    return f"max by ({by}) (sum by ({by}, job, instance, pod) (increase({series(name)}[$window])))"
+    return f"max by ({by}) (sum by ({by}, job, instance, pod) (increase({series(name, *matchers)}[$window])))"
 
 
 def mean(name: str, by: str, window: str = "$window") -> str:
@@ -147,8 +147,8 @@ RECOVERIES = Row(
             about="From the failure to the next step of all workers of a node.",
         ),
         lines("Last recovery", "s", (f"max by (node) ({series('last_recovery_seconds')})", "{{node}}")),
-        bars("Restarts by cause", "none", job_wide("restarts_total", "kind"), "{{kind}}"),
-        bars("Failures by cause", "none", job_wide("failures_total", "kind"), "{{kind}}"),
+        bars("Restarts by cause", "none", job_wide("decisions_total", "kind", 'decision!~"stop|requeue"'), "{{kind}}"),
+        bars("Failures by cause, on all nodes that saw one", "none", grown("failures_total", "kind"), "{{kind}}"),
         bars("Decisions", "none", job_wide("decisions_total", "decision, kind"), "{{decision}}: {{kind}}"),
         bars(
             "Starts of workers",

@@ -79,7 +79,8 @@ LABELLED = (
     Rule("agent:elastic_ext_etcd_lease_left_seconds:labelled", with_job(f"({LEASE} - timestamp({LEASE}))", living=True)),
 )
 
-STATE, RESTARTS = labelled("agent_state"), labelled("restarts_total")
+STATE, RESTARTS, STARTS = labelled("agent_state"), labelled("restarts_total"), labelled("worker_starts_total")
+DECISIONS = labelled("decisions_total")
 SAVES, COPIES = labelled("worker_checkpoint_saves_total"), labelled("checkpoint_copies_total")
 STEP_SUM, STEP_COUNT = labelled("worker_step_seconds_sum"), labelled("worker_step_seconds_count")
 CALLS, CALL_SECONDS = labelled("etcd_calls_total"), labelled("etcd_call_seconds_bucket")
@@ -97,10 +98,18 @@ def failed_share(counter: str) -> str:
 OF_JOBS = (
     Rule("run:elastic_ext_agents:count", f'count by (run_id) ({STATE}{{state!="ended"}} == 1)'),
     Rule("run:elastic_ext_agents_running:count", f'count by (run_id) ({STATE}{{state="running"}} == 1)'),
-    # Each agent counts the restarts of the whole job.
+    # An agent on which nothing has failed counts a restart as one of membership; on ext_etcd it knows the verdict, too.
     Rule(
         "run:elastic_ext_restarts:increase15m",
-        f'max by (run_id) (sum by (run_id, {AGENT}) (increase({RESTARTS}{{kind!="membership"}}[15m])))',
+        "max by (run_id) (\n"
+        + "\nor\n".join(
+            f'label_replace(sum by (run_id, {AGENT}) (increase({counter}[15m])), "of", "{of}", "", "")'
+            for of, counter in (
+                ("restarts", f'{RESTARTS}{{kind!="membership"}}'),
+                ("verdicts", f'{DECISIONS}{{decision!~"stop|requeue"}}'),
+            )
+        )
+        + "\n)",
     ),
     Rule(
         "run:elastic_ext_restarts_left:min",
@@ -111,6 +120,12 @@ OF_JOBS = (
         "run:elastic_ext_last_restart_timestamp_seconds:max",
         f'time() * (max by (run_id) (increase({RESTARTS}{{kind!="membership"}}[2m])) > bool 0) > 0\n'
         "or\nrun:elastic_ext_last_restart_timestamp_seconds:max and on (run_id) run:elastic_ext_agents:count",
+    ),
+    # Of workers, up to 2 minutes late. The first scrape of an agent may already show its starts.
+    Rule(
+        "run:elastic_ext_last_start_timestamp_seconds:max",
+        f"time() * (max by (run_id) (increase({STARTS}[2m]) > 0 or ({STARTS} > 0 unless {STARTS} offset 2m)) > bool 0) > 0\n"
+        "or\nrun:elastic_ext_last_start_timestamp_seconds:max and on (run_id) run:elastic_ext_agents:count",
     ),
     kept("worker_last_step_timestamp_seconds", "run:elastic_ext_last_step_timestamp_seconds:max"),
     kept("worker_last_save_timestamp_seconds", "run:elastic_ext_last_save_timestamp_seconds:max"),

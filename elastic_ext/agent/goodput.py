@@ -21,7 +21,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host: each write reads the records of all hosts
+SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
 

@@ -37,8 +37,8 @@ class GoodputFile:
 
     def share(self, spent: Spent) -> Shared:
         """Add what this agent has spent since its last call; return the sum. Raises OSError, and then nothing was added."""
-        path = self._path  # `forget` may take it away meanwhile
-        with self._lock, _locked(path):
+        with self._lock, _locked(self._path):
+            path = self._path  # now: `forget` may have taken it away while this waited
             hosts = self._read(path) if path is not None else self._hosts
             record = hosts.get(self._host, HostRecord()).with_more(spent, time.time(), first=not self._shared)
             hosts = {**hosts, self._host: record}
@@ -82,10 +82,7 @@ def _locked(path: Path | None) -> Iterator[None]:
         return
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)  # a lock file would be left behind
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:  # NFS cannot lock a directory; agents of one host rarely write at the same time
-            logger.debug("no lock on %s: %s", path.parent, error)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # NFS may refuse this for a directory; without it hosts would overwrite each other
         yield
     finally:
         os.close(descriptor)

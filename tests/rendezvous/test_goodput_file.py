@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 
 import pytest
@@ -65,3 +67,17 @@ def test_without_a_file_it_is_kept_in_memory():
 def test_a_directory_that_is_gone_is_an_error(tmp_path):
     with pytest.raises(OSError, match="gone"):
         GoodputFile(str(tmp_path / "gone" / "ledger"), "job", "a").share(SECOND)
+
+
+def test_a_share_that_waits_for_the_directory_does_not_bring_a_forgotten_file_back(tmp_path):
+    file = GoodputFile(str(tmp_path / "ledger"), "job", "a")
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    sharing = threading.Thread(target=file.share, args=(Spent(),))
+    sharing.start()
+    while not file._lock.locked():
+        pass
+    file.forget()  # returns, though the share waits
+    os.close(holder)
+    sharing.join()
+    assert list(tmp_path.iterdir()) == []

@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "integrations": "training",  # old names, for one release
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
-    "agent": ". base checkpoints failures observe rendezvous workers",
-    "cli": ". base checkpoints etcd failures rendezvous workers",
+    "own_etcd": "base etcd failures rendezvous",
+    "agent": ". base checkpoints failures observe own_etcd rendezvous workers",
+    "cli": ". base checkpoints etcd failures own_etcd rendezvous workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.

@@ -35,11 +35,22 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     """Create the etcd rendezvous, and make torch's launcher construct our agent for it."""
 
     def handler_class() -> Handler:
+        from elastic_ext.agent import own_etcd
         from elastic_ext.agent.resume import newest_checkpoint
+        from elastic_ext.own_etcd import endpoint
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
-        # Passed here, not by our agent, because `grow_at=checkpoint` holds under any agent.
-        return lambda params, settings: EtcdRendezvous(params, settings, lambda: newest_checkpoint(settings))
+        def make(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
+            # Passed here, not by our agent, because `grow_at=checkpoint` holds under any agent.
+            def newest() -> str | None:
+                return newest_checkpoint(settings)
+
+            if not endpoint.is_job(params.endpoint):
+                return EtcdRendezvous(params, settings, newest)
+            with own_etcd.brought(params, settings) as (theirs, with_tls, attachment):
+                return EtcdRendezvous(theirs, with_tls, newest, attachment)
+
+        return make
 
     return _create(params, handler_class)
 

@@ -31,7 +31,9 @@ from elastic_ext.base.setting_types import (
     one_of,
 )
 
-SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD"})  # for the agent only, never for its workers
+SECRET_VARIABLES = frozenset(
+    {ENV_PREFIX + "ETCD_PASSWORD", ENV_PREFIX + "JOB_SECRET"}
+)  # for the agent only, never for its workers
 
 # From keys of the previous release to their new names. An entry stays for one release.
 RENAMED: dict[str, str] = {}
@@ -45,6 +47,12 @@ def _setting(default: Any, type_: SettingType, help_: str) -> Any:
 class Settings:
     """All settings with their defaults. Times are in seconds."""
 
+    address: str | None = _setting(
+        None,
+        TEXT,
+        "interface (`eth1`) or network (`10.1.0.0/16`) of the address that this node gives to the others; default: that of the "
+        "route to the host of --rdzv-endpoint; --local-addr wins",
+    )
     backoff: float = _setting(
         1.0,
         SECONDS,
@@ -75,6 +83,12 @@ class Settings:
     )
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
+    etcd_data_dir: str | None = _setting(
+        None,
+        TEXT,
+        "`job:`: directory for a small file with what outlives the job (ledger, budget, refused hosts, goodput), so that a "
+        "requeue finds it; on a disk that all hosts share, or a local one of hosts that come back",
+    )
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
     etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
@@ -102,6 +116,16 @@ class Settings:
         SECONDS_FROM_1,
         "seconds without progress that count as a hang; before the first step, ten times this, and only if no worker is busy; "
         "default: learned from the job",
+    )
+    job_secret: str | None = _setting(
+        None,
+        SECRET,
+        "`job:`: secret of the job, 16 characters or more, the same on all hosts; set it in the environment or the file",
+    )
+    job_secret_file: str | None = _setting(
+        None,
+        TEXT,
+        "`job:`: file with the secret instead, of mode 0600; on a disk that all hosts share it is created if it does not exist",
     )
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(
         None,

@@ -21,6 +21,7 @@ from elastic_ext.etcd.calls import Caller, Tokens, User
 from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease_renewer import LeaseRenewer
+from elastic_ext.etcd.membership import Membership
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.observer import CallObserver
 from elastic_ext.etcd.race import BESIDE_S, ask, race
@@ -54,6 +55,7 @@ class EtcdClient:
         timeout_s: default for each call.
         renewer: keeps the leases of `LeaseSession`s alive.
         watches: the stream of all watches.
+        membership: the members of the cluster.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class EtcdClient:
         self.timeout_s = timeout_s
         self.renewer = LeaseRenewer(self.lease_keep_alive, self._closed)
         self.watches = WatchStream(self._caller, self.revision)
+        self.membership = Membership(self._caller)
 
     def __repr__(self) -> str:
         return f"EtcdClient({', '.join(map(str, self._endpoints.endpoints))})"
@@ -101,6 +104,15 @@ class EtcdClient:
         self.renewer.close()
         # Last: both may be in a race. A thread that returns from gRPC's C++ code during process exit could abort the process.
         self._caller.threads.join(_JOIN_S)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The addresses in use, as `host:port`."""
+        return tuple(map(str, self._endpoints.endpoints))
+
+    def follow(self, endpoints: str | Iterable[str]) -> None:
+        """Use these addresses instead of those before: the members of the cluster have changed."""
+        self._endpoints.replace(parse_endpoints(endpoints))
 
     def observe(self, observer: CallObserver) -> None:
         """Let this observer, instead of the one before, hear of all calls from now on."""
@@ -225,6 +237,15 @@ class EtcdClient:
 
         what = f"keep {len(requests)} leases alive"
         return race(self._caller, what, send, timeout_s=timeout_s or self.timeout_s, beside_s=beside_s)
+
+    def lease_left_s(self, lease_id: int, *, timeout_s: float | None = None) -> int:
+        """Return the seconds until this lease expires; 0 or less if there is no such lease."""
+        request = etcdrpc().LeaseTimeToLiveRequest(ID=lease_id)
+
+        def send(etcd: Any) -> int:
+            return int(etcd.leasestub.LeaseTimeToLive(request, etcd.timeout, metadata=etcd.metadata).TTL)
+
+        return ask(self._caller, f"time left of lease {lease_id:x}", send, timeout_s=timeout_s)
 
     # The cluster
 

@@ -187,13 +187,16 @@ CONNECTIONS = 2  # at least: while one stands still because its link loses packe
 
 class Endpoints:
     """All connections, of which one is in use. Any thread that sees it fail moves all threads to the next one.
+    `replace` gives them other addresses.
 
     The first is chosen at random, so that the agents of a job spread over the members.
     """
 
     def __init__(self, endpoints: tuple[Endpoint, ...], tls: Tls | None, first: int | None = None) -> None:
         self.endpoints = endpoints
-        self._connections = [Connection(endpoint, tls) for endpoint in endpoints * max(1, CONNECTIONS // len(endpoints))]
+        self._tls = tls
+        self._connections = [Connection(endpoint, tls) for endpoint in _with_spares(endpoints)]
+        self._retired: list[Connection] = []  # a call may still be on one: they are closed at the end
         self._lock = threading.Lock()
         self._index = random.randrange(len(endpoints)) if first is None else first
         self._observers: list[Callable[[Connection], None]] = []
@@ -214,7 +217,7 @@ class Endpoints:
     def prefer(self, connection: Connection, instead_of: Connection, silent: bool) -> None:
         """Use this connection from now on. silent: the one in use has not answered at all."""
         with self._lock:
-            changed = self._connections[self._index] is instead_of
+            changed = self._connections[self._index] is instead_of and connection in self._connections
             if changed:
                 self._index = self._connections.index(connection)
         if changed and silent:
@@ -223,6 +226,19 @@ class Endpoints:
     def observe(self, on_silent: Callable[[Connection], None]) -> None:
         """Register on_silent: called with a connection on which a call got no answer, on the thread of that call."""
         self._observers.append(on_silent)
+
+    def replace(self, endpoints: tuple[Endpoint, ...]) -> None:
+        """Use these addresses from now on; connections to those that stay are kept. Raises ConfigError: a TLS file is gone."""
+        with self._lock:
+            current, kept, before = self._connections[self._index], [], list(self._connections)
+            for endpoint in _with_spares(endpoints):
+                known = next((each for each in before if each.endpoint == endpoint), None)
+                if known is not None:
+                    before.remove(known)
+                kept.append(known or Connection(endpoint, self._tls))
+            self._retired += before
+            self._connections, self.endpoints = kept, endpoints
+            self._index = kept.index(current) if current in kept else random.randrange(len(kept))
 
     def failed(self, connection: Connection, silent: bool) -> None:
         """Use the next endpoint from now on. silent: there was no answer at all."""
@@ -240,5 +256,11 @@ class Endpoints:
             observer(connection)
 
     def close(self) -> None:
-        for connection in self._connections:
+        with self._lock:
+            every = [*self._connections, *self._retired]
+        for connection in every:
             connection.close()
+
+
+def _with_spares(endpoints: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
+    return endpoints * max(1, CONNECTIONS // len(endpoints))

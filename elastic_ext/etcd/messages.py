@@ -51,10 +51,16 @@ LeaseRevokeRequest ID:int64=1
 LeaseRevokeResponse header:ResponseHeader=1
 LeaseKeepAliveRequest ID:int64=1
 LeaseKeepAliveResponse header:ResponseHeader=1 ID:int64=2 TTL:int64=3
+LeaseTimeToLiveRequest ID:int64=1 keys:bool=2
+LeaseTimeToLiveResponse header:ResponseHeader=1 ID:int64=2 TTL:int64=3 grantedTTL:int64=4 keys:bytes[]=5
 
 Member ID:uint64=1 name:string=2 peerURLs:string[]=3 clientURLs:string[]=4
 MemberListRequest
 MemberListResponse header:ResponseHeader=1 members:Member[]=2
+MemberAddRequest peerURLs:string[]=1
+MemberAddResponse header:ResponseHeader=1 member:Member=2 members:Member[]=3
+MemberRemoveRequest ID:uint64=1
+MemberRemoveResponse header:ResponseHeader=1 members:Member[]=2
 AlarmRequest action:AlarmRequest.AlarmAction=1 memberID:uint64=2 alarm:AlarmType=3
 AlarmMember memberID:uint64=1 alarm:AlarmType=2
 AlarmResponse header:ResponseHeader=1 alarms:AlarmMember[]=2
@@ -85,7 +91,10 @@ Watch.Watch *WatchRequest *WatchResponse
 Lease.LeaseGrant LeaseGrantRequest LeaseGrantResponse
 Lease.LeaseRevoke LeaseRevokeRequest LeaseRevokeResponse
 Lease.LeaseKeepAlive *LeaseKeepAliveRequest *LeaseKeepAliveResponse
+Lease.LeaseTimeToLive LeaseTimeToLiveRequest LeaseTimeToLiveResponse
 Cluster.MemberList MemberListRequest MemberListResponse
+Cluster.MemberAdd MemberAddRequest MemberAddResponse
+Cluster.MemberRemove MemberRemoveRequest MemberRemoveResponse
 Maintenance.Alarm AlarmRequest AlarmResponse
 Maintenance.Status StatusRequest StatusResponse
 Auth.Authenticate AuthenticateRequest AuthenticateResponse

@@ -4,29 +4,68 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
 import struct
 import time
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import printable
+from elastic_ext.rendezvous import interfaces
+
+logger = logging.getLogger(__name__)
 
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
 
 
-def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int) -> str:
+def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int, setting: str | None = None) -> str:
     """Return the address by which the nodes of the job reach this one: the loopback address if the whole job is on this machine.
 
-    local_addr: torchrun's `--local-addr`. endpoint_host: the host of the rendezvous endpoint.
+    Args:
+        local_addr: torchrun's `--local-addr`.
+        endpoint_host: the host of the rendezvous endpoint.
+        setting: the setting `address`.
+
+    Raises:
+        UsageError: this machine has no address as the setting wants it.
     """
     if local_addr and local_addr not in LOOPBACK_NAMES:
         return local_addr
     if local_addr or max_nodes == 1:
         return loopback()
+    if (address := chosen(setting)) is not None:
+        logger.info("the other nodes reach this one at %s (address=%s)", address, setting)
+        return address
     address = address_towards(endpoint_host)
     return loopback() if address in LOOPBACK_NAMES else address
+
+
+def chosen(setting: str | None) -> str | None:
+    """Return the address of this machine that the setting `address` names; None without one.
+
+    setting: an interface, or a network as `10.1.0.0/16`.
+
+    Raises:
+        UsageError: this machine has no such address.
+    """
+    if setting is None:
+        return None
+    own = interfaces.addresses()
+    try:
+        network = ipaddress.ip_network(setting, strict=False)
+    except ValueError:
+        fits = [each.address for each in own if each.interface == setting]
+    else:
+        fits = [each.address for each in own if ipaddress.ip_address(each.address) in network]
+    if fits:
+        return fits[0]
+    seen = ", ".join(f"{each.interface} {each.address}" for each in own)
+    raise UsageError(
+        f"address={printable(setting)}: this machine has no such address; expected an interface or a network of one of: {seen}"
+    )
 
 
 def loopback() -> str:

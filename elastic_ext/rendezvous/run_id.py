@@ -21,6 +21,13 @@ def checked(run_id: str) -> str:
     raise UsageError(f"--rdzv-id: expected 1 to {MAX_NAME} printable characters without a /, got {seen}; choose another one")
 
 
+def checked_given(run_id: str) -> str:
+    """Return the run id of a job on etcd. Raises UsageError: see `checked`; or the user has given none."""
+    if run_id in ("", "none"):
+        raise UsageError("ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own")
+    return checked(run_id)
+
+
 def host_name(settings: Settings) -> str:
     """Return this node's name in a form that fits in a key. The kernel allows any bytes in a host name."""
     if settings.node_name is not None:

@@ -40,6 +40,18 @@ def read_environment(environ: Mapping[str, str]) -> Job:
     return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")))
 
 
+def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
+    """Return the hosts of the job in Slurm's order, the one of the batch script first; none if scontrol does not tell.
+
+    Only Slurm itself can read every list of hosts ("gpu[1-3,7],login-[a-c]2").
+    """
+    scontrol = shutil.which("scontrol", path=environ.get("PATH"))
+    hosts = environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", ""))
+    if scontrol is None or not hosts or hosts.startswith("-"):
+        return ()
+    return tuple((commands.output([scontrol, "show", "hostnames", hosts], timeout_s, environ) or "").split())
+
+
 def _number(text: str | None) -> int | None:
     return int(text) if text and text.isascii() and text.isdigit() else None
 

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -22,7 +23,7 @@ from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import EtcdError, QuotaExceeded
+from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
 from elastic_ext.rendezvous import run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
@@ -48,6 +49,16 @@ LEAVE_TIMEOUT_S = 3.0
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
 
+class OwnEtcd(Protocol):
+    """An etcd that the job has brought (`own_etcd.attachment`)."""
+
+    def follow(self, client: EtcdClient) -> None:
+        """Keep this client's endpoints up to date: members may be replaced."""
+
+    def close(self) -> None:
+        """Leave; the etcd ends with the job."""
+
+
 class JobConnection:
     """The agent's node in etcd, the thread that does its work, the links to other agents, and the fence.
 
@@ -64,22 +75,25 @@ class JobConnection:
         policy: LeaderPolicy,
         on_event: Callable[[], None],
         on_wait: Callable[[], None],
+        own_etcd: OwnEtcd | None = None,
     ) -> None:
         """
         Args:
+            own_etcd: set if the job has brought its etcd itself.
             on_event: called from any thread after `changed` is notified.
             on_wait: called while the main thread waits; it may raise.
 
         Raises:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
         """
-        if params.run_id in ("", "none"):
-            raise UsageError("ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own")
-        self.run_id = run_id.checked(params.run_id)
+        self.run_id = run_id.checked_given(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
-        self._will = functools.partial(_last_will, params.endpoint, settings)
         client = connect(params.endpoint, settings)
-        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
+        self._own_etcd = own_etcd
+        if own_etcd is not None:
+            own_etcd.follow(client)
+        self._will = functools.partial(_last_will, params.endpoint, settings, client)
+        address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
         self.left = False
@@ -196,6 +210,8 @@ class JobConnection:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self._dispatcher.close(LEAVE_TIMEOUT_S)
+        if self._own_etcd is not None:
+            self._own_etcd.close()
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
@@ -211,9 +227,12 @@ def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
         logger.debug("a verdict that cannot be read: %s", error)
 
 
-def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:
+def _last_will(endpoint: str, settings: Settings, client: EtcdClient, lease_id: int) -> LastWill:
     scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
-    endpoints = [each.strip() for each in endpoint.split(",")]
+    given = [each.strip() for each in endpoint.split(",")]
+    bare = [each.rpartition("://")[2].rstrip("/") for each in given]
+    # What the client uses now, if that is something else: members were replaced.
+    endpoints = given + [each for each in client.endpoints if each not in bare]
     return {
         "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
         "lease": lease_id,

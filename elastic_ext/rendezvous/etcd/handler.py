@@ -19,7 +19,7 @@ from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
-from elastic_ext.rendezvous.etcd.connection import JobConnection
+from elastic_ext.rendezvous.etcd.connection import JobConnection, OwnEtcd
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -63,9 +63,13 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(
-        self, params: RendezvousParameters, settings: Settings, newest_checkpoint: Callable[[], str | None] = lambda: None
+        self,
+        params: RendezvousParameters,
+        settings: Settings,
+        newest_checkpoint: Callable[[], str | None] = lambda: None,
+        own_etcd: OwnEtcd | None = None,
     ) -> None:
-        """newest_checkpoint: see AgentPolicy. Raises UsageError: see `JobConnection`."""
+        """newest_checkpoint: see AgentPolicy. own_etcd: see JobConnection. Raises UsageError: see there."""
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
@@ -75,7 +79,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
-        self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
+        self._connection = JobConnection(
+            params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait(), own_etcd
+        )
         self.host, self.node_id = self._connection.host, self._connection.node_id
         self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
         self._stores = StoreConnector(self._connection.changed, self.break_round)

@@ -1,0 +1,12 @@
+"""An etcd that the job brings: `--rdzv-endpoint=job:` starts it on the job's own hosts, and it ends with the job.
+
+    endpoint, hosts     what `job:...` asks for, and which of its hosts this one is
+    secret, certificates  what keeps strangers out
+    binary, folder, member  etcd's program, the place of its files, one running member
+    keeper, attachment  the process that runs a member, and the agent's end of it
+    lifetime, replacement  when a keeper ends; when a member is replaced: pure decisions
+    saved_keys          what outlives the job, in a file
+
+The first hosts run a member each: one where there are fewer than three, else three. Every host of the job has a keeper: one
+process that all agents of that host share (`keeper`). The rest of the program sees endpoints and TLS files, as of any etcd.
+"""

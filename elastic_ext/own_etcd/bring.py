@@ -1,0 +1,86 @@
+"""`--rdzv-endpoint=job:`, from the agent's options to an etcd that serves; and the same for `elastic-ext`, which starts none."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.base.settings import Settings
+from elastic_ext.failures.sources import slurm
+from elastic_ext.own_etcd import binary, certificates, folder, hosts, secret
+from elastic_ext.own_etcd.attachment import Access, Attachment
+from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.endpoint import Plan, make_plan
+from elastic_ext.own_etcd.job import KeeperJob
+
+logger = logging.getLogger(__name__)
+
+
+def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
+    """Come in to the keeper of this host, which is started if there is none. Returns before etcd serves.
+
+    Args:
+        run_id: checked.
+        address: by which the other hosts reach this one, if the user has said so.
+
+    Raises:
+        UsageError: bad hosts, no secret, no etcd, or the library `cryptography` is missing.
+        NoEtcd: no keeper can be started.
+    """
+    _refuse_foreign(settings)
+    plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
+    own = hosts.own_host(plan, environ, address or _address_towards(plan))
+    place = folder.folder_of(run_id, plan.hosts, own.name, environ)
+    folder.make(place)
+    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
+    program = binary.find(environ) if own.name in plan.hosts else _program_if_any(environ)
+    saved_dir = os.path.abspath(settings.etcd_data_dir) if settings.etcd_data_dir else None
+    return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
+
+
+def _refuse_foreign(settings: Settings) -> None:
+    for name in ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password"):
+        if getattr(settings, name) is not None:
+            raise UsageError(f"{name} has no effect with --rdzv-endpoint=job:, whose etcd has its own certificates: remove it")
+
+
+def _program_if_any(environ: Mapping[str, str]) -> binary.Program | None:
+    """Return etcd's program for a host that may get a member later."""
+    try:
+        return binary.find(environ)
+    except UsageError:
+        return None
+
+
+def _address_towards(plan: Plan) -> str:
+    from elastic_ext.rendezvous.address import address_towards
+
+    return address_towards(plan.hosts[0])
+
+
+def with_access(settings: Settings, access: Access) -> Settings:
+    """Return the settings for a client of the job's etcd."""
+    return dataclasses.replace(settings, etcd_ca=access.files.ca, etcd_cert=access.files.cert, etcd_key=access.files.key)
+
+
+@contextmanager
+def visitor(endpoint: str, run_id: str, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Give the endpoints and settings for a client that starts nothing, on any host of the job. Raises UsageError."""
+    plan = make_plan(endpoint, run_id, slurm.hostnames(os.environ))
+    own = hosts.own_host(plan, os.environ, plan.hosts[0])
+    place = folder.folder_of(run_id, plan.hosts, own.name, os.environ)
+    if settings.job_secret is None and settings.job_secret_file is None and not (place / "secret").exists():
+        raise UsageError(
+            f"no job of this user with --rdzv-id={run_id} and --rdzv-endpoint={endpoint} runs on this host; elsewhere, give the "
+            "job's job_secret_file or ELASTIC_EXT_JOB_SECRET"
+        )
+    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
+    with tempfile.TemporaryDirectory() as scratch:
+        files: Files = certificates.write(key, run_id, ("visitor",), Path(scratch))
+        yield plan.endpoints, with_access(settings, Access(plan.endpoints, files))

@@ -1,0 +1,111 @@
+"""Certificates from the job's secret. Every host derives the same CA key and signs its own: nothing is handed around.
+
+The name of the run goes into the CA key: jobs that share a secret are strangers to each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ext.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+CLOCKS = datetime.timedelta(days=1)  # hosts whose clocks differ by less accept each other's
+LIFETIME = datetime.timedelta(days=400)  # longer than any job
+CA_NAME = "elastic_ext job"
+# The order of P-256 (SEC 2, secp256r1). 384 bits modulo it: no private key is noticeably more likely than another.
+ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+KEY_BYTES = 48
+
+
+@dataclass(frozen=True)
+class Files:
+    """Paths of PEM files: the CA, this host's certificate (for servers and clients) and its key."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Files:
+    """Write the files into a folder that only this user can read. names: host names and addresses of this host.
+
+    Raises:
+        UsageError: the library `cryptography` is missing.
+    """
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise UsageError("--rdzv-endpoint=job: needs `pip install 'elastic_ext[etcd]'`: no module cryptography") from error
+    ca_key = _ca_key(secret, run_id)
+    ca = _certificate(CA_NAME, ca_key, ca_key, None)
+    key = ec.generate_private_key(ec.SECP256R1())
+    own = _certificate("elastic_ext host", key, ca_key, tuple(dict.fromkeys(names)))
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    files = Files(str(folder / "ca.pem"), str(folder / "own.pem"), str(folder / "own.key"))
+    pem = serialization.Encoding.PEM
+    for path, content in ((files.ca, ca.public_bytes(pem)), (files.cert, own.public_bytes(pem)), (files.key, private)):
+        _write_private(path, content)
+    return files
+
+
+def _ca_key(secret: bytes, run_id: str) -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    derived = HKDF(hashes.SHA256(), KEY_BYTES, salt=None, info=b"elastic_ext job etcd CA\0" + run_id.encode()).derive(secret)
+    return ec.derive_private_key(int.from_bytes(derived, "big") % (ORDER - 1) + 1, ec.SECP256R1())
+
+
+def _certificate(
+    name: str, key: EllipticCurvePrivateKey, ca_key: EllipticCurvePrivateKey, hosts: tuple[str, ...] | None
+) -> x509.Certificate:
+    """hosts: of a host's certificate; None: that of the CA itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CA_NAME)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS)
+        .not_valid_after(now + LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=hosts is None, path_length=0 if hosts is None else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+    )
+    if hosts is not None:
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        builder = builder.add_extension(usage, critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(list(map(_general_name, hosts))), critical=False)
+    return builder.sign(ca_key, hashes.SHA256())
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write_private(path: str, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)

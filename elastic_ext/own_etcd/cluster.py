@@ -1,0 +1,165 @@
+"""What the keeper of a host knows of the cluster and of the other hosts, and what it tells them. For one thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_ext.base import records
+from elastic_ext.base.records import RecordError
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
+from elastic_ext.etcd.membership import Member
+from elastic_ext.own_etcd import keys
+from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.replacement import HostRecord
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Header, State, decode
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 10  # a host that is silent for this long is lost
+CALL_S = 3.0
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """This host is to run a member. cluster: as for --initial-cluster."""
+
+    name: str
+    cluster: str
+
+
+class Cluster:
+    """The client of one keeper.
+
+    Attributes:
+        hosts: by name; empty unless `watch_hosts` was called.
+        header: of the job; None: there is no job.
+        call: to this host.
+        silent: since when etcd has not served our watches, monotonic; None if it does.
+    """
+
+    def __init__(self, endpoints: str, run_id: str, own: str, files: Files, wake: Callable[[], None]) -> None:
+        """own: name of this host. wake: called on another thread when `update` has something to do."""
+        self.client = EtcdClient(endpoints, tls=Tls(files.ca, files.cert, files.key), timeout_s=CALL_S)
+        self.hosts: dict[str, HostRecord] = {}
+        self.header: Header | None = None
+        self.call: Call | None = None
+        self.endpoints = endpoints
+        self.silent: float | None = None
+        self.job_keys = JobKeys(run_id)
+        self._own = own
+        self._wake = wake
+        self._lease: LeaseSession | None = None
+        self._watches: dict[str, SnapshotWatch] = {}
+
+    def watch(self, *prefixes: str) -> None:
+        """Keep up with these: the job's header, keys.SHARED, keys.HOSTS."""
+        for prefix in prefixes:
+            if prefix not in self._watches:
+                self._watches[prefix] = self.client.watch_with_snapshot(prefix, self._wake)
+                self._wake()
+
+    def update(self) -> None:
+        """Take in all changes."""
+        try:
+            for prefix, watch in self._watches.items():
+                while (item := watch.get(0)) is not None:
+                    self._take(prefix, item)
+        except EtcdError as error:
+            logger.debug("the keys cannot be read now: %s", error)
+        live = all(watch.live for watch in self._watches.values())
+        self.silent = None if live else self.silent or time.monotonic()
+
+    def _take(self, prefix: str, item: Snapshot | Batch) -> None:
+        found: dict[str, bytes | None] = {}
+        if isinstance(item, Snapshot):
+            self._forget(prefix)
+            found = {kv.key.decode(errors="replace"): kv.value for kv in item.kvs}
+        else:
+            for event in item.events:
+                found[event.kv.key.decode(errors="replace")] = event.kv.value if event.kind == "put" else None
+        for key, value in found.items():
+            self._note(key, value)
+
+    def _forget(self, prefix: str) -> None:
+        if prefix == keys.HOSTS:
+            self.hosts.clear()
+        elif prefix == keys.SHARED:
+            self.call = None
+        else:
+            self.header = None
+
+    def _note(self, key: str, value: bytes | None) -> None:
+        """value: None: the key was deleted."""
+        try:
+            if key == self.job_keys.header:
+                self.header = decode(Header, value, key) if value is not None else None
+            elif key.startswith(keys.HOSTS):
+                self.hosts.pop(key.removeprefix(keys.HOSTS), None)
+                if value is not None:
+                    self.hosts[key.removeprefix(keys.HOSTS)] = records.read(HostRecord, value, key, SCHEMA)
+            elif key == keys.CALLS + self._own:
+                self.call = records.read(Call, value, key, SCHEMA) if value is not None else None
+            elif key == keys.ENDPOINTS and value is not None:
+                self.endpoints = value.decode()
+                self.client.follow(self.endpoints)
+        except (RecordError, EtcdError, UnicodeDecodeError) as error:
+            logger.warning("%s cannot be used: %s", key, error)
+
+    @property
+    def job_over(self) -> bool:
+        """Whether there is no job, or it has ended."""
+        return self.header is None or self.header.state in (State.DONE, State.CLOSED)
+
+    def tell(self, record: HostRecord) -> None:
+        """Tell the other keepers of this host. Raises EtcdError."""
+        if self._lease is None or self._lease.lost.is_set():
+            self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())
+        text = json.dumps({"schema": SCHEMA, **vars(record)})
+        try:
+            self.client.txn([], [Put(keys.HOSTS + self._own, text, lease_id=self._lease.lease_id)])
+        except LeaseLost:
+            self._lease = None
+            raise
+
+    @property
+    def told(self) -> bool:
+        """Whether what was told still holds."""
+        return self._lease is not None and not self._lease.lost.is_set()
+
+    def member_of(self, peer: str) -> Member | None:
+        """Return the member with this peer URL. Raises EtcdError."""
+        return next((each for each in self.client.membership.members() if peer in each.peers), None)
+
+    def is_seen(self, member: Member) -> bool:
+        """Return whether a keeper has said that this member serves. Raises EtcdError."""
+        return self.client.get(f"{keys.SEEN}{member.member_id:x}").kv is not None
+
+    def await_change(self, deadline: float) -> bool:
+        """Wait for a change of the hosts, and take all in; return False at the deadline, monotonic."""
+        try:
+            item = self._watches[keys.HOSTS].get(max(0.0, deadline - time.monotonic()))
+        except EtcdError:
+            return False
+        if item is not None:
+            self._take(keys.HOSTS, item)
+        return item is not None
+
+    def withdraw(self) -> None:
+        """Tell the others that this keeper ends."""
+        if self._lease is not None:
+            try:
+                self._lease.revoke(timeout_s=CALL_S)
+            except EtcdError as error:
+                logger.debug("%s", error)
+            self._lease = None
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            watch.close()
+        self.client.close()

@@ -1,0 +1,101 @@
+"""Where the agents of a host come in to its keeper; see `messages`. For one thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from elastic_ext.own_etcd import messages
+from elastic_ext.own_etcd.messages import Lines, Message, text_of
+
+BACKLOG = 64
+SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
+
+
+class Door:
+    """The listening socket and what has come in.
+
+    Attributes:
+        had_agents: there has been one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Listen at this path. It is there only once connections are taken."""
+        self.had_agents = False
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        part = path.with_name("socket.part")
+        part.unlink(missing_ok=True)
+        self._listener.bind(str(part))
+        self._listener.listen(BACKLOG)
+        os.rename(part, path)
+        self._agents: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor; those that are in
+        self._leaving: list[socket.socket] = []
+        self._said: list[Message] = []  # what everybody must hear, also who comes later
+
+    @property
+    def agents(self) -> int:
+        return len(self._agents)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for."""
+        return [self._listener.fileno(), *self._agents]
+
+    def serve(self, descriptor: int) -> None:
+        """Take what has arrived on one of `descriptors`."""
+        if descriptor == self._listener.fileno():
+            self._accept()
+        elif descriptor in self._agents:
+            self._read(descriptor)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(SEND_S)
+        self._agents[connection.fileno()] = (connection, Lines(connection))
+        self.had_agents = True
+        for message in self._said:
+            messages.send(connection, message)
+
+    def _read(self, descriptor: int) -> None:
+        connection, lines = self._agents[descriptor]
+        received = lines.read()
+        if any(message.get("version", messages.VERSION) != messages.VERSION for message in received):
+            text = "the keeper of the job's etcd on this host is of another version of elastic_ext: use the same one on a host"
+            messages.send(connection, {"say": "failed", "text": text})
+            lines.ended = True
+        leaves = any(text_of(message, "say") == "leaves" for message in received)
+        if leaves or lines.ended:
+            del self._agents[descriptor]
+            if leaves and not lines.ended:
+                self._leaving.append(connection)
+            else:
+                connection.close()
+
+    def say(self, message: Message) -> None:
+        """Tell all agents, and those that come later. A message replaces the last one of its kind, but for the log."""
+        logs = ("info", "warning")
+        self._said = [each for each in self._said if each["say"] != message["say"] or each["say"] in logs] + [message]
+        for connection, _ in self._agents.values():
+            messages.send(connection, message)
+
+    def stays(self, text: str) -> None:
+        """Let those that leave go: this keeper goes on."""
+        for connection in self._leaving:
+            messages.send(connection, {"say": "stays", "text": text})
+            connection.close()
+        self._leaving.clear()
+
+    def stop_listening(self) -> None:
+        """Take in nobody any more."""
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
+        for connection, _ in self._agents.values():
+            connection.close()
+        self._agents.clear()
+
+    def close(self) -> None:
+        """Let all go: there is nothing left."""
+        for connection in self._leaving:
+            connection.close()

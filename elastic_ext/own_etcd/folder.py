@@ -1,0 +1,82 @@
+"""Where the keeper of a job has its files on a host: one private directory, in memory where there is room.
+
+lock, start.lock   see `keeper`
+socket             where agents come in
+ca.pem, own.pem, own.key  see `certificates`
+data/              of the member, if it fits here
+log                of etcd and of the keeper
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_ext.base.errors import UsageError
+
+IN_MEMORY = "/dev/shm"
+DATA_BYTES = 256 << 20  # etcd lays out two logs of 64 MB in advance; its records of a job are a few MB
+
+
+def folder_of(run_id: str, hosts: tuple[str, ...], own: str, environ: Mapping[str, str]) -> Path:
+    """Return the directory of this job on this host. own: name of the host; several may share a machine, in tests.
+
+    A job that Slurm starts again gets another one: its etcd is another one, even if its hosts are the same.
+    """
+    parts = (run_id, *hosts, own, environ.get("SLURM_RESTART_COUNT", ""))
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return Path(_parent()) / f"{_stem()}{digest}"
+
+
+def _parent() -> str:
+    return IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tempfile.gettempdir()
+
+
+def _stem() -> str:
+    return f"elastic_ext_etcd_{os.geteuid()}_"
+
+
+def make(folder: Path) -> None:
+    """Make the directory, or check that it is this user's alone. Raises UsageError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise UsageError(f"{folder}: the directory of the job's etcd cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(f"{folder}: somebody else has put something there; expected a directory of this user's: remove it")
+
+
+def data_of(folder: Path) -> Path:
+    """Return the place of the member's data: in the folder, or on disk if memory is short."""
+    inside = folder / "data"
+    if inside.exists() or shutil.disk_usage(folder).free >= DATA_BYTES:
+        return inside
+    return Path(tempfile.gettempdir()) / f"{folder.name}_data"
+
+
+def remove(folder: Path) -> None:
+    """Remove all that the keeper has written. Only who holds the lock may do so."""
+    shutil.rmtree(data_of(folder), ignore_errors=True)
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"{folder.name}_data", ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(mine: Path) -> None:
+    """Remove what keepers of this user have left that were killed: nobody holds their locks."""
+    for folder in mine.parent.glob(f"{_stem()}*"):
+        if folder == mine or folder.name.endswith("_data"):
+            continue
+        try:
+            with (folder / "lock").open("rb") as lock, (folder / "start.lock").open("rb") as start:
+                fcntl.flock(start, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(folder)
+        except OSError:  # a keeper lives there, or it has just gone
+            continue

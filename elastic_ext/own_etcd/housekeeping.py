@@ -1,0 +1,186 @@
+"""What a keeper does in etcd while it runs: it tells of its host, replaces members, and serves its agents the endpoints.
+
+For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that fails is tried again a second later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
+from elastic_ext.etcd.membership import Member
+from elastic_ext.own_etcd import keys, replacement
+from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
+from elastic_ext.own_etcd.door import Door
+from elastic_ext.own_etcd.job import KeeperJob
+from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
+from elastic_ext.own_etcd.runner import MemberRunner, State
+from elastic_ext.own_etcd.saved_keys import SavedKeys
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+PATIENCE_S = 60.0  # hosts of a job start within this time of each other, or another host takes the place of the late one
+BEGIN_CALL_S = 3.0
+
+
+class Housekeeping:
+    """See the module.
+
+    Attributes:
+        cluster: what is known of it.
+        ready: agents may use etcd. was_ready: they could, once.
+    """
+
+    def __init__(self, job: KeeperJob, files: Files, runner: MemberRunner, door: Door, wake: Callable[[], None]) -> None:
+        self.cluster: Cluster
+        self.ready = self.was_ready = False
+        self._job, self._files, self._runner, self._door, self._wake = job, files, runner, door, wake
+        self._patient_until = time.monotonic() + PATIENCE_S
+        self._record: HostRecord | None = None  # as told
+        self._endpoints = ""  # as told to the agents
+        self._saved: SavedKeys | None = None
+
+    def may_begin(self) -> bool:
+        """Return whether this host's member of the beginning has never served, though others do. Else its data is lost."""
+        others = [self._job.plan.client_url(host) for host in self._job.plan.hosts if host != self._job.own.name]
+        tls = Tls(self._files.ca, self._files.cert, self._files.key)
+        try:
+            with EtcdClient(others, tls=tls, timeout_s=BEGIN_CALL_S) as client:
+                found = [each for each in client.membership.members() if self._runner.peer_url in each.peers]
+                return bool(found) and client.get(f"{keys.SEEN}{found[0].member_id:x}").kv is None and bool(found[0].name)
+        except EtcdError as error:
+            logger.info("the other members do not answer yet: %s", error)
+            return True
+
+    def connect(self) -> None:
+        """Begin to follow the cluster. Returns at once."""
+        job = self._job
+        self.cluster = Cluster(job.plan.endpoints, job.plan.run_id, job.own.name, self._files, self._wake)
+        if self._runner.state is State.NONE:
+            self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
+
+    def member_serves(self) -> None:
+        """Note that this host's member serves from now on."""
+        self.cluster.watch(self.cluster.job_keys.header, keys.SHARED, keys.HOSTS)
+        program = self._job.program
+        self._door.say(
+            {"say": "info", "text": f"this host runs a member of the job's etcd: {program}, {self._runner.client_url}"}
+        )
+        if program is not None and program.may_lose_writes:
+            text = f"{program}: a member that is killed may lose writes (fixed in 3.5.3); its corruption checks are on; "
+            self._door.say({"say": "info", "text": text + "better put a newer etcd on PATH"})
+
+    def member_lost(self) -> None:
+        """Note that this host has no member any more, and can get a new one."""
+        self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another host has an agent."""
+        return any(record.agents for name, record in self.cluster.hosts.items() if name != self._job.own.name)
+
+    def look(self, now: float) -> float | None:
+        """Do what is to be done. Return when to look again though nothing has happened, monotonic; None: never."""
+        self.cluster.update()
+        runner = self._runner
+        if self.cluster.call is not None and runner.state is State.NONE:
+            logger.info("this host is called to run the member %s", self.cluster.call.name)
+            runner.join(self.cluster.call)
+        if runner.state is State.STARTING:
+            return None
+        try:
+            self._serve_agents()
+            again = self._replace(now) if runner.state is State.SERVES else None
+        except EtcdError as error:
+            logger.info("%s", error)
+            again = now + AGAIN_S
+        due = self._saved.update(now) if self._saved is not None else None
+        return min([at for at in (again, due) if at is not None], default=None)
+
+    def _serve_agents(self) -> None:
+        """Tell the other keepers of this host, then the agents of the endpoints. Raises EtcdError."""
+        runner, cluster = self._runner, self.cluster
+        is_member = runner.state is State.SERVES
+        record = HostRecord(runner.peer_url, runner.client_url, is_member, self._door.agents)
+        if is_member and (self._record is None or not self._record.member):
+            self._settle(cluster)
+        if record != self._record or not cluster.told:
+            cluster.tell(record)
+            self._record = record
+        if cluster.endpoints != self._endpoints:
+            files = self._files
+            self._endpoints = cluster.endpoints
+            self.ready = self.was_ready = True
+            tls = {"ca": files.ca, "cert": files.cert, "key": files.key}
+            self._door.say({"say": "ready", "endpoints": cluster.endpoints, **tls})
+
+    def _settle(self, cluster: Cluster) -> None:
+        """Write that this member serves; tell the endpoints if the members are not those of the beginning. Raises EtcdError."""
+        own = cluster.member_of(self._runner.peer_url)
+        ops: list[Put | Delete] = [Put(f"{keys.SEEN}{own.member_id:x}", "")] if own is not None else []
+        if cluster.call is not None:
+            urls = [url for each in cluster.client.membership.members() for url in each.clients]
+            ops += [Put(keys.ENDPOINTS, ",".join(urls)), Delete(keys.CALLS + self._job.own.name)]
+        cluster.client.txn([], ops)
+        if self._job.saved_dir is not None and self._saved is None:
+            saved = SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, self._job.saved_dir, self._wake)
+            if cluster.call is None and (line := saved.restore()):
+                self._door.say({"say": "info", "text": line})
+            saved.watch()
+            self._saved = saved
+
+    def _replace(self, now: float) -> float | None:
+        """Do the next step, if it is this keeper's turn. Return when to look again. Raises EtcdError."""
+        hosts = self.cluster.hosts
+        living = sorted(name for name, record in hosts.items() if record.member)
+        size = len(self._job.plan.hosts)
+        if size < 2 or living[:1] != [self._job.own.name] or len(living) == len(hosts) or len(living) >= size:
+            return None
+        members = self.cluster.client.membership.members()
+        known = [KnownMember(each.member_id, each.peers[0], bool(each.name), self.cluster.is_seen(each)) for each in members]
+        order = (*self._job.plan.hosts, *self._job.plan.others)
+        step = replacement.decide(size, known, hosts, order, now < self._patient_until)
+        if step is None:
+            return self._patient_until if now < self._patient_until else None
+        self._step(step, hosts)
+        return now
+
+    def _step(self, step: Replacement, hosts: dict[str, HostRecord]) -> None:
+        membership = self.cluster.client.membership
+        self._door.say({"say": "warning", "text": f"the job's etcd: {step.reason}"})
+        if step.remove:
+            membership.remove(step.remove)
+            self.cluster.client.txn([], [Delete(f"{keys.SEEN}{step.remove:x}")])
+            return
+        peer, name = hosts[step.add].peer, f"{step.add}-{secrets.token_hex(3)}"
+        members = membership.add(peer)
+        call = Call(name, ",".join(_named(each, peer, name) for each in members))
+        self.cluster.client.txn([], [Put(keys.CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
+
+    def tell_silent(self) -> None:
+        """Tell the agents for whom they wait."""
+        if silent := self._runner.silent_hosts():
+            self._door.say({"say": "silent", "text": ", ".join(silent)})
+
+    def end(self, timeout_s: float) -> None:
+        """Save what outlives the job; leave the other keepers, but not before they know that all is over."""
+        if not hasattr(self, "cluster"):
+            return
+        if self._saved is not None:
+            self._saved.end(self.cluster.header)
+        self.cluster.withdraw()
+        deadline = time.monotonic() + timeout_s
+        while self._runner.state is State.SERVES and any(record.member for record in self.cluster.hosts.values()):
+            if not self.cluster.await_change(deadline):
+                break
+        self.cluster.close()
+
+
+def _named(each: Member, peer: str, name: str) -> str:
+    return f"{name if peer in each.peers else each.name}={each.peers[0]}"

@@ -1,0 +1,192 @@
+"""The keeper: the process beside the agents of a host that runs the host's member of the job's etcd, if it has one.
+
+    python -m elastic_ext.own_etcd.keeper < job    (see `job`; it writes a line once agents can come in)
+
+An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
+again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be called to
+take the place of one that is lost, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import sys
+import time
+
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.own_etcd import certificates, folder, lifetime, locks
+from elastic_ext.own_etcd.door import Door
+from elastic_ext.own_etcd.housekeeping import Housekeeping
+from elastic_ext.own_etcd.job import KeeperJob, load
+from elastic_ext.own_etcd.lifetime import Lifetime, Situation
+from elastic_ext.own_etcd.messages import BUSY, UP
+from elastic_ext.own_etcd.runner import MemberFailed, MemberRunner, State
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0  # without an agent here nothing tells that etcd no longer answers
+TELL_SILENT_S = 5.0  # an agent that waits learns for whom
+GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
+
+
+class Keeper:
+    """One keeper, from its start to its end."""
+
+    def __init__(self, job: KeeperJob, door: Door) -> None:
+        """Raises UsageError: no certificates can be made."""
+        self._job, self._door = job, door
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._started = time.monotonic()
+        self._told: float | None = None  # when a signal told it to end
+        self._deaths = 0  # of the member, by itself
+        names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
+        self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
+        self._runner = MemberRunner(job, self._files)
+        self._house = Housekeeping(job, self._files, self._runner, door, self.wake)
+
+    def wake(self) -> None:
+        """Have the main thread look again. From any thread or signal handler."""
+        try:
+            os.write(self._wakeup[1], b"x")
+        except BlockingIOError:
+            pass
+
+    def run(self) -> None:
+        """Keep until the end."""
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, lambda *_: self._tell())
+        try:
+            self._begin()
+            while not (life := self._look()).ends:
+                self._wait(life)
+            logger.info("ends: %s", life.reason)
+        except ElasticExtError as error:
+            logger.error("%s", error)
+            self._door.say({"say": "failed", "text": str(error)})
+        finally:
+            self._end()
+
+    def _tell(self) -> None:
+        self._told = self._told or time.monotonic()
+        self.wake()
+
+    def _begin(self) -> None:
+        """Start the member, if this host has one from the beginning, and connect."""
+        job, runner = self._job, self._runner
+        if job.is_first_member and runner.has_data:
+            runner.start_new()
+        elif job.is_first_member:
+            alone = len(job.plan.hosts) == 1
+            if alone or not runner.others_serve() or self._house.may_begin():
+                runner.start_new()
+        self._house.connect()  # loads gRPC while etcd starts
+
+    def _look(self) -> Lifetime:
+        now = time.monotonic()
+        next_step = self._house.look(now)
+        over = self._house.cluster.job_over
+        seen = Situation(
+            started=self._started,
+            agents=self._door.agents,
+            had_agents=self._door.had_agents,
+            is_member=self._runner.state is not State.NONE,
+            over=over,
+            elsewhere=self._house.elsewhere,
+            silent=self._house.cluster.silent,
+            told=self._told,
+        )
+        life = lifetime.decide(seen, now)
+        if not life.ends and not over and not self._door.agents:
+            self._door.stays(life.reason)
+        steps = [at for at in (next_step, life.look_again) if at is not None]
+        return Lifetime(life.ends, life.reason, min(steps, default=None))
+
+    def _wait(self, life: Lifetime) -> None:
+        """Wait for an event, and take it."""
+        limit = TICK_S if not self._door.agents else TELL_SILENT_S if not self._house.ready else None
+        if life.look_again is not None:
+            left = max(0.0, life.look_again - time.monotonic())
+            limit = left if limit is None else min(limit, left)
+        running = self._runner.running
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (self._wakeup[0], *self._door.descriptors):
+                selector.register(descriptor, selectors.EVENT_READ)
+            if running is not None:
+                selector.register(running.pidfd, selectors.EVENT_READ)
+                if not running.served:
+                    selector.register(running.ready, selectors.EVENT_READ)
+            ready = {key.fd for key, _ in selector.select(limit)}
+        if self._wakeup[0] in ready:
+            os.read(self._wakeup[0], 1 << 16)
+        if running is not None and running.pidfd in ready:
+            self._member_ended()
+        elif running is not None and not running.served and running.ready.fileno() in ready:
+            self._runner.note_ready()
+            self._house.member_serves()
+        for descriptor in ready:
+            self._door.serve(descriptor)
+        if not ready and self._door.agents and not self._house.ready:
+            self._house.tell_silent()
+
+    def _member_ended(self) -> None:
+        """Start it again, once; after that, or if it is no member any more, this host is one without a member."""
+        served = self._runner.running is not None and self._runner.running.served
+        words = self._runner.take_end()
+        alone = len(self._job.plan.hosts) == 1
+        self._deaths += 1
+        if not served and self._deaths == 1 and not self._house.was_ready:
+            raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
+        self._door.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
+        if self._deaths == 1:
+            return self._runner.start_again()
+        if alone:
+            raise MemberFailed(f"the etcd of this job has ended for the second time on {self._job.own.name}: {words}")
+        self._runner.forget_data()
+        return self._house.member_lost()
+
+    def _end(self) -> None:
+        """Leave nothing behind."""
+        self._door.stop_listening()
+        self._house.end(GONE_S)
+        self._runner.stop()
+        folder.remove(self._job.folder)
+        self._door.close()
+
+
+def main() -> int:
+    """Run one keeper; 0 unless it fails."""
+    job = load(sys.stdin.buffer.read())
+    taken = locks.take(job.folder)
+    if taken is None:
+        os.write(1, BUSY)
+        return 0
+    _log_to(job)
+    folder.remove_abandoned(job.folder)
+    door = Door(job.folder / "socket")
+    os.write(1, UP)
+    os.close(taken[1])
+    os.dup2(2, 1)
+    try:
+        keeper = Keeper(job, door)
+    except (ElasticExtError, OSError) as error:
+        door.say({"say": "failed", "text": str(error)})
+        door.stop_listening()
+        folder.remove(job.folder)
+        return 1
+    keeper.run()
+    return 0
+
+
+def _log_to(job: KeeperJob) -> None:
+    """Log to the file of the folder: the agent's own output is not this process's to keep open."""
+    descriptor = os.open(job.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(format="%(levelname).1s %(asctime)s %(name)s: %(message)s", level="INFO")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

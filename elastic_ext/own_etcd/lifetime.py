@@ -1,0 +1,65 @@
+"""When the keeper of a host ends. Pure: takes what it knows, and the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_AGENT_S = 30.0  # an agent that has started a keeper comes in as soon as that listens
+NO_ETCD_S = 30.0  # without an agent here and without an answer of etcd
+LAST_S = 10.0  # told to end: for the agents of other hosts, which end at the same time
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a keeper knows. Times are monotonic seconds; None: it is not so.
+
+    Attributes:
+        started: since when it runs.
+        agents: number of agents on this host that have come in and not left.
+        had_agents: there has been one.
+        is_member: it runs a member, or is about to.
+        over: the job has ended, or none has begun.
+        elsewhere: some host of the job has an agent.
+        silent: since when etcd has not answered.
+        told: since when it has been told to end, by a signal.
+    """
+
+    started: float
+    agents: int
+    had_agents: bool
+    is_member: bool
+    over: bool
+    elsewhere: bool
+    silent: float | None = None
+    told: float | None = None
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """ends: now. look_again: when the answer may change by itself, monotonic; None: only by an event. reason: for the log."""
+
+    ends: bool
+    reason: str
+    look_again: float | None = None
+
+
+def decide(seen: Situation, now: float) -> Lifetime:
+    """Return whether the keeper ends. It never does while an agent of this host is in."""
+    if seen.agents:
+        return Lifetime(False, "an agent of this host is in")
+    if not seen.had_agents:
+        first_by = seen.started + FIRST_AGENT_S
+        return Lifetime(now >= first_by, "no agent has come in", first_by)
+    if not seen.is_member:
+        return Lifetime(True, "the last agent of this host has left")
+    if seen.over and not seen.elsewhere:
+        return Lifetime(True, "the job is over")
+    limits: list[tuple[float, str]] = []
+    if seen.told is not None:
+        limits.append((seen.told + LAST_S, "told to end"))
+    if seen.silent is not None:
+        limits.append((seen.silent + NO_ETCD_S, "no agent is left here, and etcd does not answer"))
+    if not limits:
+        return Lifetime(False, "other hosts need this member")
+    until, reason = min(limits)
+    return Lifetime(now >= until, reason, until)

@@ -1,0 +1,64 @@
+"""One keeper for a job and host: who holds `lock` is it. `start.lock` is held from before a keeper takes it until it listens.
+
+Both are files of the job's folder, which the last keeper removes: who gets a lock looks whether the file is still there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from elastic_ext.own_etcd import folder as folders
+
+
+def take(folder: Path) -> tuple[int, int] | None:
+    """Become the keeper. Return the descriptors of both locks, the second to be closed once this one listens; None: there is one.
+
+    Waits while another one starts or ends.
+    """
+    while True:
+        folders.make(folder)
+        start = _locked(folder / "start.lock")
+        if start is None:
+            continue
+        if is_up(folder):
+            os.close(start)
+            return None
+        own = _locked(folder / "lock")
+        if own is not None and _same(start, folder / "start.lock"):
+            return own, start
+        os.close(start)
+        if own is not None:
+            os.close(own)
+
+
+def is_up(folder: Path) -> bool:
+    """Return whether a keeper takes connections."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(folder / "socket"))
+        except OSError:
+            return False
+    return True
+
+
+def _locked(path: Path) -> int | None:
+    """Wait for the lock; return None if the file was removed meanwhile, with its folder."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if _same(descriptor, path):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,139 @@
+"""One running member of the job's etcd: a child of the keeper that dies with it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.own_etcd.binary import Program, Version
+from elastic_ext.own_etcd.certificates import Files
+from elastic_ext.own_etcd.endpoint import url
+
+CORRUPT_CHECK_TIME = "5m"
+# A leader that is lost is replaced within a second. All hosts are in one data centre (etcd's tuning guide: the heartbeat about a
+# round trip, the election ten times that).
+HEARTBEAT_MS, ELECTION_MS = 100, 1000
+END_S = 2.0  # after SIGKILL
+LOG_LINES, LOG_BYTES = 5, 4096  # of its log, in our error
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a member sits.
+
+    Attributes:
+        name: of the member, unique in the cluster for all time.
+        host: as the others know it.
+        listen: numeric address to listen at; "" for all.
+        data: its directory.
+    """
+
+    name: str
+    host: str
+    listen: str
+    client_port: int
+    peer_port: int
+    data: Path
+
+    @property
+    def client_url(self) -> str:
+        return url(self.host, self.client_port)
+
+    @property
+    def peer_url(self) -> str:
+        return url(self.host, self.peer_port)
+
+
+def command(program: Program, seat: Seat, files: Files, initial_cluster: str, existing: bool) -> list[str]:
+    """Return etcd's command line. existing: the cluster exists, and this member was added to it. Data that is there wins."""
+    everywhere = "[::]" if os.path.exists("/proc/net/if_inet6") else "0.0.0.0"
+    listen = seat.listen or everywhere.strip("[]")
+    return [
+        *(program.path, "--name", seat.name, "--data-dir", str(seat.data)),
+        *("--listen-client-urls", url(listen, seat.client_port), "--advertise-client-urls", seat.client_url),
+        *("--listen-peer-urls", url(listen, seat.peer_port), "--initial-advertise-peer-urls", seat.peer_url),
+        *("--initial-cluster", initial_cluster, "--initial-cluster-state", "existing" if existing else "new"),
+        *("--cert-file", files.cert, "--key-file", files.key, "--client-cert-auth", "--trusted-ca-file", files.ca),
+        *("--peer-cert-file", files.cert, "--peer-key-file", files.key, "--peer-client-cert-auth"),
+        *("--peer-trusted-ca-file", files.ca),
+        *(f"--heartbeat-interval={HEARTBEAT_MS}", f"--election-timeout={ELECTION_MS}"),
+        *("--logger=zap", "--log-outputs=stderr", "--log-level=warn", "--auto-compaction-mode=periodic"),
+        *("--auto-compaction-retention=1h", *_version_options(program.version)),
+    ]
+
+
+def _version_options(version: Version) -> list[str]:
+    """Corruption checks; and a host with several addresses may come from another than its certificate names: its key will do."""
+    if version >= (3, 6, 0):
+        gate = "--feature-gates=InitialCorruptCheck=true"
+        return [gate, f"--corrupt-check-time={CORRUPT_CHECK_TIME}", "--peer-skip-client-san-verification"]
+    checks = ["--experimental-initial-corrupt-check", f"--experimental-corrupt-check-time={CORRUPT_CHECK_TIME}"]
+    return [*checks, *(["--experimental-peer-skip-client-san-verification"] if version >= (3, 5, 0) else [])]
+
+
+class Member:
+    """A member that has been started. `pidfd` is readable once it has ended; `ready` once it serves: then call `note_ready`."""
+
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        """Start it. folder: for its log and the socket by which it tells that it is ready. Raises OSError."""
+        self._log = folder / "log"
+        notify = folder / "notify"
+        notify.unlink(missing_ok=True)
+        self.ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.ready.bind(str(notify))
+        environment = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
+        keeper = os.getpid()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                arguments,
+                env={**environment, "NOTIFY_SOCKET": str(notify), "GOMAXPROCS": "2"},  # it shares the host with the training
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=lambda: _die_with(keeper),  # the keeper has one thread as it starts the first
+            )
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.served = False
+
+    def note_ready(self) -> None:
+        """Note that it serves: there is a leader."""
+        self.ready.recv(100)
+        self.served = True
+
+    def end(self) -> None:
+        """Kill it. Its data is consistent whenever it is killed; an orderly end would first hand over the lead."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(END_S)
+        os.close(self.pidfd)
+        self.ready.close()
+
+    def last_words(self) -> str:
+        """Return how it ended, and the last lines of its log."""
+        code = self.process.poll()
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return f"exit code {code}; the end of {self._log}: {' | '.join(lines[-LOG_LINES:])}"
+
+
+def _die_with(keeper: int) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def forget_data(data: Path) -> None:
+    """Remove a member's data, before it joins as a new one."""
+    shutil.rmtree(data, ignore_errors=True)

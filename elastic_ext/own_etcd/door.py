@@ -88,14 +88,9 @@ class Door:
         self._leaving.clear()
 
     def stop_listening(self) -> None:
-        """Take in nobody any more."""
+        """Take in nobody any more. Those that have left wait for the end of this process."""
         self._path.unlink(missing_ok=True)
         self._listener.close()
         for connection, _ in self._agents.values():
             connection.close()
         self._agents.clear()
-
-    def close(self) -> None:
-        """Let all go: there is nothing left."""
-        for connection in self._leaving:
-            connection.close()

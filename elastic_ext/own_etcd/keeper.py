@@ -153,11 +153,10 @@ class Keeper:
         self._house.end(GONE_S)
         self._runner.stop()
         folder.remove(self._job.folder)
-        self._door.close()
 
 
 def main() -> int:
-    """Run one keeper; 0 unless it fails."""
+    """Run one keeper; 0 unless it fails. The agents that wait for its end see it as the kernel closes their connections."""
     job = load(sys.stdin.buffer.read())
     taken = locks.take(job.folder)
     if taken is None:
@@ -189,4 +188,4 @@ def _log_to(job: KeeperJob) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # nothing is left to do, and no thread of gRPC may hold it up

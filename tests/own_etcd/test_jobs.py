@@ -1,0 +1,172 @@
+"""Jobs that bring their own etcd, for real: on this machine, and on hosts in network namespaces that are lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import TORCHRUN, descendants, wait_gone
+from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, revive
+from tests.programs import needs
+from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+
+NO_SECRET = Path()
+
+
+@pytest.fixture
+def laptop(tmp_path):
+    with ExitStack() as stack:
+        job = OwnEtcdJob(tmp_path, stack, ["localhost"], NO_SECRET)
+        yield job
+    for pid in job.keepers():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
+    """Two agents, two ways to start them, one etcd. Once both commands have returned, nothing is left."""
+    first = laptop.start("2", name="a")
+    second = laptop.start("2", name="b", command=TORCHRUN)
+    for agent in (first, second):
+        agent.wait_for(seen(2, 0))
+    assert len(laptop.keepers()) == 2, "a keeper and its member, whoever was first"
+    (place,) = laptop.folders()
+    assert place.stat().st_mode & 0o777 == 0o700
+    laptop.gate.open()
+    assert [first.finish().returncode, second.finish().returncode] == [0, 0], first.err + second.err
+    assert laptop.folders() == []
+    assert laptop.keepers() == []
+
+
+@pytest.mark.long
+def test_a_bug_leaves_nothing(laptop):
+    assert laptop.start("1", "tests/no_such_script.py").finish().returncode == 78
+    laptop.assert_gone()
+    agent = laptop.start("1", str(Path(__file__).parents[1] / "scripts" / "elastic_job.py"), "bug:0")
+    assert agent.finish().returncode == 65, agent.err
+    assert laptop.folders() == []
+
+
+def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(laptop):
+    """The keeper outlives its agent: the next one finds the job and its records, and at the end there is nothing."""
+    first = laptop.start("1:2", name="a")
+    first.wait_for(seen(1, 0))
+    keepers = laptop.keepers()
+    workers = descendants(first.process.pid)
+    first.process.kill()
+    second = laptop.start("1:2", name="b")
+    second.wait_for(seen(1, 1))
+    assert laptop.keepers() == keepers
+    assert wait_gone([pid for pid in workers if pid not in keepers]) == []
+    laptop.gate.open()
+    assert second.finish().returncode == 0, second.err
+    assert laptop.folders() == []
+
+
+@pytest.mark.long
+def test_without_any_agent_the_etcd_ends_by_itself(laptop):
+    agent = laptop.start("1")
+    agent.wait_for(seen(1, 0))
+    agent.process.kill()
+    laptop.assert_gone()
+
+
+@pytest.mark.long
+def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
+    agent = laptop.start("1")
+    agent.wait_for(seen(1, 0))
+    for _ in range(2):
+        keepers = laptop.keepers()
+        for pid in keepers:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_gone(keepers) == []
+        agent.wait_for("runs a member of the job's etcd", count=2)
+    laptop.gate.open()
+    done = agent.finish()
+    assert done.returncode == 0, done.err
+    assert {line["attempt"] for line in reports(agent)} == {0}, "the workers have not noticed"
+    laptop.assert_gone()
+
+
+@pytest.mark.long
+def test_a_member_that_dies_is_started_again_and_a_second_time_ends_the_job_that_has_no_other(laptop):
+    agent = laptop.start("1", join_timeout="5")
+    agent.wait_for(seen(1, 0))
+    for text in ("has ended on localhost", "for the second time"):
+        (member,) = [pid for pid in laptop.keepers() if Path(f"/proc/{pid}/comm").read_text() == "etcd\n"]
+        os.kill(member, signal.SIGKILL)
+        assert wait_gone([member]) == []
+        agent.wait_for(text)
+        agent.wait_for("exit code -9")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_three_members_outlive_any_host_of_theirs_and_nothing_is_left(tmp_path, lost):
+    needs("ip")
+    with hosts_of(tmp_path, 3) as (job, hosts):
+        agents = [job.start("2:3", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        for agent in agents:
+            agent.wait_for(seen(3, 0))
+        lose(hosts[lost])
+        others = [agent for number, agent in enumerate(agents) if number != lost]
+        for agent in others:
+            agent.wait_for(seen(2, 1))
+        job.gate.open()
+        assert [agent.finish().returncode for agent in others] == [0, 0]
+        left = [each for each in job.folders() if each.exists()]
+        assert len(left) <= 1, "only the lost host had no time to clean up"
+        for agent in others:
+            assert "supervises this run: ext_etcd" in agent.err
+
+
+@pytest.mark.long
+def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_next(tmp_path):
+    """Four hosts and three members. After two losses one after the other, no more than one of the first three is left."""
+    needs("ip")
+    with hosts_of(tmp_path, 5) as (job, hosts):
+        agents = [job.start("1:5", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        for agent in agents:
+            agent.wait_for('"world": 5')
+        others = agents[1:]
+        lose(hosts[0])
+        agents[3].wait_for("this host runs a member|runs a member")
+        lose(hosts[1])
+        agents[4].wait_for("runs a member")
+        for agent in agents[2:]:
+            agent.wait_for('"world": 3')
+        lose(hosts[2])
+        for agent in agents[3:]:
+            agent.wait_for('"world": 2')
+        job.gate.open()
+        assert [agent.finish().returncode for agent in others[2:]] == [0, 0]
+
+
+@pytest.mark.long
+def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
+    needs("ip")
+    with hosts_of(tmp_path, 3) as (job, hosts):
+        agents = [job.start("2:3", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        for agent in agents:
+            agent.wait_for(seen(3, 0))
+        lost = job.folders()
+        lose(hosts[0])
+        for agent in agents[1:]:
+            agent.wait_for(seen(2, 1))
+        for each in lost:
+            if re.search("closed", "") is None and each.exists():
+                pass
+        revive(hosts[0])
+        back = job.start("2:3", inside=hosts[0].inside, name="n0")
+        back.wait_for("runs a member")
+        for agent in (back, *agents[1:]):
+            agent.wait_for('"world": 3, "attempt": 2')
+        lose(hosts[1])
+        for agent in (back, agents[2]):
+            agent.wait_for('"world": 2, "attempt": 3')
+        job.gate.open()
+        assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]

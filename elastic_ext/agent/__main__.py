@@ -10,6 +10,14 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
 
     isolated.search_last([_here])
 
+if __name__ == "__main__":
+    import os as _os
+
+    if any("job:" in each for each in (*sys.argv, _os.environ.get("PET_RDZV_ENDPOINT", ""))):
+        from elastic_ext.own_etcd import bring
+
+        bring.begin_early(sys.argv[1:], _os.environ)  # while torch is imported
+
 import logging
 import os
 import uuid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,30 +13,28 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
 from elastic_ext.own_etcd import bring
 from elastic_ext.own_etcd.attachment import Attachment, NoEtcd
-from elastic_ext.rendezvous import address, run_id
 from elastic_ext.rendezvous.etcd.connection import JOIN_TIMEOUT_S
 
 
 @contextmanager
-def brought(params: RendezvousParameters, settings: Settings) -> Iterator[tuple[RendezvousParameters, Settings, Attachment]]:
-    """Give the parameters and settings of a rendezvous with the job's own etcd, which serves.
+def brought(
+    attachment: Attachment, params: RendezvousParameters, settings: Settings
+) -> Iterator[tuple[RendezvousParameters, Settings]]:
+    """Give the parameters and settings of a rendezvous with the job's own etcd, once that serves.
 
     Raises:
-        UsageError: wrong usage; see `bring.attach`.
         SystemExit: the members do not come up in time: the exit code says that it may be tried again.
     """
-    run_id.checked_given(params.run_id)
-    given = params.local_addr or address.chosen(settings.address)
     try:
-        attachment = bring.attach(params.endpoint, params.run_id, given, settings, os.environ)
-        try:
-            access = attachment.await_access(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)))
-            changed = copy.copy(params)
-            changed.endpoint = access.endpoints
-            yield changed, bring.with_access(settings, access), attachment
-        except BaseException:
-            attachment.close()
-            raise
+        access = attachment.await_access(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)))
+        changed = copy.copy(params)
+        changed.endpoint = access.endpoints
+        changed.local_addr = params.local_addr or attachment.own_address
+        yield changed, bring.with_access(settings, access)
     except NoEtcd as error:
+        attachment.close()
         print(f"elastic_ext: {error}", file=sys.stderr)
         raise SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes)) from error
+    except BaseException:
+        attachment.close()
+        raise

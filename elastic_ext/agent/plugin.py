@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
     from elastic_ext.base.settings import Settings
+    from elastic_ext.own_etcd.attachment import Attachment
 
     Handler = Callable[[RendezvousParameters, Settings], RendezvousHandler]
 
@@ -34,10 +35,17 @@ def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     """Create the etcd rendezvous, and make torch's launcher construct our agent for it."""
 
+    begun: list[Attachment] = []
+
+    def begin(settings: Settings) -> None:
+        from elastic_ext.own_etcd import bring, endpoint
+
+        if endpoint.is_job(params.endpoint):
+            begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
+
     def handler_class() -> Handler:
         from elastic_ext.agent import own_etcd
         from elastic_ext.agent.resume import newest_checkpoint
-        from elastic_ext.own_etcd import endpoint
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
         def make(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
@@ -45,14 +53,14 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
             def newest() -> str | None:
                 return newest_checkpoint(settings)
 
-            if not endpoint.is_job(params.endpoint):
+            if not begun:
                 return EtcdRendezvous(params, settings, newest)
-            with own_etcd.brought(params, settings) as (theirs, with_tls, attachment):
-                return EtcdRendezvous(theirs, with_tls, newest, attachment)
+            with own_etcd.brought(begun[0], params, settings) as (theirs, with_tls):
+                return EtcdRendezvous(theirs, with_tls, newest, begun[0])
 
         return make
 
-    return _create(params, handler_class)
+    return _create(params, handler_class, begin)
 
 
 def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
@@ -66,14 +74,20 @@ def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     return _create(params, handler_class)
 
 
-def _create(params: RendezvousParameters, handler_class: Callable[[], Handler]) -> RendezvousHandler:
+def _create(
+    params: RendezvousParameters, handler_class: Callable[[], Handler], begin: Callable[[Settings], None] = lambda settings: None
+) -> RendezvousHandler:
+    """begin: starts what takes its time while the rest is imported."""
     log_records.install()
     with usage_errors_exit():
-        from elastic_ext.agent import observation
-        from elastic_ext.agent.supervisor import Supervisor
-        from elastic_ext.base import settings, torch_private
+        from elastic_ext.base import settings
 
         known = settings.read(params.config, os.environ)
+        begin(known)
+        from elastic_ext.agent import observation
+        from elastic_ext.agent.supervisor import Supervisor
+        from elastic_ext.base import torch_private
+
         observation.check(known)
         handler = handler_class()(params, known)
         torch_private.install_agent(Supervisor, handler)

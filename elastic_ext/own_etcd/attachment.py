@@ -50,6 +50,7 @@ class Attachment:
         self._client: EtcdClient | None = None
         self._starts = 0
         self._leaving = False
+        self._unsaid: list[tuple[int, str]] | None = []  # for the log, which is not set up before somebody waits
         self._keepers: list[subprocess.Popen[bytes]] = []
         self._connection = self._enter()
         self._thread = threading.Thread(target=self._run, name="elastic_ext own etcd", daemon=True)
@@ -63,6 +64,9 @@ class Attachment:
             NoEtcd: it does not within timeout_s, or cannot; the message names the hosts that do not answer.
         """
         with self._changed:
+            for level, text in self._unsaid or ():
+                logger.log(level, "%s", text)
+            self._unsaid = None
             self._changed.wait_for(lambda: self._access is not None or self._failed, timeout_s)
             if self._access is not None:
                 return self._access
@@ -74,6 +78,14 @@ class Attachment:
                 f"this job on each of {', '.join(self._job.plan.hosts)}, and ports {self._job.plan.client_port} and "
                 f"{self._job.plan.peer_port} open between the hosts"
             )
+
+    @property
+    def own_address(self) -> str | None:
+        """The address by which the other hosts of the job reach this one; None: what the route to them says."""
+        plan, own = self._job.plan, self._job.own
+        if plan.loopback:
+            return "127.0.0.1"
+        return own.address or (own.name if own.name in plan.hosts + plan.others else None)
 
     def follow(self, client: EtcdClient) -> None:
         """Keep this client's endpoints up to date."""
@@ -158,10 +170,10 @@ class Attachment:
 
     def _take(self, message: Message) -> None:
         say, text = text_of(message, "say"), text_of(message, "text")
-        if say in ("info", "warning", "stays"):
-            logger.log(logging.WARNING if say == "warning" else logging.INFO, "%s", text)
         with self._changed:
-            if say == "ready":
+            if say in ("info", "warning"):
+                self._log(logging.WARNING if say == "warning" else logging.INFO, text)
+            elif say == "ready":
                 files = Files(text_of(message, "ca"), text_of(message, "cert"), text_of(message, "key"))
                 self._access = Access(text_of(message, "endpoints"), files)
                 self._follow(self._access)
@@ -172,6 +184,12 @@ class Attachment:
                 if self._access is not None:
                     logger.error("%s", text)
             self._changed.notify_all()
+
+    def _log(self, level: int, text: str) -> None:
+        if self._unsaid is None:
+            logger.log(level, "%s", text)
+        else:
+            self._unsaid.append((level, text))
 
     def _follow(self, access: Access) -> None:
         if self._client is None:

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base import settings as settings_module
+from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.sources import slurm
-from elastic_ext.own_etcd import binary, certificates, folder, hosts, secret
+from elastic_ext.own_etcd import binary, certificates, early, folder, hosts, secret
 from elastic_ext.own_etcd.attachment import Access, Attachment
 from elastic_ext.own_etcd.certificates import Files
-from elastic_ext.own_etcd.endpoint import Plan, make_plan
+from elastic_ext.own_etcd.endpoint import is_job, make_plan
 from elastic_ext.own_etcd.job import KeeperJob
+from elastic_ext.rendezvous.address import address_towards, chosen
+from elastic_ext.rendezvous.run_id import checked_given
 
-logger = logging.getLogger(__name__)
+_begun: dict[tuple[str, str], Attachment] = {}  # by endpoint and run id; see `begin_early`
+
+
+def begin(endpoint: str, run_id: str, local_addr: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
+    """Come in to the keeper of this host, unless that was done early. Args and errors: see `attach`."""
+    found = _begun.pop((endpoint, run_id), None)
+    while _begun:  # what was begun early was a misunderstanding
+        _begun.popitem()[1].close()
+    given = local_addr or chosen(settings.address)
+    return found or attach(endpoint, checked_given(run_id), given, settings, environ)
+
+
+def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Start the keeper of a command line of torchrun before torch is imported. What is wrong with it is told later."""
+    options = early.read(argv, environ)
+    if options is None or not is_job(options.endpoint):
+        return
+    try:
+        known = settings_module.read(options.rdzv_conf, environ)
+        _begun[options.endpoint, options.run_id] = begin(options.endpoint, options.run_id, options.local_addr, known, environ)
+    except (ElasticExtError, OSError):
+        pass
 
 
 def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
@@ -35,7 +58,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     """
     _refuse_foreign(settings)
     plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
-    own = hosts.own_host(plan, environ, address or _address_towards(plan))
+    own = hosts.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
     folder.make(place)
     key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
@@ -56,12 +79,6 @@ def _program_if_any(environ: Mapping[str, str]) -> binary.Program | None:
         return binary.find(environ)
     except UsageError:
         return None
-
-
-def _address_towards(plan: Plan) -> str:
-    from elastic_ext.rendezvous.address import address_towards
-
-    return address_towards(plan.hosts[0])
 
 
 def with_access(settings: Settings, access: Access) -> Settings:

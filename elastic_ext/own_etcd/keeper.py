@@ -3,8 +3,8 @@
     python -m elastic_ext.own_etcd.keeper < job    (see `job`; it writes a line once agents can come in)
 
 An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
-again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be called to
-take the place of one that is lost, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
+again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be
+called to take the place of one that is lost, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # without an agent here nothing tells that etcd no longer answers
 TELL_SILENT_S = 5.0  # an agent that waits learns for whom
+DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
 
 
@@ -41,7 +42,7 @@ class Keeper:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._started = time.monotonic()
         self._told: float | None = None  # when a signal told it to end
-        self._deaths = 0  # of the member, by itself
+        self._deaths: list[float] = []  # when the member ended by itself, monotonic
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
         self._runner = MemberRunner(job, self._files)
@@ -132,18 +133,19 @@ class Keeper:
             self._house.tell_silent()
 
     def _member_ended(self) -> None:
-        """Start it again, once; after that, or if it is no member any more, this host is one without a member."""
+        """Start it again with its data. If it keeps ending, as one does that was replaced, this host is one without a member."""
         served = self._runner.running is not None and self._runner.running.served
         words = self._runner.take_end()
         alone = len(self._job.plan.hosts) == 1
-        self._deaths += 1
-        if not served and self._deaths == 1 and not self._house.was_ready:
+        now = time.monotonic()
+        self._deaths = [*(at for at in self._deaths if at > now - DEATHS_S), now]
+        if not served and not self._house.was_ready:
             raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
         self._door.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
-        if self._deaths == 1:
+        if len(self._deaths) <= DEATHS:
             return self._runner.start_again()
         if alone:
-            raise MemberFailed(f"the etcd of this job has ended for the second time on {self._job.own.name}: {words}")
+            raise MemberFailed(f"the etcd of this job keeps ending on {self._job.own.name}: {words}")
         self._runner.forget_data()
         return self._house.member_lost()
 

@@ -1,7 +1,7 @@
 """Which member of the job's etcd is replaced, and by which host. Pure.
 
-A member's data is in memory, so a host that is lost is lost with its data, and comes back as a new member. A host is lost when the
-lease of its keeper has expired, or when another keeper of its name says that it holds no member.
+A member's data is in memory, so a host that is lost is lost with its data, and comes back as a new member. A host is lost when
+the lease of its keeper has expired, or when another keeper of its name says that it holds no member.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostRecord:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The next step. remove: id of a member; add: host that is to have one; one of them is missing (0, ""). reason: for the log."""
+    """The next step. remove: id of a member; add: host that is to have one; one of them is missing (0, ""). reason: to log."""
 
     remove: int
     add: str

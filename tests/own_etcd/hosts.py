@@ -53,6 +53,7 @@ class OwnEtcdJob:
     stack: ExitStack
     hosts: Sequence[str]
     secret: Path
+    others: Sequence[str] = ()
     run_id: str = ""
     gate: Gate = field(init=False)
 
@@ -70,7 +71,13 @@ class OwnEtcdJob:
         return make_plan(self.endpoint, self.run_id, ())
 
     def start(
-        self, nnodes: str, *script: str, inside: Sequence[str] = (), name: str = "a", command: Sequence[str] = AGENT, **settings: str
+        self,
+        nnodes: str,
+        *script: str,
+        inside: Sequence[str] = (),
+        name: str = "a",
+        command: Sequence[str] = AGENT,
+        **settings: str,
     ) -> Job:
         """inside: the start of the command line, for a host. settings: more of them."""
         conf = {"metrics": "off", **dict(each.split("=") for each in CONF.split(",")), **settings}
@@ -91,8 +98,11 @@ class OwnEtcdJob:
 
     def folders(self) -> list[Path]:
         """What keepers of this job have on this machine."""
-        made = [folder.folder_of(self.run_id, self.plan.hosts, each, {}) for each in (*self.hosts, *self.plan.others)]
+        made = [self.folder_of(each) for each in (*self.hosts, *self.others)]
         return [each for each in made if each.exists()]
+
+    def folder_of(self, host: str) -> Path:
+        return folder.folder_of(self.run_id, self.plan.hosts, host, {})
 
     def keepers(self) -> list[int]:
         """The processes of this job's etcd: those that have a file or directory of its folders open, or run a member there."""
@@ -103,7 +113,7 @@ class OwnEtcdJob:
                 links = " ".join(os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd"))
             except OSError:
                 continue
-            places = [str(folder.folder_of(self.run_id, self.plan.hosts, each, {})) for each in self.hosts]
+            places = [str(self.folder_of(each)) for each in (*self.hosts, *self.others)]
             if any(place in command or place in links for place in places):
                 found.append(pid)
         return found
@@ -131,6 +141,7 @@ def hosts_of(tmp_path: Path, count: int, members: int = 3) -> Iterator[tuple[Own
     """A job on hosts of their own; those after `members` are named by nobody."""
     with network(count) as made, ExitStack() as stack:
         job = OwnEtcdJob(tmp_path, stack, [host.address for host in made.hosts[:members]], tmp_path / "secret")
+        job.others = [host.address for host in made.hosts[members:]]
         try:
             yield job, made.hosts
         finally:

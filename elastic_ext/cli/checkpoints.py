@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import getpass
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic_ext.base import settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import discovery, listing
@@ -260,11 +258,10 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    """Save a checkpoint. TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
-    from elastic_ext.rendezvous.etcd.connect import connect
+    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous.etcd.save_request import save
 
-    with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
+    with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")

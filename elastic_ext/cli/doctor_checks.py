@@ -148,8 +148,14 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
     if not inputs.endpoint:
         return [Finding("etcd", OK, "not checked: no --rdzv-endpoint")]
     from elastic_ext.etcd import EtcdError
+    from elastic_ext.own_etcd import bring, endpoint
     from elastic_ext.rendezvous.etcd.connect import connect
 
+    if endpoint.is_job(inputs.endpoint):
+        program, detail = bring.outlook(inputs.endpoint, inputs.settings, inputs.environ)
+        if program is not None and program.may_lose_writes:
+            return [Finding("etcd", WARN, detail, "a member that is killed may lose writes: put etcd 3.5.3 or newer on PATH")]
+        return [Finding("etcd", OK, detail)]
     with connect(inputs.endpoint, inputs.settings) as client:
         status = client.status()
         user = f", user {inputs.settings.etcd_user} may read" if inputs.settings.etcd_user else ""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from elastic_ext.base import settings, user_files
+from elastic_ext.base import user_files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.cli.terminal import print_error
 from elastic_ext.failures import case, user_rules
@@ -42,11 +41,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_job(endpoint: str, run_id: str) -> int:
-    """Explain a job. TLS and user come from the settings, as for an agent: ELASTIC_EXT_ETCD_CA and so on."""
+    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous.etcd import job_status
-    from elastic_ext.rendezvous.etcd.connect import connect
 
-    with connect(endpoint, settings.read({}, os.environ)) as client:
+    with job_client(endpoint, run_id) as client:
         found = job_status.read(client, run_id)
     print("\n".join(job_status.lines(found)), flush=True)
     for fault in found.faults:

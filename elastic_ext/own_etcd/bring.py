@@ -57,6 +57,7 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
         NoEtcd: no keeper can be started.
     """
     _refuse_foreign(settings)
+    certificates.check_library()
     plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
     own = hosts.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
@@ -65,6 +66,21 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     program = binary.find(environ) if own.name in plan.hosts else _program_if_any(environ)
     saved_dir = os.path.abspath(settings.etcd_data_dir) if settings.etcd_data_dir else None
     return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
+
+
+def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tuple[binary.Program | None, str]:
+    """Return etcd's program, and one line on what `attach` would do here. Starts and makes nothing. Raises UsageError."""
+    _refuse_foreign(settings)
+    plan = make_plan(endpoint, "?", slurm.hostnames(environ))
+    own = hosts.own_host(plan, environ, address_towards(plan.hosts[0]))
+    certificates.check_library()
+    if settings.job_secret is None and settings.job_secret_file is None:
+        secret.check_unneeded(plan.loopback)
+    if own.name not in plan.hosts:
+        program = _program_if_any(environ)
+        return program, f"brought by the job, on {', '.join(plan.hosts)}; this host, {own.name}, has no member at first"
+    program = binary.find(environ)
+    return program, f"brought by the job, on {', '.join(plan.hosts)}; this host is {own.name}: {program}"
 
 
 def _refuse_foreign(settings: Settings) -> None:

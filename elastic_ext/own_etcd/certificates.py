@@ -6,6 +6,7 @@ The name of the run goes into the CA key: jobs that share a secret are strangers
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import ipaddress
 import os
 from collections.abc import Iterable
@@ -42,11 +43,10 @@ def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Fil
     Raises:
         UsageError: the library `cryptography` is missing.
     """
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError as error:
-        raise UsageError("--rdzv-endpoint=job: needs `pip install 'elastic_ext[etcd]'`: no module cryptography") from error
+    check_library()
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     ca_key = _ca_key(secret, run_id)
     ca = _certificate(CA_NAME, ca_key, ca_key, None)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -57,6 +57,12 @@ def write(secret: bytes, run_id: str, names: Iterable[str], folder: Path) -> Fil
     for path, content in ((files.ca, ca.public_bytes(pem)), (files.cert, own.public_bytes(pem)), (files.key, private)):
         _write_private(path, content)
     return files
+
+
+def check_library() -> None:
+    """Raise UsageError unless the library is there."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise UsageError("--rdzv-endpoint=job: needs the library cryptography: `pip install 'elastic_ext[etcd]'`")
 
 
 def _ca_key(secret: bytes, run_id: str) -> EllipticCurvePrivateKey:

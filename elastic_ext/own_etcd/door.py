@@ -29,6 +29,7 @@ class Door:
         part.unlink(missing_ok=True)
         self._listener.bind(str(part))
         self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
         os.rename(part, path)
         self._agents: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor; those that are in
         self._leaving: list[socket.socket] = []
@@ -46,12 +47,19 @@ class Door:
     def serve(self, descriptor: int) -> None:
         """Take what has arrived on one of `descriptors`."""
         if descriptor == self._listener.fileno():
-            self._accept()
+            self.accept()
         elif descriptor in self._agents:
             self._read(descriptor)
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+    def accept(self) -> None:
+        """Take in all who wait outside."""
+        try:
+            while True:
+                self._take_in(self._listener.accept()[0])
+        except BlockingIOError:
+            return
+
+    def _take_in(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_S)
         self._agents[connection.fileno()] = (connection, Lines(connection))
         self.had_agents = True

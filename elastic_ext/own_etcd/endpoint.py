@@ -63,8 +63,9 @@ class Plan:
 
 
 def is_job(endpoint: str) -> bool:
-    """Return whether the job is to bring its own etcd."""
-    return endpoint.strip().startswith(PREFIX)
+    """Return whether the job is to bring its own etcd. "job:2379" is an etcd on a host of that name, as it always was."""
+    text = endpoint.strip()
+    return text.startswith(PREFIX) and not text.removeprefix(PREFIX).isdigit()
 
 
 def url(host: str, port: int) -> str:

@@ -4,7 +4,7 @@
 
 An agent starts it and comes in (`attachment`). Further agents of the host come in to the same one, also an agent that is started
 again: it outlives an agent that is killed. A member dies with its keeper. On a host without a member the keeper waits to be
-called to take the place of one that is lost, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
+called to take the place of a lost one, and ends with the last agent. With a member it ends with the job: `lifetime` decides.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Keeper:
             logger.info("ends: %s", life.reason)
         except ElasticExtError as error:
             logger.error("%s", error)
+            self._door.accept()  # the agent that has started this keeper may still be outside
             self._door.say({"say": "failed", "text": str(error)})
         finally:
             self._end()
@@ -173,6 +174,7 @@ def main() -> int:
     try:
         keeper = Keeper(job, door)
     except (ElasticExtError, OSError) as error:
+        door.accept()
         door.say({"say": "failed", "text": str(error)})
         door.stop_listening()
         folder.remove(job.folder)

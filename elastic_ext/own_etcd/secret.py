@@ -29,8 +29,14 @@ def job_secret(variable: str | None, path: str | None, loopback: bool, own_folde
         return _long_enough(variable.encode(), "job_secret")
     if path is not None:
         return _long_enough(_read_or_make(Path(path)), f"job_secret_file={printable(path)}")
+    check_unneeded(loopback)
+    return _read_or_make(own_folder / "secret")
+
+
+def check_unneeded(loopback: bool) -> None:
+    """Raise UsageError for a job that has no secret, unless it is on this machine."""
     if loopback:
-        return _read_or_make(own_folder / "secret")
+        return
     raise UsageError(
         "--rdzv-endpoint=job: with hosts of a network needs a secret, or anybody could read and write the job's etcd: give all "
         "hosts the same job_secret_file=PATH (it is created, if PATH is on a disk that they share) or ELASTIC_EXT_JOB_SECRET"

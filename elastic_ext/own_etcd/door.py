@@ -18,11 +18,12 @@ class Door:
 
     Attributes:
         had_agents: there has been one.
+        orderly: the last one has left by itself.
     """
 
     def __init__(self, path: Path) -> None:
         """Listen at this path. It is there only once connections are taken."""
-        self.had_agents = False
+        self.had_agents = self.orderly = False
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         part = path.with_name("socket.part")
@@ -32,6 +33,7 @@ class Door:
         self._listener.setblocking(False)
         os.rename(part, path)
         self._agents: dict[int, tuple[socket.socket, Lines]] = {}  # by descriptor; those that are in
+        self._known: set[int] = set()  # descriptors of those that have said hello
         self._leaving: list[socket.socket] = []
         self._said: list[Message] = []  # what everybody must hear, also who comes later
 
@@ -62,29 +64,36 @@ class Door:
     def _take_in(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_S)
         self._agents[connection.fileno()] = (connection, Lines(connection))
-        self.had_agents = True
         for message in self._said:
             messages.send(connection, message)
 
     def _read(self, descriptor: int) -> None:
         connection, lines = self._agents[descriptor]
         received = lines.read()
+        said = {text_of(message, "say") for message in received}
+        if "hello" in said:
+            self.had_agents = True
+            self._known.add(descriptor)
         if any(message.get("version", messages.VERSION) != messages.VERSION for message in received):
             text = "the keeper of the job's etcd on this host is of another version of elastic_ext: use the same one on a host"
             messages.send(connection, {"say": "failed", "text": text})
             lines.ended = True
-        leaves = any(text_of(message, "say") == "leaves" for message in received)
-        if leaves or lines.ended:
-            del self._agents[descriptor]
-            if leaves and not lines.ended:
-                self._leaving.append(connection)
-            else:
-                connection.close()
+        if "leaves" not in said and not lines.ended:
+            return
+        del self._agents[descriptor]
+        if descriptor in self._known:  # not one that only looked whether somebody listens
+            self._known.remove(descriptor)
+            self.orderly = "leaves" in said
+        if lines.ended:
+            connection.close()
+        else:
+            self._leaving.append(connection)
 
     def say(self, message: Message) -> None:
-        """Tell all agents, and those that come later. A message replaces the last one of its kind, but for the log."""
-        logs = ("info", "warning")
-        self._said = [each for each in self._said if each["say"] != message["say"] or each["say"] in logs] + [message]
+        """Tell all agents; and those that come later, but for warnings. What is said again is kept once."""
+        if message["say"] != "warning":
+            kept = [each for each in self._said if each["say"] == "info" or each["say"] != message["say"]]
+            self._said = [*(each for each in kept if each != message), message]
         for connection, _ in self._agents.values():
             messages.send(connection, message)
 

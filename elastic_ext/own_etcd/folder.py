@@ -29,9 +29,17 @@ def folder_of(run_id: str, hosts: tuple[str, ...], own: str, environ: Mapping[st
 
     A job that Slurm starts again gets another one: its etcd is another one, even if its hosts are the same.
     """
-    parts = (run_id, *hosts, own, environ.get("SLURM_RESTART_COUNT", ""))
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return Path(_parent()) / f"{_stem()}{digest}"
+    parts = (*hosts, own, environ.get("SLURM_RESTART_COUNT", ""))
+    return Path(_parent()) / f"{_stem()}{_digest(run_id)}_{_digest(*parts)}"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def predecessors(mine: Path) -> list[Path]:
+    """Return the directories of other runs of this job on this host: with other hosts, or from before a requeue."""
+    return [each for each in mine.parent.glob(f"{mine.name.rpartition('_')[0]}_*") if each != mine]
 
 
 def _parent() -> str:

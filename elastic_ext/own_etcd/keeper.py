@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import signal
 import sys
 import time
+from pathlib import Path
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.own_etcd import certificates, folder, lifetime, locks
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0  # without an agent here nothing tells that etcd no longer answers
 TELL_SILENT_S = 5.0  # an agent that waits learns for whom
 DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
+MAKE_WAY_S = lifetime.LAST_S + 5.0  # for the keeper of an earlier run, which is told to end
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
 
 
@@ -97,12 +100,13 @@ class Keeper:
             is_member=self._runner.state is not State.NONE,
             over=over,
             elsewhere=self._house.elsewhere,
+            orderly=self._door.orderly,
             silent=self._house.cluster.silent,
             told=self._told,
         )
         life = lifetime.decide(seen, now)
         if not life.ends and not over and not self._door.agents:
-            self._door.stays(life.reason)
+            self._door.stays(f"the job's etcd stays on this host: {life.reason}")
         steps = [at for at in (next_step, life.look_again) if at is not None]
         return Lifetime(life.ends, life.reason, min(steps, default=None))
 
@@ -166,6 +170,8 @@ def main() -> int:
         os.write(1, BUSY)
         return 0
     _log_to(job)
+    for place in folder.predecessors(job.folder):
+        make_way(place)
     folder.remove_abandoned(job.folder)
     door = Door(job.folder / "socket")
     os.write(1, UP)
@@ -181,6 +187,19 @@ def main() -> int:
         return 1
     keeper.run()
     return 0
+
+
+def make_way(place: Path) -> None:
+    """Have the keeper of an earlier run of this job end, which has the same ports. It does not while it has an agent."""
+    pid = locks.keeper_of(place)
+    try:
+        pidfd = os.pidfd_open(pid) if pid else -1
+    except OSError:
+        return
+    if pidfd >= 0:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        select.select([pidfd], [], [], MAKE_WAY_S)
+        os.close(pidfd)
 
 
 def _log_to(job: KeeperJob) -> None:

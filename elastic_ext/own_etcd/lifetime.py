@@ -20,6 +20,7 @@ class Situation:
         is_member: it runs a member, or is about to.
         over: the job has ended, or none has begun.
         elsewhere: some host of the job has an agent.
+        orderly: the last agent here has left by itself; one that was killed may be started again, and finds its job.
         silent: since when etcd has not answered.
         told: since when it has been told to end, by a signal.
     """
@@ -30,6 +31,7 @@ class Situation:
     is_member: bool
     over: bool
     elsewhere: bool
+    orderly: bool
     silent: float | None = None
     told: float | None = None
 
@@ -52,8 +54,10 @@ def decide(seen: Situation, now: float) -> Lifetime:
         return Lifetime(now >= first_by, "no agent has come in", first_by)
     if not seen.is_member:
         return Lifetime(True, "the last agent of this host has left")
-    if seen.over and not seen.elsewhere:
-        return Lifetime(True, "the job is over")
+    if not seen.elsewhere:
+        for enough, reason in ((seen.over, "the job is over"), (seen.orderly, "all have left"), (seen.told, "told to end")):
+            if enough:
+                return Lifetime(True, reason)
     limits: list[tuple[float, str]] = []
     if seen.told is not None:
         limits.append((seen.told + LAST_S, "told to end"))

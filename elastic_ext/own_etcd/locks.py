@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import struct
 from pathlib import Path
 
 from elastic_ext.own_etcd import folder as folders
@@ -42,6 +43,17 @@ def is_up(folder: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def keeper_of(folder: Path) -> int:
+    """Return the process id of the keeper that listens there; 0 if there is none, or in another container."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(folder / "socket"))
+        except OSError:
+            return 0
+        pid, user, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return int(pid) if user == os.geteuid() else 0
 
 
 def _locked(path: Path) -> int | None:

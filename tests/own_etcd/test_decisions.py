@@ -75,7 +75,7 @@ def test_an_ordinary_endpoint_is_none_of_ours():
 
 
 def situation(**more: object) -> Situation:
-    known = {"agents": 0, "had_agents": True, "is_member": True, "over": True, "elsewhere": False}
+    known = {"agents": 0, "had_agents": True, "is_member": True, "over": True, "elsewhere": False, "orderly": False}
     return Situation(started=100.0, **{**known, **more})
 
 
@@ -86,7 +86,10 @@ def situation(**more: object) -> Situation:
         (situation(agents=1, told=100.0, silent=100.0), 1e6, False),  # its agent may still need it
         (situation(), 101.0, True),
         (situation(elsewhere=True), 1e6, False),
-        (situation(over=False), 1e6, False),
+        (situation(over=False), 1e6, False),  # its agent was killed, and may be started again
+        (situation(over=False, orderly=True), 101.0, True),
+        (situation(over=False, elsewhere=True, orderly=True), 1e6, False),
+        (situation(over=False, told=100.0), 101.0, True),  # by the keeper of the next run
         (situation(is_member=False, over=False, elsewhere=True), 101.0, True),
         (situation(had_agents=False), 129.0, False),
         (situation(had_agents=False), 130.0, True),

@@ -86,6 +86,7 @@ def test_neither_is_told_with_both_remedies(monkeypatch):
         binary.find({"PATH": ""})
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
     with socket.create_server(("127.0.0.1", laptop.plan.client_port)):
         done = laptop.start("1").finish()
@@ -135,6 +136,7 @@ def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(c
     assert address.own_address("10.9.9.9", "192.0.2.1", 2, "127.0.0.0/8") == "10.9.9.9"
 
 
+@pytest.mark.long
 def test_the_doctor_starts_nothing_and_says_what_would_be(tmp_path):
     doctor = [sys.executable, "-m", "elastic_ext.cli", "doctor"]
     done = run([*doctor, "--rdzv-endpoint=job:localhost"], tmp_path)

@@ -21,7 +21,9 @@ def files(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.glob("*"))
 
 
-@pytest.mark.parametrize("end", [pytest.param("told", marks=pytest.mark.long), "killed"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("told", marks=pytest.mark.long), pytest.param("agent", marks=pytest.mark.long), "all"]
+)
 def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path, end):
     """The first run charges a restart; the second, on another host, has none left. Its end is for good: no file stays."""
     shared = tmp_path / "shared"

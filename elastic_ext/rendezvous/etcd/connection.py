@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -49,16 +48,6 @@ LEAVE_TIMEOUT_S = 3.0
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
 
-class OwnEtcd(Protocol):
-    """An etcd that the job has brought (`own_etcd.attachment`)."""
-
-    def follow(self, client: EtcdClient) -> None:
-        """Keep this client's endpoints up to date: members may be replaced."""
-
-    def close(self) -> None:
-        """Leave; the etcd ends with the job."""
-
-
 class JobConnection:
     """The agent's node in etcd, the thread that does its work, the links to other agents, and the fence.
 
@@ -75,11 +64,9 @@ class JobConnection:
         policy: LeaderPolicy,
         on_event: Callable[[], None],
         on_wait: Callable[[], None],
-        own_etcd: OwnEtcd | None = None,
     ) -> None:
         """
         Args:
-            own_etcd: set if the job has brought its etcd itself.
             on_event: called from any thread after `changed` is notified.
             on_wait: called while the main thread waits; it may raise.
 
@@ -89,9 +76,6 @@ class JobConnection:
         self.run_id = run_id.checked_given(params.run_id)
         self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
         client = connect(params.endpoint, settings)
-        self._own_etcd = own_etcd
-        if own_etcd is not None:
-            own_etcd.follow(client)
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
         self.address = run_id.checked_address(address)
@@ -210,8 +194,6 @@ class JobConnection:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self._dispatcher.close(LEAVE_TIMEOUT_S)
-        if self._own_etcd is not None:
-            self._own_etcd.close()
 
 
 def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, WorkerSpec
@@ -14,12 +15,12 @@ from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import CallObserver
+from elastic_ext.etcd import CallObserver, EtcdClient
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
-from elastic_ext.rendezvous.etcd.connection import JobConnection, OwnEtcd
+from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -50,6 +51,16 @@ def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
     return None
 
 
+class OwnEtcd(Protocol):
+    """An etcd that the job has brought (`own_etcd.attachment`)."""
+
+    def follow(self, client: EtcdClient) -> None:
+        """Keep this client's endpoints up to date: members may be replaced."""
+
+    def close(self) -> None:
+        """Leave; the etcd ends with the job."""
+
+
 class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch is untyped
     """One agent's rendezvous; see `rendezvous.handler.Rendezvous`, which documents most attributes of this class.
 
@@ -69,7 +80,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         newest_checkpoint: Callable[[], str | None] = lambda: None,
         own_etcd: OwnEtcd | None = None,
     ) -> None:
-        """newest_checkpoint: see AgentPolicy. own_etcd: see JobConnection. Raises UsageError: see there."""
+        """newest_checkpoint: see AgentPolicy. own_etcd: of a job that brings its own. Raises UsageError: see `JobConnection`."""
         self.settings = settings
         self.torch_conf = dict(params.config)
         self.attached = False
@@ -79,9 +90,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
-        self._connection = JobConnection(
-            params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait(), own_etcd
-        )
+        self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
+        self._own_etcd = own_etcd
+        if own_etcd is not None:
+            own_etcd.follow(self._participant.client)
         self.host, self.node_id = self._connection.host, self._connection.node_id
         self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
@@ -302,4 +314,6 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""
         self._connection.leave()
+        if self._own_etcd is not None:  # last: the farewell went through it
+            self._own_etcd.close()
         self._server = None

@@ -30,6 +30,7 @@ MAY_IMPORT = {
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
     *("failures/cuts.py", "rendezvous/rounds.py"),
+    *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

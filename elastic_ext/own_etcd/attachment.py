@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 KEEPER = "elastic_ext.own_etcd.keeper"
 STARTS = 5  # of keepers by one agent: one that is always killed is not started for ever
-END_S = 8.0  # for the keeper to leave nothing behind; it needs milliseconds, and seconds if its etcd no longer answers
+END_S = 12.0  # for the keeper to leave nothing behind: milliseconds, or the lease of a host that was lost just before the end
 ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "LANG", "PYTHONHOME")  # nothing by which a reaper would find it
 
 

@@ -20,7 +20,7 @@ from elastic_ext.rendezvous.round_records import Header, State, decode
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 10  # a host that is silent for this long is lost
+LEASE_S = 5  # a host that is silent for this long is lost; twice, if the leader of etcd was lost with it
 CALL_S = 3.0
 SCHEMA = 1
 

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "base": "",
     ".": "base",
     "etcd": "base",
-    "observe": "base",
+    "observe": "base failures rendezvous",
     "failures": "base",
     "workers": "base",
     "training": "base workers",
@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "checkpoints": "base training",
     "rendezvous": "base etcd failures",
     "agent": ". base checkpoints failures observe rendezvous workers",
-    "cli": ". base checkpoints etcd failures rendezvous workers",
+    "cli": ". base checkpoints etcd failures observe rendezvous workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.

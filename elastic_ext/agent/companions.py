@@ -119,7 +119,7 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.observation = Observation(metrics, settings)
+        self.observation = Observation(metrics, settings, handler)
         stack.callback(self.observation.close)
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)

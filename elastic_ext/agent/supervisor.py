@@ -224,7 +224,7 @@ class Supervisor(TorchAgent):
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
-        self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
+        self._companions.observation.joined(self.group, self._handler.round, self._resume.step)
         self._resume.log()
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url

@@ -95,6 +95,7 @@ class RoundWatch:
         if hung:
             self._running.examine_hung()
         self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
+        self._companions.observation.round_ended(over.reason)
         if not hung and not postmortem.failed_by_itself(self._running.workers):
             return None
         self._companions.host.start_asking()

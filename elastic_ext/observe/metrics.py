@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
+from elastic_ext.observe.agent_state import AgentState
 from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
 from elastic_ext.observe.recovery import Recovery
 
@@ -89,6 +90,9 @@ class AgentMetrics(Collector):
         cold_reasons: all reasons for a cold start.
         gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
+
+    Attributes:
+        state: what the agent does.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class AgentMetrics(Collector):
         self._recovery, self._whole = Recovery(), _Histogram()
         self._phases = {phase: _Histogram() for phase in PHASES}
         self._full = False
-        self._state = ""
+        self.state = AgentState()
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -133,18 +137,23 @@ class AgentMetrics(Collector):
             values = self._values["elastic_ext_agent_state"]
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
-            self._state = state
-            self._recovery.entered(state, time.monotonic())
+            now = time.monotonic()
+            self.state.enter(state, now)
+            self._recovery.entered(state, now)
+
+    def progress(self) -> Sequence[WorkerProgress]:
+        """Return the workers' progress now."""
+        return self._progress()
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
-        return "" if self._state == families.RUNNING else f"not ready: {self._state}"
+        return "" if self.state.name == families.RUNNING else f"not ready: {self.state.name}"
 
     def status(self) -> dict[str, object]:
         """Return what /status.json shows."""
         with self._lock:
             number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
-        return {"schema": 1, **self._info, "state": self._state, "round": number, "world_size": world}
+        return {"schema": 1, **self._info, "state": self.state.name, "round": number, "world_size": world}
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""

@@ -16,6 +16,7 @@ from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
+from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import EndKind
 
 __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
@@ -125,6 +126,15 @@ class Rendezvous(Protocol):
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
+
+    def show(self, report: str, last: bool) -> None:
+        """Show what this node tells of itself to whoever asks for the job's status. From a thread that may wait for seconds.
+
+        last: nothing follows. Raises ElasticExtError, OSError: the report is not shown.
+        """
+
+    def status(self) -> JobStatus:
+        """Return what can be known of the whole job, for people. As for `show`, from a thread that may wait."""
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

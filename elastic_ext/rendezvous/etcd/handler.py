@@ -22,6 +22,7 @@ from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
+from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 from elastic_ext.rendezvous.round_server import serve
 
@@ -275,6 +276,12 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.set_closed()
         self.leave()
         return True
+
+    def show(self, report: str, last: bool) -> None:
+        self._connection.show(report, last)
+
+    def status(self) -> JobStatus:
+        return self._connection.status()
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

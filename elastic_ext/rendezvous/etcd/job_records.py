@@ -183,7 +183,8 @@ class JobRecords:
             return False
         # The header is as its last node wrote it; if another node begins the next job right now, that job's header differs.
         compares = [unchanged(self._keys.header, found.revision)] if found.revision else [absent(self._keys.header)]
-        deletes = [Delete(self._keys.assignments, prefix=True), Delete(self._keys.header), Delete(self._keys.job)]
+        folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
+        deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict
         if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
             deletes += [Delete(each, prefix=True) for each in (self._keys.ledger, self._keys.charges, self._keys.refusals)]

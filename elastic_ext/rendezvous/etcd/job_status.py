@@ -1,9 +1,8 @@
-"""The state of a job in etcd, for people: its nodes, what happened, when and where, what was decided and why."""
+"""Reads the state of a job in etcd, for people: its nodes, what happened, when and where, what was decided and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
@@ -12,27 +11,9 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.job_state import JobStatus, NodeText
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """The state at one moment.
-
-    Attributes:
-        nodes, assignments: records and assignments, by node id.
-        refused: the reason, by host.
-        faults: one line for each unreadable record.
-    """
-
-    run_id: str
-    header: Header
-    nodes: dict[str, Node]
-    assignments: dict[str, Assignment]
-    ledger: Ledger
-    refused: dict[str, str]
-    faults: tuple[str, ...] = ()
 
 
 def read(client: EtcdClient, run_id: str) -> JobStatus:
@@ -50,6 +31,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     nodes: dict[str, Node] = {}
     assignments: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
+    reports: dict[str, NodeText] = {}
     for kv in kvs:
         if kv.key == keys.header.encode():
             header = reader.header(kv) or header
@@ -57,12 +39,14 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
             ledger = reader.ledger(kv) or ledger
         elif (host := _name_in(keys.refusals, kv, reader)) is not None:
             refused[host] = kv.value.decode(errors="replace")
+        elif (id_ := _name_in(keys.reports, kv, reader)) is not None:
+            reports[id_] = NodeText(kv.value.decode(errors="replace"), kv.mod_revision)
         elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
             if (node := reader.node(kv)) is not None:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
-    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults))
+    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports)
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:

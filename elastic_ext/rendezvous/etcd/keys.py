@@ -29,6 +29,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
+    reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
+                    Written by that node when its state changes, else every 15 s. Read by whoever is asked for the job's status.
     refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
                     Written by the leader with the verdict. Read by that host's nodes as they enter, and `elastic-ext explain`.
 
@@ -63,6 +65,7 @@ class JobKeys:
         self.ledger = self.prefix + "ledger"
         self.charges = self.prefix + "charges/"
         self.refusals = self.prefix + "refused/"
+        self.reports = self.prefix + "reports/"
 
     def node(self, node_id: str) -> str:
         return self.nodes + node_id
@@ -85,3 +88,6 @@ class JobKeys:
 
     def refusal(self, host: str) -> str:
         return self.refusals + host
+
+    def report(self, node_id: str) -> str:
+        return self.reports + node_id

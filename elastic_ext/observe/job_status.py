@@ -1,0 +1,347 @@
+"""The status of a whole job as one document: what the page shows and `elastic-ext status` prints. Pure.
+
+Every time in it is an age in seconds by one clock: that of the reader. Reports carry ages too, so no two machines' clocks are
+ever compared; a report's ages grow by as long as the reader has seen it unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from elastic_ext.base import records
+from elastic_ext.base.printable import shown
+from elastic_ext.base.records import RecordError
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import NO_LIMIT, Action
+from elastic_ext.observe import families, node_report
+from elastic_ext.observe.node_report import NodeReport, RoundSpan, StateSeconds
+from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.round_records import State
+
+SCHEMA = 1
+STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
+MAX_STRAGGLERS = 32
+MAX_TEXT = 600  # characters of a reason
+SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node that tells nothing; others are families.STATES
+ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
+
+    round: int
+    decision: str
+    kind: str
+    reason: str
+    rule: str
+    host: str
+    rank: int
+    exit_code: int | None
+    restarts: int
+    limit: int | None
+    at: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job.
+
+    Attributes:
+        state: forming, running, recovering, succeeded, failed, ended (how is unknown).
+        reason: why it is in this state; "" if nothing is to be said.
+        nodes, world_size: of the current round, or the last one.
+        restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
+        last_verdict: None before the first.
+    """
+
+    run_id: str
+    backend: str
+    state: str
+    reason: str
+    round: int
+    nodes: int
+    world_size: int
+    restarts_charged: int
+    restarts_limit: int | None
+    last_verdict: Failure | None
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node. Ages in seconds; None where unknown.
+
+    Attributes:
+        id, name: unique within the job; of its host.
+        node_rank, first_rank: -1 outside the round.
+        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
+        seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once.
+        goodput: seconds by state since its agent's start; empty if unknown.
+        The others: see NodeReport.
+    """
+
+    id: str
+    name: str
+    state: str
+    node_rank: int = -1
+    first_rank: int = -1
+    workers: int = 0
+    state_s: float | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    last_step_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
+    standbys: int = 0
+    seen_s: float | None = None
+    goodput: tuple[StateSeconds, ...] = ()
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A worker that takes longer per step than the median of its node, by this factor; or a node, rank -1, than the others."""
+
+    node: str
+    rank: int
+    skew: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A host that may not come back yet."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What this document cannot show, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GoodputPoint:
+    """The goodput of the node that shows this at an earlier moment. age_s: of the moment."""
+
+    age_s: float
+    goodput: tuple[StateSeconds, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The whole document.
+
+    Attributes:
+        rounds_by: name of the node that saw the rounds; "" if none did.
+        goodput: of all nodes that tell theirs, in seconds.
+        goodput_points: earlier ones of the node that shows this.
+        shown_by: id of that node; "" for a command.
+    """
+
+    job: Job
+    nodes: tuple[NodeStatus, ...] = ()
+    rounds: tuple[RoundSpan, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    goodput: tuple[StateSeconds, ...] = ()
+    goodput_points: tuple[GoodputPoint, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
+    shown_by: str = ""
+    rounds_by: str = ""
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the node that shows the document knows of itself now."""
+
+    id: str
+    report: NodeReport
+    points: tuple[GoodputPoint, ...] = ()
+
+
+def encode(document: Document) -> str:
+    """Return the document as JSON."""
+    return json.dumps(records.plain(document), separators=(",", ":"))
+
+
+def build(status: JobStatus, backend: str, own: Own | None, seen_s: Callable[[str], float | None]) -> Document:
+    """Return the document.
+
+    Args:
+        own: None for a reader that is not a node of the job.
+        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
+    """
+    faults = [Unknown("records", shown(each)) for each in status.faults]
+    reports: dict[str, tuple[NodeReport, float | None]] = {}
+    for id_, told in status.reports.items():
+        try:
+            reports[id_] = node_report.decode(told.text, f"reports/{id_}"), seen_s(id_)
+        except RecordError as error:
+            faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
+    if own is not None:
+        reports[own.id] = own.report, 0.0
+    nodes = sorted((_node(status, id_, reports.get(id_)) for id_ in {*status.nodes, *reports}), key=_order)
+    rounds, by = _rounds(reports, own)
+    failures = tuple(_failure(each) for each in status.ledger.verdicts)
+    verdicts = {each.round: each.reason for each in failures}
+    return Document(
+        job=_job(status, backend, failures, nodes, own),
+        nodes=tuple(nodes),
+        rounds=tuple(replace(each, why=shown(verdicts.get(each.round, each.why))[:MAX_TEXT]) for each in rounds),
+        failures=failures,
+        stragglers=_stragglers(reports),
+        refused=tuple(Refusal(shown(host), shown(why)[:MAX_TEXT]) for host, why in sorted(status.refused.items())),
+        goodput=_sum(nodes),
+        goodput_points=own.points if own is not None else (),
+        unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds), *faults),
+        shown_by=own.id if own is not None else "",
+        rounds_by=shown(by),
+    )
+
+
+def _job(status: JobStatus, backend: str, failures: tuple[Failure, ...], nodes: list[NodeStatus], own: Own | None) -> Job:
+    header, last = status.header, failures[-1] if failures else None
+    on_round = last if last is not None and last.round == header.round else None
+    state, reason = _state(status, on_round, nodes), header.reason
+    of_round = [each for each in nodes if each.node_rank >= 0]
+    return Job(
+        run_id=shown(status.run_id),
+        backend=backend,
+        state=state,
+        reason=shown(on_round.reason if on_round is not None and state != "running" else reason)[:MAX_TEXT],
+        round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
+        nodes=header.nodes or len(of_round),
+        world_size=header.world or sum(each.workers for each in of_round),
+        restarts_charged=last.restarts if last is not None else 0,
+        restarts_limit=last.limit if last is not None else None,
+        last_verdict=last,
+    )
+
+
+def _state(status: JobStatus, on_round: Failure | None, nodes: list[NodeStatus]) -> str:
+    """Return the state of the job. on_round: the verdict on the round of the header, if there is one."""
+    state = status.header.state
+    if state is State.DONE:
+        return "succeeded"
+    stops = on_round is not None and on_round.exit_code is not None and on_round.decision != "replace_node"
+    if state is State.CLOSED or stops:
+        return "failed"
+    if not status.header.round and not status.nodes and not any(each.state != GONE for each in nodes):
+        return "ended"
+    if state is State.BROKEN:
+        return "recovering"
+    busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
+    if state is State.RUNNING and busy and families.RUNNING not in busy:
+        return "ended" if busy == {families.ENDED} else "recovering"
+    return str(state.value)
+
+
+def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | None) -> NodeStatus:
+    """Return a node by its record, its assignment and its report, as far as they are there."""
+    node, assignment = status.nodes.get(id_), status.assignments.get(id_)
+    in_round = node is not None and assignment is not None and assignment.of(status.header) and node.after < status.header.round
+    if told is None:
+        rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
+        name, workers = (node.address, node.workers) if node is not None else ("", 0)
+        return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
+    report, seen_s = told
+    later = seen_s or 0.0
+    return NodeStatus(
+        id=shown(id_),
+        name=shown(report.name),
+        state=report.state if report.state in families.STATES else shown(report.state)[:40],
+        node_rank=report.node_rank,
+        first_rank=report.base_rank,
+        workers=report.workers,
+        state_s=_older(report.state_s, later),
+        step=report.step,
+        steps_per_s=report.steps_per_s,
+        last_step_s=_older(report.last_step_s, later),
+        saved_step=report.saved_step,
+        saved_s=_older(report.saved_s, later),
+        standbys=report.standbys,
+        seen_s=seen_s,
+        goodput=report.goodput,
+    )
+
+
+def _older(age_s: float | None, by_s: float) -> float | None:
+    return None if age_s is None else round(age_s + by_s, 3)
+
+
+def _order(node: NodeStatus) -> tuple[bool, int, str]:
+    return node.node_rank < 0, node.node_rank, node.id
+
+
+def _rounds(reports: Mapping[str, tuple[NodeReport, float | None]], own: Own | None) -> tuple[tuple[RoundSpan, ...], str]:
+    """Return the longest account of the rounds, by one clock, and the name of its node: an agent that came later saw fewer."""
+    best: tuple[RoundSpan, ...] = own.report.rounds if own is not None else ()
+    by = own.report.name if own is not None else ""
+    for report, seen_s in reports.values():
+        if report.rounds and (not best or report.rounds[0].round < best[0].round):
+            later = seen_s or 0.0
+            best, by = tuple(_aged(each, later) for each in report.rounds), report.name
+    return best, by
+
+
+def _aged(span: RoundSpan, by_s: float) -> RoundSpan:
+    return replace(span, began_s=_older(span.began_s, by_s) or 0.0, ended_s=_older(span.ended_s, by_s))
+
+
+def _failure(verdict: JobVerdict) -> Failure:
+    decision = verdict.decision
+    return Failure(
+        round=verdict.round,
+        decision=decision.response.value if decision.response is not None else decision.action.value,
+        kind=shown(decision.kind),
+        reason=shown(decision.reason)[:MAX_TEXT],
+        rule=shown(decision.rule),
+        host=shown(verdict.host),
+        rank=verdict.rank,
+        exit_code=decision.exit_code if decision.action is Action.STOP else None,
+        restarts=verdict.restarts,
+        limit=None if verdict.limit == NO_LIMIT else verdict.limit,
+        at=shown(verdict.at),
+    )
+
+
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
+    """Return the slowest workers. Where collectives keep all ranks in step, a step takes all of them equally long."""
+    found = [
+        Straggler(shown(report.name), pace.rank, round(pace.skew, 3))
+        for report, _ in reports.values()
+        if report.state == families.RUNNING
+        for pace in report.pace
+        if pace.skew >= STRAGGLER_SKEW
+    ]
+    return tuple(sorted(found, key=lambda each: -each.skew)[:MAX_STRAGGLERS])
+
+
+def _sum(nodes: list[NodeStatus]) -> tuple[StateSeconds, ...]:
+    total: dict[str, float] = {}
+    for node in nodes:
+        for each in node.goodput:
+            total[each.state] = total.get(each.state, 0.0) + each.seconds
+    return tuple(StateSeconds(shown(state), round(seconds, 3)) for state, seconds in total.items())
+
+
+def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...]) -> list[Unknown]:
+    """Return what is missing here although it is known in other cases."""
+    found = []
+    silent = sum(each.state == SILENT for each in nodes)
+    if silent:
+        found.append(Unknown("state", f"{silent} nodes have told nothing of themselves yet"))
+    if not nodes:
+        found.append(Unknown("nodes", "no agent is in the job any more, and what they told last has expired"))
+    if not rounds and not nodes:
+        found.append(Unknown("rounds", "only agents know when a round began"))
+    if nodes and not any(each.goodput for each in nodes):
+        found.append(Unknown("goodput", "no agent counts it"))
+    return found

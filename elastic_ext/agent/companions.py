@@ -66,6 +66,16 @@ class Recoveries(Companion):
         self.check(workers)
 
 
+class LastSteps(Companion):
+    """Has the job's status keep how far the workers came: their progress table goes with them."""
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._observation.workers_ended()
+
+
 class EvidenceGathering(Companion):
     """Tells the host evidence when a round starts, because earlier events have nothing to do with that round."""
 
@@ -147,6 +157,7 @@ class JobCompanions:
         self.round_companions: list[Companion] = [
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics)
         ]  # fmt: skip
+        self.round_companions.append(LastSteps(self.observation))
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))
 

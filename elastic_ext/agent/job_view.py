@@ -68,6 +68,10 @@ class JobView:
         """Note why the round is over."""
         self._node.round_ended(why)
 
+    def workers_ended(self) -> None:
+        """Keep how far the workers came."""
+        self._node.now(time.monotonic())
+
     def close(self) -> None:
         """Tell of this node for the last time, and end within LEAVE_S."""
         with self._changed:

@@ -69,6 +69,11 @@ class Observation:
         if self._job is not None:
             self._job.round_ended(why)
 
+    def workers_ended(self) -> None:
+        """Keep the last progress of the workers, which can still be read."""
+        if self._job is not None:
+            self._job.workers_ended()
+
     def show_last(self) -> None:
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)

@@ -62,6 +62,16 @@ def _with_progress(report: NodeReport, rows: Sequence[WorkerProgress], resumed_a
     )
 
 
+def after(before: NodeReport, report: NodeReport, later_s: float) -> NodeReport:
+    """Return a report with what it lacks from the one before: between two rounds the last step and checkpoint still count."""
+    if report.step is None and before.step is not None:
+        last_step_s = before.last_step_s + later_s if before.last_step_s is not None else None
+        report = replace(report, step=before.step, last_step_s=last_step_s)
+    if report.saved_step is None and before.saved_step is not None:
+        report = replace(report, saved_step=before.saved_step, saved_s=(before.saved_s or 0.0) + later_s)
+    return report
+
+
 def _age(now: float, at: float | None) -> float | None:
     return None if at is None else round(max(0.0, now - at), 3)
 
@@ -96,6 +106,7 @@ class OwnNode:
         self._on_state = on_state
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
+        self._last: tuple[float, NodeReport] | None = None  # the last report with steps or a checkpoint, and when
         metrics.state.on_change = self._entered
 
     def _entered(self, state: str, at: float) -> None:
@@ -113,4 +124,8 @@ class OwnNode:
         report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
         with self._lock:
             self._points.add(report.goodput, now)
+            if self._last is not None:
+                report = after(self._last[1], report, now - self._last[0])
+            if report.step is not None or report.saved_step is not None:
+                self._last = now, report
             return Own(self._handler.node_id, replace(report, rounds=self._history.spans(now)), self._points.ages(now))

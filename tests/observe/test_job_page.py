@@ -107,11 +107,11 @@ def test_a_crash_of_a_real_job_shows_on_the_page_of_another_node(browser: Any, s
         url = one.wait_for(r"(http://[\d.:]+)/metrics")[0][1]
         two.wait_for("supervises this run")
         page = opened(browser, url)
-        page.wait_for_function("document.querySelectorAll('#nodes tbody tr').length === 2")
+        page.locator("#nodes tbody tr").nth(1).wait_for()
         assert page.inner_text("#state") == "running"
         (tmp_path / "crash").touch()
-        page.wait_for_function("document.querySelector('#failures').innerText.includes('SIGKILL')")
-        page.wait_for_function("document.querySelectorAll('#rounds tbody tr').length === 2")
+        page.locator("#failures tbody tr", has_text="SIGKILL").wait_for()
+        page.locator("#rounds tbody tr").nth(1).wait_for()
         assert page.problems == []
         page.close()
         (tmp_path / "end").touch()

@@ -169,7 +169,7 @@ def test_links_lead_somewhere():
 
 
 def test_every_command_is_covered():
-    covered = ("make demo", "curl ", "elastic-ext checkpoints save", "elastic-ext doctor")
+    covered = ("make demo", "curl ", "elastic-ext checkpoints save", "elastic-ext doctor", "elastic-ext status")
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert len(README.splitlines()) < 200

@@ -63,7 +63,7 @@ def document(count: int = 4, state: str = "running", name: str = "n{}", last: Fa
         for i in range(count)
     )
     rounds = (RoundSpan(1, 3600.0, 1220.0, failure().reason), RoundSpan(2, 1210.0, None if state == "running" else 7.5, ""))
-    reason = "" if state == "running" else "waiting for 1 node"
+    reason = last.reason if last is not None else "" if state == "running" else "waiting for 1 node"
     return Document(
         Job("llama-70b", "ext_etcd", state, reason, 2, count, count * 8, 1, 3, last or failure()),
         nodes,

@@ -1,13 +1,17 @@
-# On a fresh machine every target first makes the environment in $(VENV); nothing outside this directory is changed.
+# On a fresh machine every target first makes the environment in $(VENV); nothing outside this directory is
+# changed, but by `make system`.
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-long chaos lint matrix bench reference clean
+.PHONY: demo system test test-long chaos lint matrix bench reference clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
+
+system: ## what the tests need from Debian, if it is missing; needs root, and changes the machine
+	tests/system.sh
 
 test: $(READY) lint ## every behaviour, in under 15 minutes on 2 cores
 	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 tests
@@ -36,6 +40,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/checkpoint_stall.py
 	$(PY) benchmarks/checkpoints.py
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/scrape_load.py
 	$(PY) benchmarks/verdict.py
 	$(PY) benchmarks/classification.py
 	$(PY) benchmarks/rendezvous.py

@@ -16,19 +16,23 @@ _LAZY = {
     "RanksMissing": "elastic_ext.base.errors",
     "health_barrier": "elastic_ext.training",
     "phase": "elastic_ext.training",
+    "report_flops": "elastic_ext.training",
     "report_progress": "elastic_ext.training",
     "report_save_failed": "elastic_ext.training",
     "report_saved": "elastic_ext.training",
+    "report_tokens": "elastic_ext.training",
+    "report_total_steps": "elastic_ext.training",
     "resume_from": "elastic_ext.training",
     "resume_step": "elastic_ext.training",
     "save_requested": "elastic_ext.training",
 }
+_MODULES = {"errors": "elastic_ext.errors", "metrics": "elastic_ext.training.metrics"}  # used without an import of their own
 
 
 def __getattr__(name: str) -> "Any":
     """Import a name for training scripts on first use. The return type Any makes type checkers accept calls of it."""
-    if name == "errors":  # for `except elastic_ext.errors.RanksMissing` without an import
-        return importlib.import_module("elastic_ext.errors")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'elastic_ext' has no attribute {name!r}")
     from elastic_ext.base import log_records  # imported here, because the workers' bootstrap imports nothing but itself
@@ -38,4 +42,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "errors"})
+    return sorted({*globals(), *_LAZY, *_MODULES})

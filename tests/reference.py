@@ -1,17 +1,22 @@
-"""The generated tables of elastic_ext/REFERENCE.md. `make reference` writes them; test_reference.py compares them."""
+"""The generated tables of elastic_ext/REFERENCE.md, and the schema of events. `make reference` writes them; test_reference.py
+compares them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 
+from elastic_ext.base import goodput
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.observe import families
+from elastic_ext.observe import event_table, families
 from tests.jobs import ROOT
 
 PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
+EVENT_SCHEMA = ROOT / "elastic_ext" / "observe" / "events.schema.json"
 
 TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
 
@@ -58,13 +63,38 @@ def exit_codes() -> str:
 def metrics() -> str:
     suffixes = {"counter": "_total", "info": "_info"}
     rows = []
-    for name, family in {**families.JOB, **families.WORKERS, **families.OTHERS}.items():
+    tables = (families.JOB, families.WORKERS, families.OTHERS, families.INCIDENTS, families.ETCD, families.GOODPUT)
+    for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
         rows.append((f"`{name}{suffixes.get(kind, '')}`", kind, ", ".join(family.labels), family.most, family.help))
     return table(("name", "type", "labels", "series per agent", "what"), sorted(rows))
 
 
-TABLES = {"settings": settings, "rules": rules, "exit codes": exit_codes, "metrics": metrics}
+def goodput_states() -> str:
+    return table(("state", "what"), [(f"`{state}`", what) for state, what in goodput.STATES.items()])
+
+
+def events() -> str:
+    rows = []
+    for name, event in {"": event_table.Event("Every event.", event_table.COMMON), **event_table.EVENTS}.items():
+        rows.append((f"`{name}`" if name else "", "", "", "", event.what))
+        for each in event.fields:
+            rows.append(("", f"`{each.name}`", each.type + (" or null" if each.optional else ""), each.unit, each.meaning))
+    return table(("event", "field", "type", "unit", "what"), rows)
+
+
+def event_schema() -> str:
+    return json.dumps(event_table.schema(), indent=1) + "\n"
+
+
+TABLES = {
+    "goodput states": goodput_states,
+    "settings": settings,
+    "rules": rules,
+    "exit codes": exit_codes,
+    "metrics": metrics,
+    "events": events,
+}
 
 
 def generated(page: str) -> str:
@@ -78,3 +108,4 @@ def generated(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(generated(PAGE.read_text()))
+    EVENT_SCHEMA.write_text(event_schema())

@@ -22,6 +22,7 @@ class LocalWorkers:
         processes: their processes.
         progress: the progress table; None if there was no room for it, so that their progress is unknown.
         ranks: their global ranks.
+        resumed_at: step of the checkpoint that they were told to resume from; 0: the beginning; None: unknown.
         error_files, stacks_files: paths to which they write their error files and their stacks.
     """
 
@@ -30,6 +31,7 @@ class LocalWorkers:
     ranks: Mapping[int, int]
     error_files: Mapping[int, str]
     stacks_files: Mapping[int, str]
+    resumed_at: int | None = None
 
     def read_progress(self) -> list[Progress]:
         """Return the progress of all workers, by local rank; an empty list without a progress table."""
@@ -51,3 +53,6 @@ class Companion:
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""
+
+    def job_ended(self, clean: bool, hurry: bool) -> None:
+        """Called once, last of all. clean: the job ended well. hurry: the platform will kill this agent soon."""

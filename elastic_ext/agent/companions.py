@@ -11,8 +11,10 @@ from contextlib import ExitStack
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -31,6 +33,9 @@ from elastic_ext.workers.stderr.tails import StderrTails
 from elastic_ext.workers.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
+
+HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
+_LACKING = "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
 
 
 class Copying(Companion):
@@ -57,23 +62,13 @@ class Recoveries(Companion):
         self._told = False
 
     def check(self, workers: LocalWorkers) -> None:
-        first_ns = [progress.first_step_ns for progress in workers.read_progress()] if not self._told else []
-        if first_ns and all(first_ns):
+        rows = workers.read_progress() if not self._told else []
+        if rows and all(row.first_step_ns for row in rows):
             self._told = True
-            self._metrics.first_steps(max(first_ns) / 1e9)
+            self._metrics.first_steps(max(row.first_step_ns for row in rows) / 1e9, max(row.loading_s for row in rows))
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self.check(workers)
-
-
-class LastSteps(Companion):
-    """Has the job's status keep how far the workers came: their progress table goes with them."""
-
-    def __init__(self, observation: Observation) -> None:
-        self._observation = observation
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        self._observation.workers_ended()
 
 
 class EvidenceGathering(Companion):
@@ -102,6 +97,7 @@ class JobCompanions:
 
     Attributes:
         token: marks every process that this agent starts, for the reaper.
+        journal: what the agent tells in events.
         observation: what the agent shows.
         wakeup: readable when a signal arrives or the rendezvous has an event.
         wake_pipe: readable when a worker has news.
@@ -116,7 +112,7 @@ class JobCompanions:
         settings: Settings,
         handler: Rendezvous,
         logs: WorkerLogs,
-        metrics: AgentMetrics,
+        metrics: AccountedMetrics,
         extras: bool,
         stack: ExitStack,
     ) -> None:
@@ -129,12 +125,14 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.observation = Observation(metrics, settings, handler)
-        stack.callback(self.observation.close)
+        self.observation = Observation(metrics, settings, handler, self.wakeup)
+        stack.callback(self.observation.close)  # it may linger: the journal has ended by then
+        self.journal = stack.enter_context(Journal(spec, settings, handler))
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
         stack.callback(logs.remove)
+        self.observation.read_scripts(logs.run_dir)
         self.wake_pipe = WakePipe(os.path.join(logs.run_dir, "wake"))
         stack.callback(self.wake_pipe.close)
         self.stderr = logs.stderr = StderrTails(extras and settings.stderr_tail and settings.bootstrap)
@@ -145,21 +143,26 @@ class JobCompanions:
         if extras:
             self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics)
         else:
-            logger.warning(
-                "the limit on open files is low: no warm standbys, and no stderr tails as evidence; raise it (ulimit -Hn)"
-            )
+            logger.warning("%s", _LACKING)
             self.warm_starts = WarmStarts(None, ColdReason.LACKING, logs, metrics)
         self.flight_recorder: FlightRecorder | None = None
         if settings.hang and torch.distributed.is_nccl_available():
             self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
-        self.copier = copier.start(settings, self.token, metrics)
+        self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics)
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
+            self.journal, *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
         ]  # fmt: skip
-        self.round_companions.append(LastSteps(self.observation))
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))
+
+    def leave(self, handler: Rendezvous) -> None:
+        """Leave the job to the other nodes, after this agent's last word to it."""
+        try:
+            self.observation.goodput.close(HURRIED_SHARE_S)
+        finally:  # even if another signal ends the wait
+            handler.leave()
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.
@@ -169,11 +172,14 @@ class JobCompanions:
             copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
+        self.journal.clean = clean
         self.warm_starts.close()
         try:
             if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
+        for companion in self.round_companions:
+            companion.job_ended(clean and not left, hurry=copy_s is not None)
         self.observation.show_last()
         return left

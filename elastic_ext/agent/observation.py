@@ -1,29 +1,44 @@
-"""What an agent shows of itself and its workers, from its start to the last scrape."""
+"""What an agent shows of itself, its workers and its job: metrics and pages."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.job_view import JobView
 from elastic_ext.agent.own_node import Place
+from elastic_ext.agent.serving import Serving
 from elastic_ext.base.settings import Settings
-from elastic_ext.observe import discovery, families, gpus, pages, textfile
-from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.server import MetricsServer
+from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import Decision
+from elastic_ext.observe import families, gpus, pages, textfile
+from elastic_ext.observe.etcd_health import EtcdHealth
+from elastic_ext.observe.goodput_collector import GoodputCollector
+from elastic_ext.observe.incidents import Incidents
+from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.observe.script_metrics import ScriptMetrics
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
+logger = logging.getLogger(__name__)
 
-def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]) -> AgentMetrics:
+
+def make_metrics(
+    settings: Settings, run_id: str, workers: int, progress: Callable[[], Sequence[WorkerProgress]]
+) -> AccountedMetrics:
     """Return this agent's metrics. workers: on this node. progress: see AgentMetrics."""
-    return AgentMetrics(
+    metrics = AccountedMetrics(
         version=elastic_ext.__version__,
         torch=torch.__version__,
         run_id=run_id,
@@ -32,30 +47,66 @@ def make_metrics(settings: Settings, run_id: str, workers: int, progress: Callab
         gpus=gpus.Asked(lambda: gpus.by_local_rank(workers, gpus.uuids(), os.environ)).answer,
         progress=progress,
     )
+    metrics.registry.register(GoodputCollector(metrics.goodput.look, metrics.goodput.job))
+    return metrics
 
 
-class Observation:
-    """Serves the metrics from construction to `close`.
+class Observation(Companion):
+    """Shows what happens, from construction to `close`.
 
     Attributes:
+        goodput: where the time goes.
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AgentMetrics, settings: Settings, handler: Rendezvous) -> None:
-        self._metrics, self._settings = metrics, settings
-        self._server: MetricsServer | None = None
-        self._unannounce: Callable[[], None] = lambda: None
-        self.url: str | None = None
-        self._job = JobView(handler, metrics) if settings.metrics else None
-        if self._job is None:
+    def __init__(self, metrics: AccountedMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
+        """wakeup: signals wake it."""
+        self._metrics, self._settings, self._handler = metrics, settings, handler
+        self.goodput = metrics.goodput
+        self.goodput.share_with(handler.share_goodput)
+        self._incidents = Incidents(handler.host, settings.refuse_node)
+        metrics.registry.register(self._incidents)
+        handler.on_verdict = self._count
+        etcd = EtcdHealth()
+        if (lease_until := handler.observe_etcd(etcd)) is not None:
+            etcd.lease_until = lease_until
+            metrics.registry.register(etcd)
+        self._scripts: ScriptMetrics | None = None
+        self._job: JobView | None = None
+        self._serving: Serving | None = None
+        if not settings.metrics:
             return
-        # The user must see a port that nobody chose, and torchrun shows only warnings.
-        announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
+        self._job = JobView(handler, metrics)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, self._job.document)
-        self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce)
-        self.url = self._server.url
-        if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
-            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, metrics.labels)
+        self._serving = Serving(shown, settings, metrics.labels, wakeup)
+
+    @property
+    def url(self) -> str | None:
+        return self._serving.url if self._serving is not None else None
+
+    def read_scripts(self, run_dir: str) -> None:
+        """Show the metrics that the scripts define, too, from files in the agent's private directory. Call this once."""
+        if not self._settings.metrics and self._settings.metrics_file is None:
+            return
+        try:
+            self._scripts = ScriptMetrics(os.path.join(run_dir, "metrics"))
+            self._metrics.registry.register(self._scripts)
+        except OSError as error:
+            logger.warning("metrics of scripts are not shown: %s", error)
+
+    def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
+        """Return what a worker of the round that begins has to know; see workers.worker_env."""
+        return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
+
+    def check(self, workers: LocalWorkers) -> None:
+        if self._scripts is not None:
+            self._scripts.look()
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        if self._job is not None:
+            self._job.workers_ended()  # their progress table can still be read
+        if self._scripts is not None:
+            self._scripts.round_ended()
 
     def joined(self, group: WorkerGroup, round_: int, resumed_at: int | None) -> None:
         """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""
@@ -69,23 +120,56 @@ class Observation:
         if self._job is not None:
             self._job.round_ended(why)
 
-    def workers_ended(self) -> None:
-        """Keep the last progress of the workers, which can still be read."""
-        if self._job is not None:
-            self._job.workers_ended()
+    def decided(self, verdict: JobVerdict, here: Decision) -> None:
+        """Count a failure and the verdict of the job on it. here: the decision for this node."""
+        self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._count(verdict)
+
+    def _count(self, verdict: JobVerdict) -> None:
+        decision = verdict.decision
+        what = decision.response.value if decision.response is not None else decision.action.value
+        self._incidents.decided(verdict.round, what, decision.kind, verdict.host)
+
+    def acts(self, since: float | None) -> None:
+        """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
+        if since is not None:
+            self._metrics.phase(families.DETECT, max(0.0, time.monotonic() - since))
+
+    def hung(self) -> None:
+        """Count a hang of the job."""
+        self._incidents.hung()
+
+    def linger_at_close(self) -> None:
+        """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
+        if self._settings.metrics_linger == 0 or self._serving is None or self.url is None:
+            return
+        try:
+            self._handler.shutdown()  # as torch would next
+        except SignalException:
+            raise
+        except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
+            logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
+            return
+        self._serving.lingers = self._handler.may_linger
+        if not self._serving.lingers:
+            logger.warning(
+                "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
+            )
 
     def show_last(self) -> None:
         """Leave what the agent has counted last."""
         self._metrics.enter(families.ENDED)
+        self.goodput.close()
         if self._job is not None:
             self._job.close()
+        if self._serving is not None:
+            self._serving.ended()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 
     def close(self) -> None:
-        """Serve no more."""
-        self._unannounce()
+        """Show no more, if need be after a last scrape; see `linger_at_close`."""
+        if self._serving is not None:
+            self._serving.close()
         if self._job is not None:
             self._job.close()
-        if self._server is not None:
-            self._server.close()

@@ -58,9 +58,12 @@ def create_c10d(params: RendezvousParameters) -> RendezvousHandler:
 def _create(params: RendezvousParameters, handler_class: Callable[[], Handler]) -> RendezvousHandler:
     log_records.install()
     with usage_errors_exit():
+        from elastic_ext.agent import serving
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import settings, torch_private
 
-        handler = handler_class()(params, settings.read(params.config, os.environ))
+        known = settings.read(params.config, os.environ)
+        serving.check(known)
+        handler = handler_class()(params, known)
         torch_private.install_agent(Supervisor, handler)
         return handler

@@ -32,6 +32,10 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
             failed_saves=each.failed_saves,
             saving_s=each.saving_s,
             first_step_at=each.first_step_ns / 1e9 if each.first_step_ns else None,
+            loads=each.loads,
+            loading_s=each.loading_s,
+            checks=each.checks,
+            checking_s=each.checking_s,
         )
         for local_rank, each in enumerate(workers)
         if each.pid

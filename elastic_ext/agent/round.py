@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -21,6 +21,7 @@ from elastic_ext.failures.cuts import NOTHING_KNOWN
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.workers.hangs.detector import Stuck
 from elastic_ext.workers.processes import HasStopBy
 from elastic_ext.workers.progress import EndingWorkers
 from elastic_ext.workers.stderr.tails import StderrTails
@@ -91,6 +92,20 @@ class RunningRound:
         """Whether all workers of this node stall."""
         return self.hangs is not None and self.hangs.stalled
 
+    def failed_since(self) -> float | None:
+        """Return when the first worker that failed has ended, monotonic; None if that is unknown.
+
+        Of one that was killed, it is when the agent saw it: nothing tells when it ended.
+        """
+        ended = [row.ended_ns for row in self.workers.read_progress() if row.ends_with and row.ended_ns]
+        ended += [each.seen_ns for each in self.workers.processes.exits.values() if each.failed]
+        return min(ended) / 1e9 if ended else None
+
+    def quiet_since(self) -> float | None:
+        """Return when a worker of this node last gave a sign of life, monotonic; None if not all have given one."""
+        signs = [row.sign_ns for row in self.workers.read_progress()]
+        return max(signs) / 1e9 if signs and all(signs) else None
+
     def check(self) -> None:
         """Let each companion check the workers, which keep running."""
         for companion in self._companions:
@@ -108,10 +123,11 @@ class RunningRound:
 
         self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit)
 
-    def examine_hung(self) -> None:
-        """Find out where each worker hangs, while it still runs."""
+    def examine_hung(self) -> Mapping[int, Stuck]:
+        """Find out where each worker hangs, while it still runs. Return those that the others wait for, by local rank."""
         assert self.hangs is not None
         self._stacks += self.hangs.examine(self.workers)
+        return self.hangs.hung
 
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""

@@ -64,6 +64,8 @@ class RoundStart:
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)
+            told = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
+            companions.observation.goodput.round_begins(told, resumed.step)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, descriptors.restore_user_limit):
                 pids = start_processes()
@@ -96,7 +98,13 @@ class RoundStart:
             **resumed.variables(),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
-        self._logs.messages = {local_rank: {"agent": companions.token} for local_rank in range(spec.local_world_size)}
+        self._logs.messages = {
+            local_rank: {
+                "agent": companions.token,
+                **companions.observation.message(self._handler.round, local_rank, each.global_rank),
+            }
+            for local_rank, each in enumerate(self._group.workers)
+        }
         if progress is None:
             return
         if self._settings.bootstrap:
@@ -109,7 +117,9 @@ class RoundStart:
     ) -> RunningRound:
         settings, companions = self._settings, self._companions
         ranks = {local_rank: worker.global_rank for local_rank, worker in enumerate(self._group.workers)}
-        workers = LocalWorkers(processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files))
+        workers = LocalWorkers(
+            processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files), resumed.step
+        )
         hangs = saves = None
         if settings.bootstrap and progress is not None:
             saves = SaveOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
@@ -120,6 +130,7 @@ class RoundStart:
             hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
+        companions.journal.warm = len(warm)
         return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
 
     @property

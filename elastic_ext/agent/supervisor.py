@@ -87,9 +87,8 @@ class Supervisor(TorchAgent):
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
-            wakeup = self._companions.wakeup
-            self._handler.on_event = wakeup.set
-            self._handler.on_wait = lambda: reraise_signals(wakeup.signals())
+            self._handler.on_event = self._companions.wakeup.set
+            self._handler.on_wait = lambda: reraise_signals(self._companions.wakeup.signals())
             clean = False
             try:
                 result = super().run(role)
@@ -97,14 +96,16 @@ class Supervisor(TorchAgent):
             except SignalException as error:
                 self._verdicts.publish_signal(error, self._companions.host)
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._handler.leave()
+                self._companions.leave(self._handler)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None
                 self._close_round()
                 copy_s = None if self._leave_by is None else max(0.0, self._leave_by - time.monotonic())
                 left = self._companions.finish(clean, copy_s)
-            return self._verdicts.stop_not_copied(left) if clean and left else result
+            result = self._verdicts.stop_not_copied(left) if clean and left else result
+            self._companions.observation.linger_at_close()
+            return result
 
     # The loop: watch a round until it ends, classify its failure, carry out the decision.
 
@@ -131,23 +132,21 @@ class Supervisor(TorchAgent):
     def _run_rounds(self) -> RunResult:
         while True:
             result = RoundWatch(self, self._handler, self._companions, self._running, self._stop_round).run()
-            if result is None:
-                self._restart(families.MEMBERSHIP)
-                continue
-            if result.state is WorkerState.SUCCEEDED:
+            if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self.all_nodes_finished():
                     self._handler.finished()
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")
                     return result
+            if result is None or result.state is WorkerState.SUCCEEDED:
                 self._restart(families.MEMBERSHIP)
                 continue
             cause, others = postmortem.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
             decision = verdict.for_node(self._handler.node_id)
-            logger.error("%s", report.failure_text(cause, others, verdict, decision, self._handler.node_id))
-            self._metrics.failed(decision.kind, verdict.restarts, verdict.limit)
+            logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
+            self._companions.observation.decided(verdict, decision)
             if decision.action is Action.STOP:
                 return self._stop(verdict, decision, report.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -195,14 +194,14 @@ class Supervisor(TorchAgent):
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
-        logger.error("%s", report.remote_failure_text(verdict))
-        self._metrics.failed(verdict.decision.kind, verdict.restarts, verdict.limit)
+        logger.error("%s", self._companions.journal.stopped(verdict))
+        self._companions.observation.decided(verdict, verdict.decision)
         return self._stop(verdict, verdict.decision, report.remote_failure(verdict))
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
-        self._leave_by = time.monotonic() + grace_s
+        self._leave_by = self._companions.journal.told_to_leave(error.sigval, grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
@@ -225,7 +224,7 @@ class Supervisor(TorchAgent):
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
         self._companions.observation.joined(self.group, self._handler.round, self._resume.step)
-        self._resume.log()
+        self._companions.journal.joined(self.group, self._resume)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
             logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
@@ -291,7 +290,7 @@ class Supervisor(TorchAgent):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Measure one phase of a recovery. The first start of a job is not a recovery."""
-        start = time.monotonic()
+        start = self._companions.journal.begin(name)
         self._metrics.enter(name)
         yield
         if name == "stop" or self._handler.round > 1:

@@ -75,6 +75,7 @@ class RoundWatch:
         processes = self._running.workers.processes
         if self._running.failed:
             self._handler.break_round(f"workers failed on {self._handler.host}")  # first: workers elsewhere wait in collectives
+            self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(None)
             return self._agent.close_failed()
@@ -91,9 +92,13 @@ class RoundWatch:
     def _end(self, over: RoundEnd) -> RunResult | None:
         """Stop the workers of a round that is over; return their failure, or None if none failed by itself."""
         logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.round, over)
+        self._companions.journal.round_over(over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
+        if over.kind is EndKind.STALLED:
+            self._companions.observation.hung()
         if hung:
-            self._running.examine_hung()
+            self._companions.observation.acts(self._running.quiet_since())
+            self._companions.journal.hung(self._running.examine_hung())
         self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
         self._companions.observation.round_ended(over.reason)
         if not hung and not postmortem.failed_by_itself(self._running.workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +34,10 @@ _BOOLEANS = {
 }
 
 
-def _float_from(least: float) -> Callable[[str], float]:
+def _float_from(least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = float(text)
-        if not least <= value < float("inf"):
+        if not least <= value <= most:
             raise ValueError(text)
         return value
 
@@ -102,6 +103,8 @@ def _name(text: str) -> str:
 BOOLEAN = SettingType(lambda text: _BOOLEANS[text.lower()], "on or off")
 SECONDS = SettingType(_float_from(0), "a number of seconds, 0 or more")
 SECONDS_FROM_1 = SettingType(_float_from(1), "a number of seconds, 1 or more")
+# Prometheus itself forgets an agent 5 minutes after its last scrape; a node that ends holds its place in the cluster meanwhile.
+LINGER_SECONDS = SettingType(_float_from(0, 300), "a number of seconds, 0 to 300")
 WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or more")  # etcd's leases cannot be shorter
 MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes per second, 0 or more")
 PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")

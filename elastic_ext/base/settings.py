@@ -15,6 +15,7 @@ from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 from elastic_ext.base.setting_types import (
     BOOLEAN,
     KIND_LIMITS,
+    LINGER_SECONDS,
     MB_PER_SECOND,
     MODULES,
     NAME,
@@ -77,6 +78,11 @@ class Settings:
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
     etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
+    events_file: str | None = _setting(
+        None,
+        TEXT,
+        "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`",
+    )
     exit_codes: str = _setting(
         "design",
         one_of("design", "stock", "kubeflow"),
@@ -128,7 +134,18 @@ class Settings:
         "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`",
     )
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
+    metrics_linger: float = _setting(
+        0.0,
+        LINGER_SECONDS,
+        "how long an agent that has left the job still serves its metrics, until they are scraped once more; 300 or less",
+    )
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
+    metrics_web_config: str | None = _setting(
+        None,
+        TEXT,
+        "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
+        "`pip install 'elastic_ext[web]'`",
+    )
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(
         None,
@@ -174,6 +191,11 @@ class Settings:
     )
     topology: str | None = _setting(
         None, TEXT, "ext_etcd: location of this node, e.g. its rack; new nodes get ranks in the order of their locations"
+    )
+    trainjob_interval: float = _setting(
+        30.0,
+        SECONDS,
+        "Kubeflow Trainer: seconds between two posts of the TrainJob's status, where it asks for them; 0: post none",
     )
     verify: str = _setting(
         "sampled",

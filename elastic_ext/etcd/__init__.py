@@ -8,8 +8,8 @@
 
 Nothing here depends on torch. Importing this package imports neither grpc nor etcd3; the first client does.
 
-Files import each other in one direction: errors, messages, values; vendor, endpoints; calls; lease, lease_renewer; watch, stream,
-snapshot; client.
+Files import each other in one direction: errors, observer, messages, values; vendor, endpoints; calls; lease, lease_renewer;
+watch, stream, snapshot; client.
 """
 
 from elastic_ext.etcd.client import EtcdClient
@@ -27,6 +27,7 @@ from elastic_ext.etcd.errors import (
     UnsupportedVersion,
 )
 from elastic_ext.etcd.lease import LeaseSession
+from elastic_ext.etcd.observer import CallObserver
 from elastic_ext.etcd.snapshot import Snapshot, SnapshotWatch
 from elastic_ext.etcd.values import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
 from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Watch
@@ -36,6 +37,7 @@ __all__ = [
     "AuthError",
     "Batch",
     "Began",
+    "CallObserver",
     "ClientClosed",
     "Compacted",
     "Compare",

@@ -15,6 +15,7 @@ from elastic_ext.etcd import errors, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints
 from elastic_ext.etcd.errors import Kind, RpcFailure
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.observer import CallObserver, NoObserver
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +210,7 @@ class Caller:
         timeout_s: default for each call.
         closed: set when the client is closed.
         threads: those of calls that run on their own (see `race`).
+        observer: hears of each attempt.
     """
 
     def __init__(self, endpoints: Endpoints, tokens: Tokens, timeout_s: float, closed: threading.Event) -> None:
@@ -217,6 +219,7 @@ class Caller:
         self.timeout_s = timeout_s
         self.closed = closed
         self.threads = Threads()
+        self.observer: CallObserver = NoObserver()
 
     def call(
         self,
@@ -254,9 +257,13 @@ class Caller:
                 raise errors.Unavailable(f"{what}: nobody waits for the answer any more")
             connection = self.endpoints.current() if only is None else only.connection
             try:
-                return self._attempt(connection, send, run, leader)
+                answer = self._attempt(connection, send, run, leader)
+                self.observer.called(time.monotonic() - run.began, True)
+                return answer
             except CallFailed as error:
                 failed = error.failure
+                if not self.closed.is_set():  # else it was canceled
+                    self.observer.called(time.monotonic() - run.began, failed.kind not in errors.TRANSIENT)
             except ValueError as error:
                 if not self.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                     raise

@@ -22,6 +22,7 @@ from elastic_ext.etcd.endpoints import Endpoints, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease_renewer import LeaseRenewer
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.etcd.observer import CallObserver
 from elastic_ext.etcd.race import BESIDE_S, ask, race
 from elastic_ext.etcd.snapshot import SnapshotWatch
 from elastic_ext.etcd.stream import WatchStream
@@ -100,6 +101,10 @@ class EtcdClient:
         self.renewer.close()
         # Last: both may be in a race. A thread that returns from gRPC's C++ code during process exit could abort the process.
         self._caller.threads.join(_JOIN_S)
+
+    def observe(self, observer: CallObserver) -> None:
+        """Let this observer, instead of the one before, hear of all calls from now on."""
+        self._caller.observer = observer
 
     # Keys
 

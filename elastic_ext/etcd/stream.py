@@ -87,6 +87,7 @@ class WatchStream:
         self._refused: Watch | None = None  # with the previous token; a second refusal is final
         self._stale: calls.Metadata | None = None  # what the server has last refused; see `Tokens.metadata`
         self._failures = 0  # consecutive streams that did not last
+        self._opened = False  # at least once
         self._trouble: str | None = None
         caller.endpoints.observe(self._on_silent)
 
@@ -191,6 +192,9 @@ class WatchStream:
             if self._caller.closed.is_set():
                 call.cancel()
             self._call = call
+            if self._opened:
+                self._caller.observer.reconnected()
+            self._opened = True
             for watch in self._watches.values():
                 call.create(watch)
 

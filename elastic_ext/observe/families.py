@@ -19,6 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
+from elastic_ext.base import goodput
 from elastic_ext.base.kinds import KINDS
 
 Labels = tuple[str, ...]
@@ -27,11 +28,14 @@ OTHER = "other"  # a kind that a newer agent knows
 MEMBERSHIP = "membership"  # kind of a restart without a failure
 WORKER_STATES = ("running", "stopped", "succeeded", "failed")
 FIRST_STEP = "first_step"
-PHASES = ("stop", "verdict", "rendezvous", "start", FIRST_STEP)
+DETECT, LOAD = "detect", "load"
+PHASES = (DETECT, "stop", "verdict", "rendezvous", "start", LOAD, FIRST_STEP)
 STARTING, RUNNING, BACKOFF, ENDED = "start", "running", "backoff", "ended"
 STATES = ("rendezvous", STARTING, RUNNING, "stop", "verdict", BACKOFF, ENDED)
 SAVED, FAILED = "saved", "failed"
 COPIED = "copied"
+OK = "ok"
+DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requeue")
 
 # torchelastic and users have a few dozen names; names that contain a step or an id must not grow the agent's memory for days.
 MAX_TORCHELASTIC_NAMES = 500
@@ -153,10 +157,16 @@ JOB = {
 }
 RECOVERY = "elastic_ext_recovery_seconds"
 WHOLE_RECOVERY = "elastic_ext_recovery_whole_seconds"
+COPY = "elastic_ext_checkpoint_copy_seconds"
 INFO = "elastic_ext"
 OTHERS = {
     RECOVERY: Family(
-        HistogramMetricFamily, "Duration of the phases of a recovery.", ("phase",), unit="seconds", most="one histogram per phase"
+        HistogramMetricFamily,
+        "Duration of the phases of a recovery. detect: from the end of a worker here, or the last progress before a hang, until "
+        "the agent acts; load: the script's load of its checkpoint, a part of first_step.",
+        ("phase",),
+        unit="seconds",
+        most="one histogram per phase",
     ),
     WHOLE_RECOVERY: Family(
         HistogramMetricFamily,
@@ -164,7 +174,62 @@ OTHERS = {
         unit="seconds",
         most="one histogram",
     ),
+    COPY: Family(
+        HistogramMetricFamily,
+        "Time to copy a checkpoint to checkpoint_dir, from the first byte of this node until it is complete there.",
+        unit="seconds",
+        most="one histogram",
+    ),
     INFO: Family(InfoMetricFamily, "Versions, run id and node of this agent."),
+}
+# Of failures and what the job has decided; see `incidents`.
+INCIDENTS = {
+    "elastic_ext_decisions": Family(
+        CounterMetricFamily,
+        "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
+        ("decision", "kind"),
+        known=tuple((decision, kind) for decision in DECISIONS for kind in (*KINDS, OTHER)),
+        most="one per decision and kind",
+    ),
+    "elastic_ext_hangs": Family(
+        CounterMetricFamily, "Rounds that ended because no worker of the job made progress.", known=((),)
+    ),
+    "elastic_ext_node_strikes": Family(
+        GaugeMetricFamily, "Failures that verdicts of the job have put on this node, since its agent started.", known=((),)
+    ),
+    "elastic_ext_refused_nodes": Family(
+        GaugeMetricFamily, "Hosts that may not come back to the job now, by the verdicts that this agent has seen.", known=((),)
+    ),
+}
+# With ext_etcd only; see `etcd_health`.
+ETCD_CALL = "elastic_ext_etcd_call_seconds"
+ETCD_CALLS = "elastic_ext_etcd_calls"
+ETCD_RECONNECTS = "elastic_ext_etcd_reconnects"
+ETCD_LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
+ETCD = {
+    ETCD_CALL: Family(
+        HistogramMetricFamily,
+        "ext_etcd: time of calls to etcd, each attempt for itself, answered or not.",
+        unit="seconds",
+        most="one histogram",
+    ),
+    ETCD_CALLS: Family(
+        CounterMetricFamily,
+        "ext_etcd: attempts to call etcd: answered (ok), or not served by the member that was asked (failed).",
+        ("outcome",),
+        known=_known(OK, FAILED),
+        most="2",
+    ),
+    ETCD_RECONNECTS: Family(
+        CounterMetricFamily,
+        "ext_etcd: how often the stream of all watches had to be opened again: its connection was lost.",
+        known=((),),
+    ),
+    ETCD_LEASE: Family(
+        GaugeMetricFamily,
+        "ext_etcd: until when etcd certainly keeps this node in the job; absent before and after that.",
+        unit="seconds",
+    ),
 }
 WORKERS = {
     "elastic_ext_worker": Family(
@@ -211,5 +276,60 @@ WORKERS = {
         ("local_rank",),
         unit="seconds",
         most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_checkpoint_load_seconds": Family(
+        SummaryMetricFamily,
+        "Time of the worker's loads of a checkpoint by elastic_ext.Checkpointer since its start, with the check of the files.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_checkpoint_verify_seconds": Family(
+        SummaryMetricFamily,
+        "Time in which the worker, with the others, has checked the files of checkpoints for damage before a load.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+}
+
+# Of `goodput_collector`. "The job" is what this agent knows of it: other hosts, and earlier agents, as they last shared it.
+GOODPUT = {
+    "elastic_ext_goodput_seconds": Family(
+        CounterMetricFamily,
+        "Time of this agent, by state. Every second is in exactly one state; running workers count with the mean over them.",
+        ("state",),
+        unit="seconds",
+        known=_known(*goodput.STATES),
+        most=str(len(goodput.STATES)),
+    ),
+    "elastic_ext_goodput_unsettled_seconds": Family(
+        GaugeMetricFamily,
+        "Time of this agent whose state is not known yet: the step that runs now. The counters and it are all time of the agent.",
+        unit="seconds",
+    ),
+    "elastic_ext_goodput_ratio": Family(GaugeMetricFamily, "The productive part of the job's time.", unit="ratio"),
+    "elastic_ext_effective_training_time_ratio": Family(
+        GaugeMetricFamily,
+        "The part of the job's time that failures and starts did not take: productive, data_wait and checkpoint_save.",
+        unit="ratio",
+    ),
+    "elastic_ext_tokens": Family(CounterMetricFamily, "Tokens that the script has reported to this agent, by report_tokens()."),
+    "elastic_ext_floating_point_operations": Family(
+        CounterMetricFamily, "Operations that the script has reported to this agent, by report_flops()."
+    ),
+    "elastic_ext_checkpoint_interval_advised_seconds": Family(
+        GaugeMetricFamily,
+        "Advised time between checkpoints, by Daly; absent before 3 interruptions and 3 saves.",
+        unit="seconds",
+    ),
+    "elastic_ext_checkpoint_stall_mean_seconds": Family(
+        GaugeMetricFamily, "Mean stall of training by a save; the advice comes from it.", unit="seconds"
+    ),
+    "elastic_ext_restart_mean_seconds": Family(
+        GaugeMetricFamily, "Mean time of a start or restart until the job runs, shown with the advice.", unit="seconds"
+    ),
+    "elastic_ext_interruption_interval_mean_seconds": Family(
+        GaugeMetricFamily, "Mean time in which the job runs between two interruptions; the advice comes from it.", unit="seconds"
     ),
 }

@@ -49,6 +49,7 @@ class WorkerProgress:
         stepping_s: from its first step to its last.
         skew: its recent time per step divided by the median of this agent's workers; None if unknown.
         saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
+        loads, checks: numbers of checkpoints that it has loaded, and checked for damage. loading_s, checking_s: the time.
         saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
     """
 
@@ -64,6 +65,10 @@ class WorkerProgress:
     failed_saves: int = 0
     saving_s: float = 0.0
     first_step_at: float | None = None
+    loads: int = 0
+    loading_s: float = 0.0
+    checks: int = 0
+    checking_s: float = 0.0
 
 
 class UnixClock:
@@ -77,6 +82,9 @@ class UnixClock:
         if abs(ahead_s - self._ahead_s) > CLOCK_STEP_S:
             self._ahead_s = ahead_s
         return round(monotonic_s + self._ahead_s, 3)
+
+    def at_if_any(self, monotonic_s: float | None) -> float | None:
+        return self.at(monotonic_s) if monotonic_s is not None else None
 
 
 class AgentMetrics(Collector):
@@ -92,7 +100,7 @@ class AgentMetrics(Collector):
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
 
     Attributes:
-        state: what the agent does.
+        progress: as given. state: what the agent does.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class AgentMetrics(Collector):
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
-        self._progress = progress
+        self.progress = progress
         self._clock = UnixClock()
         # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
         self._lock = threading.RLock()
@@ -117,8 +125,9 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery, self._whole = Recovery(), _Histogram()
-        self._phases = {phase: _Histogram() for phase in PHASES}
+        self._recovery = Recovery()
+        self._phases = {phase: Histogram() for phase in PHASES}
+        self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
         self._full = False
         self.state = AgentState()
         self.enter("rendezvous")
@@ -140,10 +149,6 @@ class AgentMetrics(Collector):
             now = time.monotonic()
             self.state.enter(state, now)
             self._recovery.entered(state, now)
-
-    def progress(self) -> Sequence[WorkerProgress]:
-        """Return the workers' progress now."""
-        return self._progress()
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
@@ -168,14 +173,16 @@ class AgentMetrics(Collector):
             if limit >= 0:
                 self._values["elastic_ext_max_restarts"][()] = limit
 
-    def first_steps(self, at: float) -> None:
-        """Note that all workers of this round have made a step. at: when the last of them did its first, monotonic."""
+    def first_steps(self, at: float, load_s: float = 0.0) -> None:
+        """Note that all workers have made a step, the last its first at `at`, monotonic. load_s: their longest load; 0: none."""
         with self._lock:
             recovered = self._recovery.first_steps(at)
             if recovered is None:
                 return
             self._phases[families.FIRST_STEP].observe(recovered.first_step_s)
-            self._whole.observe(recovered.whole_s)
+            self._spans[families.WHOLE_RECOVERY].observe(recovered.whole_s)
+            if load_s > 0:
+                self._phases[families.LOAD].observe(load_s)
             self._values["elastic_ext_last_recovery_seconds"][()] = recovered.whole_s
             self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(at)
 
@@ -234,6 +241,11 @@ class AgentMetrics(Collector):
             if complete:
                 self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
 
+    def copy_took(self, seconds: float) -> None:
+        """Record how long it took to copy a checkpoint."""
+        with self._lock:
+            self._spans[families.COPY].observe(seconds)
+
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
         self._add("elastic_ext_checkpoint_copies", (FAILED,))
@@ -275,14 +287,14 @@ class AgentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
-        workers = self._progress()
+        workers = self.progress()
         whole = len(workers) == self._values["elastic_ext_workers"]["running",]  # others are still in their bootstrap
         if workers and whole and all(each.first_step_at is not None for each in workers):
-            self.first_steps(max(each.first_step_at or 0.0 for each in workers))
+            self.first_steps(max(each.first_step_at or 0.0 for each in workers), max(each.loading_s for each in workers))
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
             phases = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._phases.items()}
-            recoveries = self._whole.buckets(), self._whole.sum
+            spans = {name: (histogram.buckets(), histogram.sum) for name, histogram in self._spans.items()}
         info = cast("InfoMetricFamily", families.OTHERS[families.INFO].new(families.INFO))
         info.add_metric((), self._info)
         yield info
@@ -292,7 +304,8 @@ class AgentMetrics(Collector):
                 cast("CounterMetricFamily", family).add_metric(labels, value)
             yield family
         yield _histograms(families.RECOVERY, {(phase,): each for phase, each in phases.items()})
-        yield _histograms(families.WHOLE_RECOVERY, {(): recoveries})
+        for name, span in spans.items():
+            yield _histograms(name, {(): span})
         yield from self._collect_workers(workers)
 
     def _collect_workers(self, workers: Sequence[WorkerProgress]) -> Iterator[Metric]:
@@ -313,34 +326,34 @@ class AgentMetrics(Collector):
             cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
             add("_steps", labels, each.steps)
             add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
-            add("_last_step_timestamp_seconds", labels, self._unix(each.last_step_at))
+            add("_last_step_timestamp_seconds", labels, self._clock.at_if_any(each.last_step_at))
             add("_step_skew_ratio", labels, each.skew)
             add("_saved_step", labels, each.saved_step)
-            add("_last_save_timestamp_seconds", labels, self._unix(each.saved_at))
+            add("_last_save_timestamp_seconds", labels, self._clock.at_if_any(each.saved_at))
             add("_checkpoint_saves", (*labels, SAVED), each.saves)
             add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
             add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
+            add_times("_checkpoint_load_seconds", labels, each.loads, each.loading_s)
+            add_times("_checkpoint_verify_seconds", labels, each.checks, each.checking_s)
         yield from found.values()
 
-    def _unix(self, monotonic_s: float | None) -> float | None:
-        return self._clock.at(monotonic_s) if monotonic_s is not None else None
 
+class Histogram:
+    """A histogram with counts by bucket. The caller holds the lock. bounds: the upper bounds of the buckets but the last."""
 
-class _Histogram:
-    """A histogram with counts by bucket. The caller holds the lock."""
-
-    def __init__(self) -> None:
+    def __init__(self, bounds: Sequence[float] = RECOVERY_BUCKETS) -> None:
         self.sum = 0.0
-        self._counts = [0] * (len(RECOVERY_BUCKETS) + 1)
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, seconds: float) -> None:
         self.sum += seconds
-        self._counts[bisect.bisect_left(RECOVERY_BUCKETS, seconds)] += 1
+        self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts as Prometheus expects them: (upper bound, observations at or below it)."""
         shown, below = [], 0
-        for bound, count in zip((*RECOVERY_BUCKETS, math.inf), self._counts, strict=True):
+        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
             below += count
             shown.append(("+Inf" if bound == math.inf else str(float(bound)), float(below)))
         return shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -13,54 +14,92 @@ from importlib import resources
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
+from elastic_ext.observe.cpu_budget import CpuBudget
+
 METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/status.json", "/job.json"
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
-_PRIVATE = "X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nCache-Control: no-store\r\n"
+CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
+CPU_BURST_S = 0.5
+
+# What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
+_OPENMETRICS = "application/openmetrics-text"
+_FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
+_ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
+_PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
 
 
 @dataclass(frozen=True)
 class Page:
-    """An answer. body: of this content type. headers: further lines, each with its line end."""
+    """An answer. body: of this content type. headers: further lines. sent: called once the client has been sent all of it.
+
+    made_at: when it was begun (time.monotonic()); 0: it does not change.
+    """
 
     status: HTTPStatus
     content_type: str
     body: bytes
-    headers: str = ""
+    headers: tuple[str, ...] = ()
+    sent: Callable[[], None] = lambda: None
+    made_at: float = 0.0
 
     def encoded(self) -> bytes:
         """Return it as HTTP/1.0 sends it."""
         head = (
-            f"HTTP/1.0 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\nConnection: close\r\n{self.headers}\r\n"
+            *(f"HTTP/1.0 {self.status.value} {self.status.phrase}", *self.headers),
+            *(f"Content-Type: {self.content_type}", f"Content-Length: {len(self.body)}", "Connection: close", "\r\n"),
         )
-        return head.encode("ascii") + self.body
+        return "\r\n".join(head).encode("ascii") + self.body
 
 
 MakePage = Callable[[str], Page]  # from the request's Accept
 Pages = Mapping[str, MakePage]
 
 
-def text(status: HTTPStatus, line: str) -> Page:
+def text(status: HTTPStatus, line: str, *headers: str) -> Page:
     """Return a page of one line."""
-    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n")
+    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n", headers)
 
 
 def of_metrics(registry: CollectorRegistry) -> Pages:
-    """Return the page for scrapers, in the format that they accept."""
+    """Return the page for scrapers, in the format that they accept. Who scrapes all the time gets the last page once more."""
+
+    budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
+    last: dict[str, Page] = {}  # by format, of which there are few
 
     def scrape(accept: str) -> Page:
-        encode, content_type = choose_encoder(accept)
-        return Page(HTTPStatus.OK, content_type, encode(registry))
+        accepted = _known_format(accept)
+        if accepted not in last or budget.wait_s(time.monotonic()) == 0:
+            encode, content_type = choose_encoder(accepted)
+            began, now = time.thread_time(), time.monotonic()
+            last[accepted] = Page(HTTPStatus.OK, content_type, encode(registry), made_at=now)
+            budget.spend(time.thread_time() - began, time.monotonic())
+        return last[accepted]
 
     return {METRICS: scrape}
+
+
+def _pair(parameter: str) -> tuple[str, str]:
+    name, _, value = parameter.partition("=")
+    return name, value
+
+
+def _known_format(accept: str) -> str:
+    """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
+    for each in accept.split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        given = dict(_pair(parameter) for parameter in parameters)
+        if (kind, given.get("version", "")) in _FORMATS:
+            escaping = given.get("escaping", "")
+            return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")
+    return ""
 
 
 def of_job(document: Callable[[], bytes]) -> Pages:
     """Return the page of the whole job, and the document that it polls."""
     html = resources.files(__package__).joinpath("job.html").read_text("utf-8")
-    headers = f"Content-Security-Policy: {_policy(html)}\r\n{_PRIVATE}"
+    headers = (f"Content-Security-Policy: {_policy(html)}", *_PRIVATE)
     page = Page(HTTPStatus.OK, HTML, html.encode(), headers)
     return {"/": lambda _: page, JOB: lambda _: Page(HTTPStatus.OK, JSON, document(), _PRIVATE)}
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import EndKind
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
 
 __all__ = ["EndKind", "Rendezvous", "RoundEnd"]
 
@@ -46,6 +50,8 @@ class Rendezvous(Protocol):
         launch: name of this launch of the job, the same on every node; round numbers increase within one launch.
         poll_interval_s: seconds between two polls of `round_over`, if waiting nodes cause no event; None if they do.
         on_event: called from any thread when `round_over` or `save_wanted` may have changed; our agent sets it.
+        on_verdict: ext_etcd: called, while this node waits for the next round, with the verdict on the last one, maybe again; our
+            agent sets it.
         on_wait: called every second by a main thread that waits for other nodes; it may raise; our agent sets it.
     """
 
@@ -58,6 +64,7 @@ class Rendezvous(Protocol):
     node_id: str
     poll_interval_s: float | None
     on_event: Callable[[], None]
+    on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]
 
     @property
@@ -120,12 +127,32 @@ class Rendezvous(Protocol):
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
+    def share_goodput(self, spent: Spent) -> Shared:
+        """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.
+
+        Raises ElasticExtError or OSError; then nothing was added, as far as this node knows.
+        """
+
     @property
     def link_fds(self) -> tuple[int, ...]:
         """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
 
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:
+        """Let `observer` hear of all calls to etcd. Return None on a backend without etcd.
+
+        Returns:
+            A function that returns until when, monotonic, etcd certainly keeps this node in the job; None: it does not now.
+        """
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
+
+    @property
+    def may_linger(self) -> bool:
+        """Whether this process may stay after `shutdown`: it holds nothing that the next start of the job needs."""
 
     def show(self, report: str, last: bool) -> None:
         """Show what this node tells of itself to whoever asks for the job's status. From a thread that may wait for seconds.

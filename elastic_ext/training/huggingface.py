@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
+from elastic_ext.training.progress import report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class _State(Protocol):
     """The part of transformers.TrainerState that this module uses."""
 
     global_step: int
+    max_steps: int
 
     @property
     def is_world_process_zero(self) -> bool: ...
@@ -47,8 +49,10 @@ class SaveOnDemand(TrainerCallback):
         self._began = 0.0  # time.monotonic() of the Trainer's last event before it may save
 
     def on_train_begin(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
-        """Forget a request from an earlier training run."""
+        """Forget a request from an earlier training run; tell the agent how long this one is."""
         self._requested = False
+        if state.max_steps > 0:
+            report_total_steps(state.max_steps, state.global_step)
 
     def on_step_end(self, args: object, state: _State, control: _Control, **kwargs: object) -> None:
         """Ask the Trainer to save here if the agent asks for it."""

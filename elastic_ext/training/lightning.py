@@ -10,6 +10,7 @@ instance with `elastic-ext checkpoints prune`: the ModelCheckpoint counts only i
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from elastic_ext.training.progress import report_total_steps
 from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
 
 LIBRARIES = ("lightning.pytorch", "pytorch_lightning")  # two independent packages with the same classes
@@ -33,6 +35,8 @@ class _Trainer(Protocol):
 
     @property
     def global_step(self) -> int: ...
+    @property
+    def estimated_stepping_batches(self) -> float: ...
     @property
     def current_epoch(self) -> int: ...
     @property
@@ -64,8 +68,11 @@ class SaveOnDemand:
         self._step = 0
 
     def on_train_start(self, trainer: _Trainer, pl_module: object) -> None:
-        """Record the step at which training starts."""
+        """Record the step at which training starts; tell the agent how many there will be, if Lightning knows."""
         self._step = trainer.global_step
+        total = trainer.estimated_stepping_batches
+        if math.isfinite(total) and total >= 1:
+            report_total_steps(int(total), self._step)
 
     def on_train_batch_end(self, trainer: _Trainer, pl_module: object, outputs: object, batch: object, batch_idx: int) -> None:
         """Save here if the agent asks for it, unless gradients are still being accumulated, which is not a step."""

@@ -1,6 +1,9 @@
-"""Progress and phases, which the hang detector uses besides the optimizer steps of a script."""
+"""Progress, phases and amounts of work, which a script tells the agent besides its optimizer steps."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.training.worker import this_worker
@@ -14,6 +17,27 @@ def report_progress() -> None:
     worker = this_worker()
     if worker is not None:
         worker.row.report_progress()
+
+
+def report_total_steps(total: int, done: int | None = None) -> None:
+    """Report how many optimizer steps the whole job will make; the agent works out from it how far the job is.
+
+    Args:
+        total: from the beginning of the job to its end, not from the last restart.
+        done: how many of them are done now; default: as many as the checkpoint has that the agent chose.
+
+    Raises:
+        UsageError: `total` is not a whole number of 1 or more, or `done` not one of 0 or more.
+    """
+    if not _is_whole(total, 1) or not (done is None or _is_whole(done, 0)):
+        raise UsageError(f"report_total_steps({total!r}, {done!r}): expected whole numbers, of 1 or more and of 0 or more")
+    worker = this_worker()
+    if worker is not None:
+        worker.row.report_total_steps(total, done)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and least <= value < 1 << 62
 
 
 def phase(name: str) -> Phase:
@@ -53,3 +77,42 @@ def _enter(phase_: int) -> None:
     worker = this_worker()
     if worker is not None:
         worker.row.enter_phase(phase_)
+
+
+MOST_FLOPS = 1e21  # of one call: days of a GPU. The agent's word for the sum holds 1.8e25
+_flops_left = 0.0  # reported, but less than a million
+
+
+def report_tokens(count: int) -> None:
+    """Count tokens that this process has trained on. Raises UsageError for less than 0 and for what is no whole number."""
+    if not isinstance(count, int) or count < 0:
+        raise UsageError(f"report_tokens({count!r}): expected a whole number of 0 or more")
+    worker = this_worker()
+    if worker is not None:
+        worker.row.add_tokens(count)
+
+
+def report_flops(count: float) -> None:
+    """Count floating-point operations that this process has done. Raises UsageError for less than 0 and more than MOST_FLOPS."""
+    global _flops_left
+    if not 0 <= count <= MOST_FLOPS:
+        raise UsageError(f"report_flops({count!r}): expected a number from 0 to {MOST_FLOPS:g}")
+    worker = this_worker()
+    if worker is not None:
+        whole, _flops_left = divmod(count + _flops_left, 1e6)
+        worker.row.add_megaflops(int(whole))
+
+
+@contextmanager
+def doing(account: str) -> Iterator[None]:
+    """Count the training thread's time in this block in `account`, one of progress_layout.ACCOUNTS, whatever the phase says."""
+    worker = this_worker()
+    if worker is None:
+        yield
+        return
+    before = worker.row.doing
+    worker.row.begin_doing(progress_layout.ACCOUNTS.index(account) + 1)
+    try:
+        yield
+    finally:
+        worker.row.begin_doing(before)

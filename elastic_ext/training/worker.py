@@ -39,8 +39,16 @@ class ProgressRow:
 
     def report_progress(self) -> None:
         """Count a sign of progress other than an optimizer step."""
+        now_ns = time.monotonic_ns()
+        progress_layout.settle(self._words, now_ns)
         self._words[progress_layout.PROGRESS] += 1
-        progress_layout.note_sign(self._words, time.monotonic_ns())
+        progress_layout.note_sign(self._words, now_ns)
+
+    def report_total_steps(self, total: int, done: int | None) -> None:
+        """Report the steps of the whole job, and how many of them are done now; None: the agent knows."""
+        self._words[progress_layout.TOTAL_STEPS] = total
+        if done is not None:
+            self._words[progress_layout.STEPS_BEFORE] = max(0, done - self._words[progress_layout.STEPS]) + 1
 
     @property
     def phase(self) -> int:
@@ -51,8 +59,25 @@ class ProgressRow:
         """End the current phase, which is a sign of progress, and begin another."""
         now_ns = time.monotonic_ns()
         progress_layout.note_sign(self._words, now_ns)  # this sign belongs to the phase that ends
+        progress_layout.settle(self._words, now_ns)
         self._words[progress_layout.PHASE_SINCE_NS] = now_ns
         self._words[progress_layout.PHASE] = phase
+
+    @property
+    def doing(self) -> int:
+        """What the training thread was told to do, as the field DOING has it."""
+        return self._words[progress_layout.DOING]
+
+    def begin_doing(self, doing: int) -> None:
+        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread."""
+        progress_layout.settle(self._words, time.monotonic_ns())
+        self._words[progress_layout.DOING] = doing
+
+    def add_tokens(self, count: int) -> None:
+        self._words[progress_layout.TOKENS] += count
+
+    def add_megaflops(self, count: int) -> None:
+        self._words[progress_layout.MEGAFLOPS] += count
 
     def requested_save(self) -> int:
         """Record that this script asks for saves on demand; return the number of the newest request, 0 for none."""
@@ -70,6 +95,16 @@ class ProgressRow:
         if answered is not None:
             words[progress_layout.SAVE_KEPT] = answered
         worker_env.wake(self._wake_path)
+
+    def report_loaded(self, seconds: float) -> None:
+        """Report a checkpoint that was loaded in `seconds`."""
+        self._words[progress_layout.LOADS_NS] += int(seconds * 1e9)
+        self._words[progress_layout.LOADS] += 1
+
+    def report_checked(self, seconds: float) -> None:
+        """Report a checkpoint whose files were checked for damage in `seconds`."""
+        self._words[progress_layout.CHECKS_NS] += int(seconds * 1e9)
+        self._words[progress_layout.CHECKS] += 1
 
     def report_save_failed(self, request: int) -> None:
         """Report that a save failed. request: the last request that this worker acted on."""

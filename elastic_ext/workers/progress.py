@@ -32,11 +32,20 @@ class Progress:
         saving_s: duration of all of them, in seconds.
         save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
         failed_saves: number of saves that failed.
+        loads, loading_s: number of checkpoints that the worker has loaded, and the seconds that this took, with the checks.
+        checks, checking_s: number of checkpoints whose files it has checked for damage, with the others, and the seconds.
         ends_with: exit code of a worker whose script has ended with an error, or 0.
+        ended_ns: time.monotonic_ns() of the exception that ended the script; 0: none has.
         exit_handlers_done: the part of the worker's end that the script can notice is over.
         phase: what the script says it is doing, one of progress_layout.PHASES; "": it does not say.
         reports: progress reports, besides the steps.
         sign_ns: time.monotonic_ns() of the last sign of life (a step, a report, a change of phase); 0: none yet.
+        total_steps, steps_before: of the whole job, and of the job before this worker's first, if the script told; else None.
+        posts_status: the script posts the status of its Kubeflow TrainJob itself.
+        began_ns: when its bootstrap took over, time.monotonic_ns(); 0: it has not yet.
+        spent_ns: settled time of its training thread, by the index of its account in progress_layout.ACCOUNTS.
+        account: what the thread does since then, one of progress_layout.ACCOUNTS.
+        tokens, flops: as the script reported them.
         gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
@@ -62,6 +71,19 @@ class Progress:
     gaps: tuple[int, ...] = ()
     has_torch: bool = False
     answers: int = 0
+    total_steps: int | None = None
+    steps_before: int | None = None
+    posts_status: bool = False
+    ended_ns: int = 0
+    loads: int = 0
+    loading_s: float = 0.0
+    checks: int = 0
+    checking_s: float = 0.0
+    began_ns: int = 0
+    spent_ns: tuple[int, ...] = ()
+    account: str = ""
+    tokens: int = 0
+    flops: float = 0.0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -117,7 +139,25 @@ class ProgressTable:
             gaps=tuple(row[gaps : gaps + layout.GAP_BUCKETS]),
             has_torch=bool(row[layout.OPTIM_HOOKED]),
             answers=row[layout.ANSWERS],
+            total_steps=row[layout.TOTAL_STEPS] or None,
+            steps_before=row[layout.STEPS_BEFORE] - 1 if row[layout.STEPS_BEFORE] else None,
+            posts_status=bool(row[layout.POSTS_STATUS]),
+            ended_ns=row[layout.ENDED_AT_NS],
+            loads=row[layout.LOADS],
+            loading_s=row[layout.LOADS_NS] / 1e9,
+            checks=row[layout.CHECKS],
+            checking_s=row[layout.CHECKS_NS] / 1e9,
+            began_ns=row[layout.BEGAN_NS],
+            spent_ns=tuple(row[layout.SPENT : layout.SPENT + len(layout.ACCOUNTS)]),
+            account=layout.ACCOUNTS[self._account(row, phase)],
+            tokens=row[layout.TOKENS],
+            flops=row[layout.MEGAFLOPS] * 1e6,
         )
+
+    @staticmethod
+    def _account(row: memoryview, phase: int) -> int:
+        doing = min(row[layout.DOING], len(layout.ACCOUNTS))  # the script can write anything here
+        return layout.account(doing, phase, row[layout.STEPS], row[layout.REPEATED])
 
     def read_all(self) -> list[Progress]:
         """Decode the rows of all workers of this node, by slot."""
@@ -126,6 +166,11 @@ class ProgressTable:
     def want_save(self, slot: int, number: int) -> None:
         """Ask this worker to look for the agreed step boundary of save on demand `number`."""
         self._rows[slot][layout.SAVE_WANTED] = number
+
+    def repeat(self, steps: int) -> None:
+        """Tell all workers how many of their first steps were done before, for `progress_layout.settle`. Before they start."""
+        for row in self._rows:
+            row[layout.REPEATED] = steps
 
     def remove(self) -> None:
         """Unlink the file. The memory stays until the last reader drops this object."""

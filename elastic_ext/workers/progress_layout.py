@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 3. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 4. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,8 +10,8 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 3
-ROW_BYTES = 1536
+VERSION = 4
+ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
 STEPS = 1  # optimizer steps done
@@ -50,9 +50,36 @@ ANSWERS = GAPS + len(PHASES) * GAP_BUCKETS  # 1 plus the number of worker_env.AN
 SAVES_NS = ANSWERS + 1  # duration of all committed saves
 SAVED_AT_NS = ANSWERS + 2  # time.monotonic_ns() of the last commit
 
+ENDED_AT_NS = ANSWERS + 3  # time.monotonic_ns() of the exception that ended the script; 0: none has
+
+# Written by elastic_ext.training: loads of checkpoints, and checks of their files for damage, which are a part of a load.
+LOADS = ANSWERS + 4
+LOADS_NS = ANSWERS + 5  # duration of all loads
+CHECKS = ANSWERS + 6
+CHECKS_NS = ANSWERS + 7  # duration of all checks
+
+# For the status of a Kubeflow TrainJob.
+TOTAL_STEPS = ANSWERS + 8  # optimizer steps of the whole job, as the script reported them; 0: it did not
+STEPS_BEFORE = ANSWERS + 9  # steps of the job before the first one of this worker, as the script reported them, plus 1
+POSTS_STATUS = ANSWERS + 10  # 1: the script posts that status itself; written at the first step
+
+# What the training thread spends its time on. Only `settle` writes these, in that thread. A reader that needs the end of the last
+# settled span adds SPENT to BEGAN_NS: that sum never mixes two spans.
+ACCOUNTS = (
+    *("startup", "productive", "lost_work", "data_wait"),
+    *("compile", "checkpoint_save", "checkpoint_load", "stopping"),
+)
+BEGAN_NS = ANSWERS + 11  # time.monotonic_ns() when the bootstrap took over
+SETTLED_NS = BEGAN_NS + 1  # end of the last settled span
+SPENT = BEGAN_NS + 2  # first field: settled nanoseconds, one field per account
+DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if it is told; 0: the phase tells
+TOKENS = DOING + 1  # tokens reported by the script
+MEGAFLOPS = DOING + 2  # millions of floating-point operations reported by the script
+
 # Written by the agent.
-AGENT_FIELDS = ANSWERS + 3
+AGENT_FIELDS = DOING + 3
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
+REPEATED = AGENT_FIELDS + 1  # the first so many steps were already done before the restart
 
 
 def note_sign(row: memoryview, now_ns: int) -> None:
@@ -62,3 +89,28 @@ def note_sign(row: memoryview, now_ns: int) -> None:
         bucket = min(((now_ns - last_ns) // 1_000_000).bit_length(), GAP_BUCKETS - 1)
         row[GAPS + row[PHASE] * GAP_BUCKETS + bucket] += 1
     row[SIGN_NS] = now_ns
+
+
+_WORK, _LOST = ACCOUNTS.index("productive"), ACCOUNTS.index("lost_work")
+# By phase, before and after the first step. Before it, a checkpoint is loaded; after it, saved.
+_BEFORE = tuple(
+    map(ACCOUNTS.index, ("startup", "productive", "data_wait", "compile", "checkpoint_load", "productive", "stopping"))
+)
+_AFTER = tuple(
+    map(ACCOUNTS.index, ("productive", "productive", "data_wait", "compile", "checkpoint_save", "productive", "stopping"))
+)
+
+
+def account(doing: int, phase: int, steps: int, repeated: int) -> int:
+    """Return the account of the span that is not settled yet. The arguments are the fields of these names."""
+    if doing:
+        return doing - 1
+    found = (_AFTER if steps else _BEFORE)[phase]
+    return _LOST if found == _WORK and steps < repeated else found
+
+
+def settle(row: memoryview, now_ns: int) -> None:
+    """End a span of the training thread's time. Call this before the row says that something else begins."""
+    spent = SPENT + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
+    row[spent] += max(0, now_ns - row[SETTLED_NS])  # less than 0 only if another thread has just settled
+    row[SETTLED_NS] = now_ns

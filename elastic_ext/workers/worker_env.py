@@ -14,12 +14,14 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
     modules           path of the file to which the worker writes what it has imported, at its first optimizer step or at its end:
                       {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
     store             [host, port] of the round's store
+    metrics           beginning of the path of a file with metrics of the script; see base.metric_files
     agent             token of the agent, by which the reaper finds what the workers started
 
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
 """
 
 import os
+import sys
 from _signal import SIGRTMIN  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         quiet_traceback: bool
         modules: str
         store: tuple[str, int]
+        metrics: str
         agent: str
 
 
@@ -67,6 +70,19 @@ def loads(text: str) -> "WorkerMessage":
     import json
 
     return checked(json.loads(text))
+
+
+def posts_status() -> bool:
+    """Return whether this script posts the status of its Kubeflow TrainJob itself, by what it has imported so far.
+
+    Hugging Face's Trainer does (transformers.integrations.KubeflowCallback; it adds that to every Trainer unless the variable
+    says no), and so do scripts that use Kubeflow's SDK.
+    """
+    if not os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
+        return False
+    trainer = "transformers.trainer" in sys.modules and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE"
+    integrations = sys.modules.get("transformers.integrations.integration_utils")
+    return (trainer and hasattr(integrations, "KubeflowCallback")) or "kubeflow.trainer" in sys.modules
 
 
 def wake(path: "str | None") -> None:

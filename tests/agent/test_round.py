@@ -175,19 +175,25 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
     logs.run_dir = str(tmp_path)
     companions = SimpleNamespace(
         token="t",
+        observation=SimpleNamespace(
+            message=lambda round, local_rank, rank: {"metrics": f"{round}.{local_rank}.{rank}"},
+            goodput=SimpleNamespace(round_begins=lambda table, step: None),
+        ),
         copier=SimpleNamespace(abandon_newer_than=lambda path: told.append(path)),
         flight_recorder=None,
         wake_pipe=SimpleNamespace(path="pipe"),
         warm_starts=SimpleNamespace(start=None, before_start=lambda: told.append("standbys")),
     )
-    spec = SimpleNamespace(local_world_size=2, max_restarts=5)
-    group = SimpleNamespace(spec=spec, master_addr="host", master_port=1)
+    spec = SimpleNamespace(local_world_size=2, max_restarts=5, entrypoint=sys.executable, args=("train.py",))
+    workers = [SimpleNamespace(global_rank=6), SimpleNamespace(global_rank=7)]
+    group = SimpleNamespace(spec=spec, master_addr="host", master_port=1, workers=workers)
     handler = SimpleNamespace(round=4, launch="l")
 
     def start_processes():
         assert (tmp_path / "progress.t.3").exists()
         assert logs.messages[1] == {
             "agent": "t",
+            "metrics": "4.1.7",
             "slot": 1,
             "progress": str(tmp_path / "progress.t.3"),
             "wake_pipe": "pipe",

@@ -185,6 +185,19 @@ def test_classification(tmp_path):
 
 
 @pytest.mark.long
+def test_scrape_load(tmp_path):
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import scrape_load; print(scrape_load.one_run(True, 2.0))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    import scrape_load
+
+    seen = eval(done.stdout.splitlines()[-1], {"Run": scrape_load.Run})
+    assert seen.tokens_s > 0
+    assert seen.storm["scrapes"] > 0
+
+
+@pytest.mark.long
 def test_overhead(tmp_path):
     import overhead
 

@@ -142,6 +142,7 @@ def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Outpu
 # ---------------------------------------------------------------- other world sizes
 
 
+@pytest.mark.long
 def test_4_ranks_become_2_and_3_and_then_1(tmp_path: Path) -> None:
     """Every load has the state of the save before it, and all together have the losses of one process that was never stopped.
 

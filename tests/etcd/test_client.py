@@ -213,6 +213,7 @@ def test_a_write_is_not_sent_to_a_server_that_does_not_answer(own_server: EtcdSe
         assert client.get("a", timeout_s=10).kv is None
 
 
+@pytest.mark.long
 def test_first_good_call_soon_after_a_longer_outage(server: EtcdServer):
     """gRPC's own back-off would wait 4 s more at this point, and up to 120 s later on."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:

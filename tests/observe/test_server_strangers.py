@@ -10,14 +10,18 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http import HTTPStatus
 
 import pytest
+from prometheus_client.exposition import choose_encoder
 
 from elastic_ext.observe import pages
 from elastic_ext.observe import server as server_module
+from elastic_ext.observe.linger import LastScrape
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
+from elastic_ext.observe.request import MAX_REQUEST
+from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MetricsServer
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 
@@ -50,6 +54,56 @@ while not select.select([sys.stdin], [], [], 0.2)[0]:
     if rounds == 5:
         print("dripping", flush=True)
 """
+
+
+FORMATS = [
+    "application/openmetrics-text; version=1.0.0, text/plain",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3",
+    "application/openmetrics-text; version=0.0.1, text/plain; version=1.0.0; escaping=dots",
+    "application/openmetrics-text",
+    "text/plain;version=0.0.4",
+    "*/*",
+    "",
+]
+
+
+@pytest.mark.parametrize("accept", FORMATS)
+def test_a_scraper_gets_the_format_that_it_asks_for(accept):
+    registry = AgentMetrics(version="1", torch="2", run_id="r").registry
+    page = pages.of_metrics(registry)[pages.METRICS](accept)
+    wanted = choose_encoder(accept)[1]
+    assert page.content_type.split(";")[:2] == wanted.split(";")[:2]
+
+
+def test_what_a_stranger_accepts_ends_nothing_and_is_not_kept():
+    """A page is kept for each format, so there must be few of these."""
+    registry = AgentMetrics(version="1", torch="2", run_id="r").registry
+    server = MetricsServer(pages.of_metrics(registry))
+    assert server.endpoint is not None
+    types = set()
+    with closing(server):
+        for version in ("1.\x851", *(f"1.0.{number}" for number in range(1, 300))):
+            request = f"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text; version={version}\r\n\r\n"
+            with socket.create_connection(server.endpoint, timeout=30) as client:
+                client.sendall(request.encode("latin-1"))
+                answer = b""
+                while data := client.recv(65536):
+                    answer += data
+            assert answer.startswith(b"HTTP/1.0 200 OK")
+            types.add(answer.split(b"\r\n")[1])
+    assert len(types) == 1
+
+
+def test_a_page_from_before_the_end_is_not_the_last_scrape():
+    last = LastScrape()
+    at = time.monotonic()
+    page = pages.Page(HTTPStatus.OK, pages.TEXT, b"", made_at=at)
+    scrape = last.noting({pages.METRICS: lambda accept: page})[pages.METRICS]
+    scrape("").sent()
+    last.ended_at = at + 1
+    assert scrape("") is page
+    last.ended_at = at - 1
+    assert scrape("") is not page
 
 
 @contextmanager

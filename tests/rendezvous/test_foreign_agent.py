@@ -60,7 +60,7 @@ def test_a_worker_fails_and_torchs_agent_restarts_it(backend, server, tmp_path):
         assert done.err.count(WARNING) == 1
 
 
-@pytest.mark.long("ext_c10d")
+@pytest.mark.long
 @BACKENDS
 def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, server, tmp_path):
     endpoint = endpoint_of(backend, server)

@@ -145,7 +145,7 @@ print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=Tr
 """
 
 
-@pytest.mark.long("ext_c10d")
+@pytest.mark.long
 @as_root
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(request, tmp_path, stranger, backend):

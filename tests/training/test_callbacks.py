@@ -58,7 +58,7 @@ def ends(done: Finished) -> set[tuple[int, str, int, int]]:
     return {(int(attempt), told, int(first), int(last)) for attempt, told, first, last in found}
 
 
-@pytest.mark.long("lightning", "pytorch_lightning")
+@pytest.mark.long
 @KINDS
 def test_a_rank_is_killed_and_all_go_on_where_the_agent_says(tmp_path, script, library):
     with job(tmp_path, script, 12, library, KILL="1:8") as running:

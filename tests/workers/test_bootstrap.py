@@ -486,7 +486,11 @@ def test_stacks_are_dumped_on_the_signal(tmp_path: Path, stuck: str) -> None:
     with start(["script.py"], tmp_path, worker.environ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"
-        assert worker.row() == [process.pid, 0, 0, 0, 0, 1, *[0] * (progress_layout.ANSWERS - 6), 1, 0, 0]
+        began = worker.row()[progress_layout.BEGAN_NS]
+        unused = [0] * (progress_layout.BEGAN_NS - progress_layout.ANSWERS - 1)
+        told = [began, began, *[0] * (progress_layout.AGENT_FIELDS - progress_layout.SPENT)]
+        assert 0 < began < time.monotonic_ns()
+        assert worker.row() == [process.pid, 0, 0, 0, 0, 1, *[0] * (progress_layout.ANSWERS - 6), 1, *unused, *told]
         process.send_signal(STACKS_SIGNAL)
         dump = b""
         while b"in run_as_main" not in dump:  # the outermost frames come last

@@ -43,6 +43,7 @@ class Report:
         complete: name of the newest complete remote checkpoint; "": none.
         failures: failed turns in a row.
         reason: why the last one failed, for people.
+        copy_s: seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
         others: text that changes while other nodes send what is missing; it has no other meaning.
     """
 
@@ -54,6 +55,7 @@ class Report:
     failures: int = 0
     reason: str = ""
     others: str = ""
+    copy_s: float | None = None
 
 
 @dataclass(frozen=True)

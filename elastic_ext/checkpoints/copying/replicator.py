@@ -10,7 +10,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.copying.coordination import Coordination
@@ -76,6 +76,7 @@ class Replicator:
         self._others = ""  # Report.others
         self._target: str | None = None  # only on the leader; None: it has not looked yet
         self._progress_at = 0.0  # when the target last made progress
+        self._began: tuple[str, float] = ("", 0.0)  # the checkpoint that this node last began to copy, and when
         self._uploaded: set[str] = set()  # checkpoints whose part from this node is in the remote directory
         self._complete: set[str] = set()  # checkpoints that are complete there
         self._seen_at: dict[str, float] = {}  # when each pending checkpoint was first seen
@@ -84,7 +85,7 @@ class Replicator:
     def turn(self) -> Report:
         """Copy, commit and prune. Does not raise: storage errors go into the report."""
         self._throttle.begin_turn()
-        reason, newest_remote = "", None
+        reason, newest_remote, copy_s = "", None, None
         pending: list[LocalCheckpoint] = []
         try:
             mine = pending = self._saved_here()
@@ -94,13 +95,13 @@ class Replicator:
             if target is not None:
                 self._copy(target)
             if target is not None and target.name in self._complete:
-                newest_remote = target.manifest.order
+                newest_remote, copy_s = target.manifest.order, time.monotonic() - self._began[1]
                 pending = _newer(mine, newest_remote)
             self._prune({each.name for each in mine}, newest_remote)
         except (OSError, ElasticExtError) as error:
             reason = f"{type(error).__name__}: {error}"
         self._failures = self._failures + 1 if reason else 0
-        return self._report(pending, newest_remote, reason)
+        return replace(self._report(pending, newest_remote, reason), copy_s=copy_s)
 
     def _saved_here(self) -> list[LocalCheckpoint]:
         """Return the checkpoints saved here, oldest first."""
@@ -155,6 +156,8 @@ class Replicator:
 
     def _copy(self, checkpoint: LocalCheckpoint) -> None:
         name, manifest = checkpoint.name, checkpoint.manifest
+        if self._began[0] != name:
+            self._began = (name, time.monotonic())
         if name not in self._uploaded:
             self._upload(checkpoint)
             self._uploaded.add(name)

@@ -31,6 +31,9 @@ class CopyMetrics(Protocol):
         complete: whether a checkpoint has become complete.
         """
 
+    def copy_took(self, seconds: float, /) -> None:
+        """Record how long it took to copy a checkpoint."""
+
     def copy_failed(self) -> None:
         """Count a process that died or seems stuck."""
 
@@ -219,6 +222,8 @@ class RestartedChild:
             _log(message, before or Report(), self._target)
             complete = before is not None and message.complete not in ("", before.complete)
             self._metrics.copied(sent, message.lag_steps, message.lag_s, complete, bool(message.failures))
+            if message.copy_s is not None:
+                self._metrics.copy_took(message.copy_s)
         elif before is not None:
             self._metrics.copied(sent, before.lag_steps, before.lag_s, False, False)
 

@@ -39,7 +39,8 @@ from elastic_ext.checkpoints.writing.results import Event, Results
 from elastic_ext.checkpoints.writing.retention import Retention
 from elastic_ext.checkpoints.writing.staging import Stager
 from elastic_ext.checkpoints.writing.state import Objects, Stateful
-from elastic_ext.training import saves
+from elastic_ext.training import loads, saves
+from elastic_ext.training.progress import doing
 
 __all__ = ["Checkpointer", "Event", "Position", "Reshard", "Stateful"]
 
@@ -125,6 +126,7 @@ class Checkpointer:
     def last_saved(self) -> int | None:
         return self._results.last_saved
 
+    @doing("checkpoint_load")
     def load(self) -> Position:
         """Load a checkpoint: the agent's choice, else the newest complete one. Without any, return the zero position.
 
@@ -141,14 +143,19 @@ class Checkpointer:
         chosen, self._resume_from = self._resume_from, None
         if chosen == "":
             return Position()
+        began = time.monotonic()
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
-        return position or Position()
+        if position is None:
+            return Position()
+        loads.report_loaded(time.monotonic() - began)
+        return position
 
     def save_requested(self, step: int) -> bool:
         """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""
         return saves.save_requested() if self._requested is None else self._requested(step)
 
+    @doing("checkpoint_save")
     def save(
         self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None, wait: bool = False
     ) -> None:
@@ -189,6 +196,7 @@ class Checkpointer:
         if wait:
             self.wait()
 
+    @doing("checkpoint_save")
     def wait(self) -> None:
         """Wait until the save in progress, if any, is committed or has failed."""
         self._saver.wait()

@@ -19,6 +19,7 @@ from elastic_ext.checkpoints.writing.local_tier import Directories
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.reading import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.selection import Checked, Selection
+from elastic_ext.training import loads
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Loader:
         while (found := self._selection.newest(skipped)) is not None:
             storage, name = found
             try:
-                checked = self._selection.checked(storage, name)
+                checked = self._checked(storage, name)
             except CheckpointError as error:
                 logger.warning("skipping checkpoint %s: %s", storage.path(name), error)
                 skipped.setdefault(storage.address, set()).add(name)
@@ -89,7 +90,7 @@ class Loader:
         """
         storage, name = open_parent(path)
         try:
-            return self._put_in_place(self._selection.checked(storage, name))
+            return self._put_in_place(self._checked(storage, name))
         except CheckpointError as error:
             if self._directories.tier_of(storage) is None:
                 raise
@@ -98,6 +99,10 @@ class Loader:
             if position is None:
                 raise  # starting from nothing would lose the work
             return position
+
+    def _checked(self, storage: Storage, name: str) -> Checked:
+        with loads.timed_check():
+            return self._selection.checked(storage, name)
 
     def _put_in_place(self, checked: Checked) -> Position:
         tier, manifest, name, ranks = self._directories.tier_of(checked.storage), checked.manifest, checked.name, self._ranks

@@ -11,6 +11,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
 from elastic_ext.rendezvous import judging
+from elastic_ext.rendezvous.goodput_file import GoodputFile
 
 
 class AgentLedger:
@@ -18,13 +19,15 @@ class AgentLedger:
 
     Attributes:
         max_restarts: the job's budget.
+        goodput: what the job has spent its time on, kept beside that file.
     """
 
-    def __init__(self, settings: Settings, run_id: str, min_nodes: int) -> None:
+    def __init__(self, settings: Settings, run_id: str, min_nodes: int, host: str) -> None:
         """Raises UsageError if the path of `ledger_file` is not that of a file."""
         self.max_restarts = 0
         self._settings = settings
         self._min_nodes = min_nodes
+        self.goodput = GoodputFile(settings.ledger_file, run_id, host)
         self._file = judging.LedgerFile(settings.ledger_file, run_id)
         self._charged_at: list[float] = []  # monotonic; one per charged restart
         self.begin(self._file.ledger)

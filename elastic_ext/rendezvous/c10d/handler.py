@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 
 from elastic_ext.base.exchange import Exchange
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
@@ -21,6 +23,9 @@ from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
 from elastic_ext.rendezvous.handler import RoundEnd
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import Header, State
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +58,11 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self.attached = False
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._run_id: str = params.run_id
-        self._ledger = AgentLedger(settings, params.run_id, params.min_nodes)
+        self._closed: bool | None = None  # what the first shutdown has returned
+        self._ledger = AgentLedger(settings, params.run_id, params.min_nodes, self.host)
         self._nodes = self._enter(params)
 
     def _enter(self, params: RendezvousParameters) -> OneMachine | SeveralNodes:
@@ -101,10 +108,17 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.set_closed()
 
     def shutdown(self) -> bool:
-        """Close the job for all nodes and leave it. If the job goes on without this node, only leave."""
-        return self._nodes.shutdown()
+        """Close the job for all nodes and leave it. If the job goes on without this node, only leave. A second call: nothing."""
+        if self._closed is None:
+            self._closed = self._nodes.shutdown()
+        return self._closed
 
     # For our agent
+
+    @property
+    def may_linger(self) -> bool:
+        """Return whether another process can have the port of the job's store, which torch holds until this one ends."""
+        return not self._nodes.hosts_store
 
     @property
     def round(self) -> int:
@@ -146,6 +160,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def finished(self) -> None:
         self._ledger.forget()
+        self._ledger.goodput.forget()
 
     def await_all_done(self) -> bool:
         """Wait for all nodes. Torch's barrier would cut this node off from all events, and the rendezvous from its keep-alives.
@@ -171,6 +186,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         """Return None: the workers always get the usual grace."""
         return None
 
+    def share_goodput(self, spent: Spent) -> Shared:
+        return self._ledger.goodput.share(spent)
+
     def announce_leaving(self, reason: str) -> None:
         logger.info("leaving the round: %s", reason)
         self._nodes.events.leaving(self.host)
@@ -178,6 +196,9 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     @property
     def link_fds(self) -> tuple[int, ...]:
         return ()
+
+    def observe_etcd(self, observer: CallObserver) -> None:
+        """Return None: there is no etcd."""
 
     def last_will(self) -> None:
         """Return None: nobody else can take a node out of torch's rendezvous."""

@@ -27,6 +27,7 @@ class OneMachine:
     """
 
     poll_interval_s: float | None = None  # nobody can join
+    hosts_store = False  # other processes use none
 
     def __init__(self, run_id: str, node_id: str, address: str, ledger: AgentLedger, on_event: Callable[[], None]) -> None:
         """address: this machine's; the store servers listen there."""

@@ -282,6 +282,11 @@ class SeveralNodes:
         job_.calls.run(lambda: self._torch.step_out(LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
         job_.leave()
 
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the job's store is in this process."""
+        return self._torch.hosts_store
+
     def shutdown(self) -> bool:
         """Close the job. If the job goes on without this node, only leave."""
         if self._job_continues:

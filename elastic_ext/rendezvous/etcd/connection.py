@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_ext.base.errors import NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
+from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, Put, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
@@ -54,6 +55,7 @@ class JobConnection:
 
     Attributes:
         address: the address by which the other nodes reach this one.
+        left: `leave` has been called.
         changed: notified when anything in the participant or the fence has changed.
     """
 
@@ -82,7 +84,7 @@ class JobConnection:
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes)
         self.address = run_id.checked_address(address)
         check_own(params.local_addr, self.address)
-        self._left = False
+        self.left = False
         self.changed = InterruptibleCondition(on_wait)
         notify = functools.partial(_notify, self.changed, on_event)
         self._dispatcher = Dispatcher()
@@ -97,17 +99,23 @@ class JobConnection:
 
     # Waits of the main thread.
 
-    def await_round(self, after: int) -> tuple[Header, Assignment]:
+    def await_round(self, after: int, on_verdict: Callable[[JobVerdict], None]) -> tuple[Header, Assignment]:
         """Return the next round after round `after`, and this node's assignment to it.
+
+        on_verdict: called with the verdict on round `after`. A node on which nothing failed learns of it only here.
 
         Raises:
             JobStopped: a verdict has ended the job.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
-        deadline = time.monotonic() + self._join_timeout_s
+        deadline, told = time.monotonic() + self._join_timeout_s, ""
         with self.changed:
             while True:
+                header = participant.header
+                if header.round == after and header.verdict not in ("", told):
+                    told = header.verdict
+                    _tell(told, on_verdict)
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
@@ -168,6 +176,11 @@ class JobConnection:
         self.links.follow(assignment.neighbors, self.participant.registration.created)
         self.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
 
+    def alive_until(self) -> float | None:
+        """Return until when, monotonic, etcd certainly keeps this node; None without a lease."""
+        lease_id, until = self.participant.lease
+        return until if lease_id is not None else None
+
     def last_will(self) -> LastWill | None:
         """Return what the reaper needs to revoke this node's lease, if any. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.lease
@@ -191,9 +204,9 @@ class JobConnection:
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         self.links.close()  # first: the goodbye must arrive before the node is gone
         self.fence.close(LEAVE_TIMEOUT_S)
         self.participant.leave(LEAVE_TIMEOUT_S)
@@ -205,6 +218,13 @@ def _notify(changed: threading.Condition, on_event: Callable[[], None]) -> None:
     with changed:
         changed.notify_all()
     on_event()
+
+
+def _tell(text: str, on_verdict: Callable[[JobVerdict], None]) -> None:
+    try:
+        on_verdict(decode_verdict(text))
+    except RecordError as error:
+        logger.debug("a verdict that cannot be read: %s", error)
 
 
 def _last_will(endpoint: str, settings: Settings, lease_id: int) -> LastWill:

@@ -11,14 +11,18 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, Wor
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 
 from elastic_ext.base.exchange import Exchange, SingleNode
+from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
+from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
 from elastic_ext.rendezvous import foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
+from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -56,6 +60,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     """
 
     is_elastic_ext = True
+    may_linger = True
     poll_interval_s: float | None = None  # etcd reports all events
 
     def __init__(
@@ -68,10 +73,12 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self.reaper_runs: Callable[[], bool] = lambda: False
         self.round = 0
         self.on_event: Callable[[], None] = lambda: None
+        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
         self.on_wait: Callable[[], None] = lambda: None
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self.host, self.node_id = self._connection.host, self._connection.node_id
+        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
@@ -119,7 +126,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         fence.watch(None)
         server = serve(self._connection.address)
         self._participant.ready(self._node(server.port, cut))
-        header, assignment = self._current = self._connection.await_round(self.round)
+        header, assignment = self._current = self._connection.await_round(self.round, self.on_verdict)
         self.round = header.round
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
@@ -249,6 +256,10 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """Return 1 once the round is over, for whatever reason: agents ask this to learn of a new round."""
         return 0 if self.round_over() is None else 1
 
+    def share_goodput(self, spent: Spent) -> Shared:
+        """See `rendezvous.handler.Rendezvous`."""
+        return self._goodput.share(spent)
+
     # The job ends, or this node's part in it.
 
     def announce_leaving(self, reason: str) -> None:
@@ -258,6 +269,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     @property
     def link_fds(self) -> tuple[int, ...]:
         return self._connection.links.fds
+
+    def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.client.observe(observer)
+        return self._connection.alive_until
 
     def last_will(self) -> LastWill | None:
         """See `JobConnection.last_will`."""
@@ -272,8 +288,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
-        """Close the job like `set_closed`, then leave."""
-        self.set_closed()
+        """Close the job like `set_closed`, then leave. A second call does nothing."""
+        if not self._connection.left:
+            self.set_closed()
         self.leave()
         return True
 

@@ -187,5 +187,5 @@ class JobRecords:
         deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict
         if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
-            deletes += [Delete(each, prefix=True) for each in (self._keys.ledger, self._keys.charges, self._keys.refusals)]
+            deletes += [Delete(each, prefix=True) for each in self._keys.outliving]
         return self._client.txn(compares, deletes).succeeded

@@ -26,6 +26,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Written by that node. Read by the node of rank 0.
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
+    goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
+                    Written by these agents, at most once a minute and at the end of a round. Read by all agents as they write.
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
@@ -63,9 +65,15 @@ class JobKeys:
         self.last_node = self.prefix + "last"
         self.assignments = self.prefix + "assign/"
         self.ledger = self.prefix + "ledger"
+        self.goodput = self.prefix + "goodput/"
         self.charges = self.prefix + "charges/"
         self.refusals = self.prefix + "refused/"
         self.reports = self.prefix + "reports/"
+
+    @property
+    def outliving(self) -> tuple[str, ...]:
+        """What outlives the job, for the next launch."""
+        return self.ledger, self.charges, self.refusals, self.goodput
 
     def node(self, node_id: str) -> str:
         return self.nodes + node_id

@@ -54,8 +54,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     This also works in a forked child: the printed traceback omits the callers' frames.
     """
     _connect_stderr(message)
-    pid = os.getpid()
-    row = _arm(message)
+    pid, row = os.getpid(), _arm(message)
     _reports.begin(row, message)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
     namespace = main_script.fresh_main()
@@ -64,17 +63,19 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
         run, arguments = main_script.resolve(argv, namespace)
         run(*arguments)
     except BaseException as error:
+        ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
         # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
         recorded = pid == os.getpid() and _record(error, row)
-        _reports.ending(error)
+        _reports.ending(error, ended_ns)
         if not isinstance(error, SystemExit):
             _show_without_our_frames(recorded and message.get("quiet_traceback") is True, namespace if run is exec else {})
         raise
     finally:
         _reports.modules()
         if row is not None and pid == os.getpid():
-            layout.note_sign(row, time.monotonic_ns())
-            row[layout.PHASE] = layout.PHASES.index("exit")
+            layout.note_sign(row, now := time.monotonic_ns())
+            layout.settle(row, now)
+            row[layout.DOING], row[layout.PHASE] = 0, layout.PHASES.index("exit")
     if run is exec:
         main_script.forget_file(namespace)
 
@@ -118,12 +119,12 @@ class _Reports:
         self._wake_path, self._modules_path = message.get("wake_pipe"), message.get("modules")
         self._environ = dict(os.environ)
 
-    def ending(self, error: BaseException) -> None:
+    def ending(self, error: BaseException, ended_ns: int) -> None:
         """Report that the worker is about to end with this error. Ctrl-C needs no report: its signal ends the worker soon."""
         if self._row is None or self._pid != os.getpid() or isinstance(error, KeyboardInterrupt):
             return
         code = _exit_code(error.code) if isinstance(error, SystemExit) else 1
-        self._row[layout.ENDS_WITH] = code
+        self._row[layout.ENDED_AT_NS], self._row[layout.ENDS_WITH] = ended_ns, code
         if code:
             worker_env.wake(self._wake_path)
 
@@ -215,7 +216,7 @@ def _show_without_our_frames(quiet: bool, namespace: "dict[str, Any]") -> None:
             if not silent:
                 previous(kind, error, trace)
         except SystemExit as exit_:
-            _reports.ending(exit_)
+            _reports.ending(exit_, time.monotonic_ns())
             raise
         except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter would, but without this frame
             own = _without_our_frames(broken.__traceback__)
@@ -279,6 +280,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
         row[layout.STACKS_ARMED] = stacks
         row[layout.ANSWERS] = _answer_signal(row)
         _StepCounter(row).register_when_imported()
+        row[layout.BEGAN_NS] = row[layout.SETTLED_NS] = time.monotonic_ns()
         row[layout.PID] = os.getpid()
     return row
 
@@ -356,9 +358,10 @@ class _StepCounter:
             if not self._row[layout.STEPS]:
                 if _called_from(_STATE_INITIALIZER):
                     return
-                self._row[layout.FIRST_STEP_NS] = now
+                self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
                 _reports.modules()
             layout.note_sign(self._row, now)
+            layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
 

@@ -26,6 +26,7 @@ class Watched:
 
     def __init__(self, local: Path, remote: Path | str, stall_s: float) -> None:
         self.told: list[tuple[object, ...]] = []
+        self.took: list[float] = []
         self.failed = 0
         self._changed = threading.Condition()
         self.copier = Copier(str(local), str(remote), 0.0, "token", self, stall_s)
@@ -34,6 +35,9 @@ class Watched:
         with self._changed:
             self.told.append(figures)
             self._changed.notify_all()
+
+    def copy_took(self, seconds: float) -> None:
+        self.took.append(seconds)
 
     def copy_failed(self) -> None:
         with self._changed:

@@ -255,7 +255,7 @@ def test_without_the_store_each_node_judges_for_itself(nodes):
     assert nodes.verdict("b")["decision"]["kind"] == "code"
 
 
-@pytest.mark.long("True")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("new", "said", "judges"),
     [

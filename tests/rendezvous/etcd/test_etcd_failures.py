@@ -39,7 +39,7 @@ def start(stack: ExitStack, server: EtcdServer, tmp_path: Path, name: str, nnode
     return stack.enter_context(Job(command, tmp_path, **env))
 
 
-@pytest.mark.long("key:1")
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["key:1", "runtime:1"])
 def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(server, tmp_path, fault):
     """The KeyError stops the job at once on all nodes; a RuntimeError proves nothing: one restart, and it works."""
@@ -61,7 +61,7 @@ def test_a_bug_while_the_others_die_of_lost_connections_is_everybodys_verdict(se
         assert "KeyError" in each.err
 
 
-@pytest.mark.long("2-faults1")
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "faults"), [(1, ["late:0"]), (2, ["late:0", "ignore:1", "receive:2"])])
 def test_a_bug_that_the_others_feel_before_its_own_node_does(server, tmp_path, workers, faults):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the

@@ -154,6 +154,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         assert [job.finish().returncode for job in (first, second)] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
     """The grace would be 20 s, the lease is over in 5: the others go on then, and must be alone."""
     conf = "lease_ttl=5,last_call=0.5,stop_grace=20"

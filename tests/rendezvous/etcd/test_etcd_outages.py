@@ -550,7 +550,7 @@ def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack):
     assert (done.returncode, len(lines), "Traceback" in done.err) == (78, 1, False), done.err
 
 
-@pytest.mark.long("other")
+@pytest.mark.long
 @pytest.mark.parametrize("failing", ["leader", "other"])
 def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack, failing):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))

@@ -504,7 +504,7 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(server: EtcdServer, node
 @pytest.mark.long
 def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: EtcdServer, nodes: Nodes) -> None:
     """Not with the usual grace: the others may have begun the next round."""
-    conf = CONF.replace("stop_grace=2", "stop_grace=25")
+    conf = CONF.replace("stop_grace=2", "stop_grace=14")
     jobs = [nodes.start(name, server.endpoint, "1:2", "deaf:0", conf=conf) for name in "ab"]
     for job in jobs:
         job.wait_for(r'"world": 2')
@@ -520,7 +520,7 @@ def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: 
         assert doubted is not None
         assert records.remove(peer, doubted, WAIT_S)
         os.kill(jobs[1].process.pid, signal.SIGCONT)
-    assert wait_gone([worker]) == []
+    assert wait_gone([worker], timeout_s=8) == []
     jobs[1].wait_for("may continue without this one: another node has declared this one dead")
     for job in jobs:
         job.wait_for(r'"world": 2, "attempt": [1-9]')

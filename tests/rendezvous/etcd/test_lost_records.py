@@ -316,6 +316,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     assert wait_gone(trio.workers, timeout_s=0) == []
 
 
+@pytest.mark.long
 def test_a_signal_that_logging_swallows_ends_an_agent_that_waits_for_etcd(server, tmp_path, stack):
     (tmp_path / "sitecustomize.py").write_text(
         DEAF.replace("elastic_ext.agent.supervisor", "elastic_ext.rendezvous.etcd.connection").format(

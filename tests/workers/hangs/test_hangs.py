@@ -436,7 +436,7 @@ def test_each_kind_of_hang_is_caught_and_the_culprit_named(tmp_path, kind):
     assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
 
 
-@pytest.mark.long("faults1")
+@pytest.mark.long
 @pytest.mark.parametrize("faults", [["frozen:0", "deadlock:1"], ["storage:1"]])
 def test_who_is_ahead_or_has_torch_at_the_top_of_its_stack_is_found_too(tmp_path, faults):
     """Rank 0 waits for it: with fewer steps, or inside the same torch.distributed.checkpoint.save."""
@@ -540,7 +540,7 @@ def test_a_worker_in_a_debugger_is_no_hang(tmp_path):
         finishes(job, stop)
 
 
-@pytest.mark.long("stop:3-ext_c10d", "loop:0-ext_etcd", "loop:0-ext_c10d")
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
 @pytest.mark.parametrize("fault", ["stop:3", "loop:0"])
 def test_both_nodes_name_the_culprit_and_its_node(request, tmp_path, backend, fault):

@@ -365,6 +365,7 @@ def test_a_module_that_must_be_imported_before_torch(tmp_path, lib):
     assert said.count(f"without a warm standby: {until}") == 1
 
 
+@pytest.mark.long
 def test_what_a_module_raises_and_prints_is_no_metric_and_its_password_in_no_log(tmp_path, lib):
     """The metrics are for everybody. Of what a module says, the log shows all but the values of secret variables."""
     planted = "hunter2-planted"

@@ -1,0 +1,183 @@
+"""The goodput of this agent: feeds its ledger with what the agent and its workers do, and shares it with the job."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from elastic_ext.base import goodput, kinds
+from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.observe import families
+from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
+from elastic_ext.observe.goodput_collector import goodput_status
+from elastic_ext.observe.metrics import AgentMetrics
+from elastic_ext.workers import progress_layout
+from elastic_ext.workers.progress import Progress, ProgressTable
+
+logger = logging.getLogger(__name__)
+
+SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host
+FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
+LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
+
+
+def worker_time(progress: Progress) -> WorkerTime:
+    """Return a row of the progress table as the ledger wants it."""
+    if not progress.pid:
+        return WorkerTime()
+    stepping_s = (progress.last_step_ns - progress.first_step_ns) / 1e9
+    seconds = {state: ns / 1e9 for state, ns in zip(progress_layout.ACCOUNTS, progress.spent_ns, strict=True)}
+    return WorkerTime(
+        began_at=progress.began_ns / 1e9,
+        spent=seconds,
+        now_in=progress.account,
+        steps=progress.steps,
+        step_s=stepping_s / (progress.steps - 1) if progress.steps > 1 else math.inf,
+        finished=progress.phase == "exit" and not progress.ends_with,
+        saves=progress.saves,
+        tokens=progress.tokens,
+        flops=progress.flops,
+    )
+
+
+class Goodput:
+    """This agent's ledger, and the thread that shares it. Any thread may call `look` and `job`, the main thread the others."""
+
+    def __init__(self) -> None:
+        # Re-entrant: a signal handler may interrupt the thread that holds the lock.
+        self._lock = threading.RLock()
+        self._ledger = Ledger(time.monotonic())
+        self._table: ProgressTable | None = None
+        self._share: Callable[[Spent], Shared] | None = None
+        self._given, self._job = Spent(), Shared(Spent())
+        self._changed, self._first, self._closed = threading.Event(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    # What the agent does.
+
+    def enter(self, state: str) -> None:
+        """Note what the agent does from now on. state: one of families.STATES."""
+        with self._lock:
+            workers = self._workers()  # before the clock is read: no worker can then have settled more
+            self._ledger.enter(state, time.monotonic(), workers)
+        if state == families.RUNNING:  # not before: a recovery does not wait for it, nor does etcd have less to do then
+            self._changed.set()
+
+    def decided(self, kind: str) -> None:
+        """Note the kind of the job's verdict on the last round."""
+        with self._lock:
+            self._ledger.decide(hung=kind == kinds.HANG)
+
+    def round_begins(self, table: ProgressTable | None, step: int | None) -> None:
+        """Tell the workers of the next round, before they start, which of their steps are not new.
+
+        table: None if they report no progress. step: that they resume from; None if unknown.
+        """
+        if self._share is not None and self._thread is None:
+            self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
+        if self._thread is not None:
+            self._first.wait(FIRST_SHARE_S)
+            self._first.set()  # only the first round waits
+        with self._lock:
+            self._table = table
+            repeated = self._ledger.resume(step)
+        if table is not None:
+            table.repeat(repeated)
+
+    def _workers(self) -> Sequence[WorkerTime] | None:
+        return [worker_time(each) for each in self._table.read_all()] if self._table is not None else None
+
+    # What others see.
+
+    def look(self) -> Look:
+        """Return where the time of this agent went."""
+        with self._lock:
+            workers = self._workers()
+            return self._ledger.at(time.monotonic(), workers)
+
+    def job(self) -> Shared:
+        """Return where the time of the job went, as far as this agent knows: earlier agents and other hosts as last shared."""
+        mine = self.look().spent
+        with self._lock:
+            return Shared(self._job.spent.plus(mine.since(self._given)), max(1, self._job.hosts))
+
+    # Sharing.
+
+    def share_with(self, share: Callable[[Spent], Shared]) -> None:
+        """Share from the first round on. share: adds what was spent since its last call; returns the sum of the job."""
+        self._share = share
+
+    def _begin_to_share(self) -> None:
+        thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("goodput is not shared with the job: %s", error)
+            self._share = None
+        else:
+            self._thread = thread
+
+    def close(self, limit_s: float = LAST_SHARE_S) -> None:
+        """Share for the last time and say where the time went. A second call does nothing. limit_s: for a write under way."""
+        if self._closed:
+            return
+        self.enter(families.ENDED)
+        self._closed = True
+        self._changed.set()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        job = self.job()
+        logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
+
+    def _share_often(self) -> None:
+        failed = False
+        while True:
+            self._changed.clear()
+            closed = self._closed  # after that: `close` sets both
+            try:
+                self._share_once()
+                failed = False
+            except (ElasticExtError, OSError) as error:
+                logger.log(logging.DEBUG if failed else logging.INFO, "goodput was not shared, and will be later: %s", error)
+                failed = True
+            except Exception:  # the top of a thread
+                logger.exception("goodput is not shared with the job any more")
+                return
+            finally:
+                self._first.set()
+            if closed:
+                return
+            self._changed.wait(SHARE_S + self._job.hosts)
+
+    def _share_once(self) -> None:
+        assert self._share is not None
+        mine = self.look().spent
+        shared = self._share(mine.since(self._given))
+        with self._lock:
+            self._given, self._job = mine, shared
+            self._ledger.reach(shared.spent.reached)
+
+
+class AccountedMetrics(AgentMetrics):
+    """The agent's metrics, which tell its goodput of every change of state."""
+
+    @functools.cached_property
+    def goodput(self) -> Goodput:
+        """Where the time goes. Made by the constructor of AgentMetrics, which enters a state."""
+        return Goodput()
+
+    def enter(self, state: str) -> None:
+        self.goodput.enter(state)
+        super().enter(state)
+
+    def failed(self, kind: str, charged: int, limit: int) -> None:
+        self.goodput.decided(kind)
+        super().failed(kind, charged, limit)
+
+    def status(self) -> dict[str, object]:
+        return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}

@@ -1,0 +1,279 @@
+"""What the agent tells of a job in structured events and spans; `observe.event_table` says what each event means.
+
+A companion for what happens to the workers; the agent's loop calls it for the rest, where it logs the same. It never decides.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from signal import Signals
+from types import TracebackType
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+
+import elastic_ext
+from elastic_ext.agent import exits, launch, report
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.report import FailedWorker
+from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.copying.restarts import CopyMetrics
+from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.policy import Decision
+from elastic_ext.observe import families
+from elastic_ext.observe.event_table import Source
+from elastic_ext.observe.events import Events
+from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
+from elastic_ext.observe.spans import Spans
+from elastic_ext.rendezvous.handler import Rendezvous, RoundEnd
+from elastic_ext.rendezvous.run_id import host_name
+from elastic_ext.workers.hangs.detector import Stuck
+
+FIRST = "start"  # cause of the first round of an agent
+
+
+class Journal(Companion):
+    """The events of one agent, from its start to its end, which it tells as a context manager.
+
+    Attributes:
+        events: for other parts of the agent.
+        warm: workers of this round that were warm standbys; set before they are told of as started.
+        clean: whether the job has ended well.
+    """
+
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
+        source = Source(handler.get_run_id(), host_name(settings), os.getpid())
+        self.events = Events(settings.events_file, source, lambda: handler.round)
+        self.warm, self.clean = 0, False
+        self._spans = Spans(elastic_ext.__version__, source)
+        self._handler, self._settings = handler, settings
+        self._trace = RecoveryTrace()
+        self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
+        self._began = time.monotonic()  # of the phase, then of the workers
+        self._members: tuple[int, int] | None = None  # nodes and workers of the last round
+        self._saved_step: int | None = None
+        self.events.emit(
+            "agent_started",
+            version=elastic_ext.__version__,
+            torch=torch.__version__,
+            backend=handler.get_backend(),
+            workers=spec.local_world_size,
+            max_restarts=launch.max_restarts(spec, settings),
+            settings=shown_settings(settings),
+        )
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, NodeRefused):
+            self.events.emit("node_refused", reason=str(error))
+        code, state = ended(error, exits.verdict_code(), self.clean)
+        self._recovered(self._trace.given_up(time.monotonic()))
+        self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
+        self.events.close()
+        self._spans.close()
+
+    # The loop calls these.
+
+    def begin(self, phase: str) -> float:
+        """Note that a phase of a recovery begins; return when, in monotonic seconds."""
+        self._look_for_first_steps()
+        now = time.monotonic()
+        self._trace.entered(phase, self._handler.round, now)
+        if phase == families.STARTING:
+            self._began = now
+        return now
+
+    def joined(self, group: WorkerGroup, resumed: ResumePoint) -> None:
+        """Tell of a new round and of what it resumes from, also in the log."""
+        resumed.log()
+        cause, self._trace.cause = self._trace.cause, None
+        members = group.group_world_size, group.workers[0].world_size
+        before, self._members = self._members, members
+        self.events.emit(
+            "round_started",
+            nodes=members[0],
+            node_rank=group.group_rank,
+            world_size=members[1],
+            ranks=[worker.global_rank for worker in group.workers],
+            cause=FIRST if before is None else (cause or Cause()).kind,
+        )
+        if before is not None and before != members:
+            self.events.emit(
+                "membership_changed",
+                nodes_before=before[0],
+                nodes=members[0],
+                world_size_before=before[1],
+                world_size=members[1],
+            )
+        if self._settings.checkpoint_dir is not None:
+            chosen = resumed.checkpoint
+            self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
+
+    def round_over(self, over: RoundEnd) -> None:
+        """Tell that the workers of this node must stop, though none of them has failed."""
+        self._trace.stopped_for(Cause(reason=over.reason))
+        self.events.emit("round_over", cause=over.kind.value, reason=over.reason)
+
+    def hung(self, culprits: Mapping[int, Stuck]) -> None:
+        """Tell whom the others wait for. culprits: by local rank."""
+        found = culprits.values()
+        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found])
+
+    def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
+        """Tell of a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
+        diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
+        self.events.emit(
+            "failure",
+            rank=cause.rank,
+            local_rank=cause.local_rank,
+            worker_pid=cause.pid,
+            exit_code=evidence.exit_code,
+            signal=evidence.signal,
+            exception=evidence.exception.type if evidence.exception is not None else None,
+            step=evidence.step,
+            kind=diagnosis.kind,
+            rule=diagnosis.rule,
+            fingerprint=diagnosis.fingerprint,
+            reason=diagnosis.reason,
+            others=[other.rank for other in others],
+        )
+        self._decided(verdict, decision)
+        return report.failure_text(cause, others, verdict, decision, self._handler.node_id)
+
+    def stopped(self, verdict: JobVerdict) -> str:
+        """Tell of a verdict that no failure on this node has caused; return the text for the log."""
+        self._decided(verdict, verdict.decision)
+        return report.remote_failure_text(verdict)
+
+    def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
+        response = (decision.response or decision.action).value
+        self._trace.stopped_for(Cause(decision.kind, response, decision.reason))
+        if decision.delay_s > 0:
+            self.begin(families.BACKOFF)
+        self.events.emit(
+            "decision",
+            decision=response,
+            action=decision.action.value,
+            kind=decision.kind,
+            rule=decision.rule,
+            reason=decision.reason,
+            culprit_rank=verdict.rank,
+            culprit_host=verdict.host,
+            charged=decision.charged,
+            restarts=verdict.restarts,
+            max_restarts=verdict.limit,
+            delay=decision.delay_s,
+            exit_code=decision.exit_code,
+        )
+
+    def told_to_leave(self, received: Signals, grace_s: float) -> float:
+        """Tell that a signal ends this agent; return the monotonic time by which it must have ended.
+
+        grace_s: seconds until then.
+        """
+        if received in exits.USER_SIGNALS:
+            self.events.emit("interrupted", signal=received.name)
+        else:
+            self.events.emit("preemption_noticed", signal=received.name, grace=grace_s)
+        return time.monotonic() + grace_s
+
+    def of_copies(self, metrics: CopyMetrics) -> CopyMetrics:
+        """Return what takes the metrics of the copier, and tells of each checkpoint that is complete."""
+        return _Copies(metrics, self.events)
+
+    # What happens to the workers.
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        now = time.monotonic()
+        self._trace.ran(now)
+        pids = [workers.processes.pids[local_rank] for local_rank in sorted(workers.processes.pids)]
+        self.events.emit(
+            "workers_started", pids=pids, warm=self.warm, cold=len(pids) - self.warm, seconds=max(0.0, now - self._began)
+        )
+        self._workers, self._began = workers, now
+
+    def check(self, workers: LocalWorkers) -> None:
+        self._look_for_first_steps()
+        saved = [progress for progress in workers.read_progress() if progress.saved_step is not None]
+        newest = max(saved, key=lambda progress: progress.saved_ns, default=None)
+        if newest is not None and newest.saved_step is not None and newest.saved_step != self._saved_step:
+            self._saved_step = newest.saved_step
+            self.events.emit("checkpoint_saved", step=newest.saved_step, seconds=newest.save_s)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self.check(workers)
+        exits_ = workers.processes.exits
+        codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
+        self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
+        self._workers = self._saved_step = None
+
+    def _look_for_first_steps(self) -> None:
+        """Tell once per round when all workers of this node have made a step."""
+        first_ns = [progress.first_step_ns for progress in self._workers.read_progress()] if self._workers is not None else []
+        if not first_ns or not all(first_ns):
+            return
+        self._workers, at = None, max(first_ns) / 1e9
+        self.events.emit("first_step", seconds=max(0.0, at - self._began))
+        self._recovered(self._trace.first_steps(at))
+
+    def _recovered(self, course: Course | None) -> None:
+        if course is None:
+            return
+        self._spans.recovered(course)
+        if course.recovered:
+            cause = course.cause
+            self.events.emit(
+                "recovered", cause=cause.kind, reason=cause.reason, seconds=course.end - course.begin, phases=course.seconds()
+            )
+
+
+class _Copies:
+    """Passes the copier's metrics on, and tells of each checkpoint that is complete. The copier's thread calls it."""
+
+    def __init__(self, metrics: CopyMetrics, events: Events) -> None:
+        self._metrics, self._events = metrics, events
+
+    def copied(self, size: int, lag_steps: int | None, lag_s: float, complete: bool, failed: bool, /) -> None:
+        self._metrics.copied(size, lag_steps, lag_s, complete, failed)
+        if complete:
+            self._events.emit("checkpoint_copied", lag_steps=lag_steps)
+
+    def copy_took(self, seconds: float, /) -> None:
+        self._metrics.copy_took(seconds)
+
+    def copy_failed(self) -> None:
+        self._metrics.copy_failed()
+
+
+def shown_settings(settings: Settings) -> dict[str, str]:
+    """Return the settings that differ from their defaults, as texts, without secrets."""
+    found = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if value != each.default and not each.metadata["type"].secret:
+            found[each.name] = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    return found
+
+
+def ended(error: BaseException | None, verdict_code: int | None, clean: bool) -> tuple[int, str]:
+    """Return exit code and state of an agent that ends.
+
+    error: what ends it. verdict_code: of the verdict that ended the job. clean: whether the job ended well. Without all three the
+    rendezvous was closed, and torch ends with an error.
+    """
+    if error is None and verdict_code is None:
+        return (0, "succeeded") if clean else (1, "error")
+    if error is None:
+        return (verdict_code or 0, "failed")
+    code = exits.exit_code_of(error)
+    if code is None:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    return code, "signalled" if isinstance(error, SignalException) else "error"

@@ -1,0 +1,184 @@
+"""Where the time of a job goes: the states, what a node has spent in each, and the record that its agents share. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated
+
+from elastic_ext.base import records
+from elastic_ext.base.records import NameOrEmpty, Within
+
+SCHEMA = 1
+
+PRODUCTIVE, LOST, DATA, COMPILE = "productive", "lost_work", "data_wait", "compile"
+SAVE, LOAD, STARTUP, STOPPING = "checkpoint_save", "checkpoint_load", "startup", "stopping"
+RENDEZVOUS, WAITING, BACKOFF, IDLE, DETECTION, HANG = "rendezvous", "waiting_for_nodes", "backoff", "idle", "detection", "hang"
+
+# A node is in exactly one of these at any moment. The states of running workers are the mean over the workers of the node.
+STATES: Mapping[str, str] = MappingProxyType(
+    {
+        PRODUCTIVE: "Training: optimizer steps that nobody has done before, with all that the script does between them and names "
+        "no phase for; evaluation too. Without the bootstrap, all the time in which workers run.",
+        LOST: "Steps computed again: from the checkpoint up to the highest step reached before the restart, where both are known "
+        "(`checkpoint_dir`); what a phase names stays in its state. And the step that a restart interrupted, as far as it takes "
+        "no longer than this worker's mean time from step to step.",
+        STARTUP: "From the start of the workers until the end of the first step, or until the script enters the phase `step` or "
+        "`data`: processes, imports, process groups.",
+        COMPILE: 'What the script calls `phase("compile")`.',
+        DATA: 'What the script calls `phase("data")`.',
+        SAVE: 'The training loop stands for a checkpoint: `Checkpointer.save` and `wait`, or `phase("checkpoint")` after the '
+        "first step. What is written in the background does not count.",
+        LOAD: '`Checkpointer.load`, or `phase("checkpoint")` before the first step.',
+        DETECTION: "A round that is about to end, when a step takes longer than that mean, until the agent stops "
+        "the workers: they wait for a peer that is gone.",
+        HANG: "The same, if the verdict is a hang.",
+        STOPPING: "The workers are told to end; the job's verdict; after the script's end, its process and other nodes.",
+        RENDEZVOUS: "The nodes form a round and agree on the checkpoint.",
+        WAITING: "A rendezvous that lasts longer than 2 s, from then on: it waits for nodes.",
+        BACKOFF: "The pause before a restart.",
+        IDLE: "After the end of the job; on the same host also until the next agent of this job starts.",
+    }
+)
+
+RUNNING = (PRODUCTIVE, DATA, SAVE)  # what a job does as long as nothing fails
+
+_Amount = Annotated[float, Within(0, 1e15)]
+
+
+@dataclass(frozen=True)
+class StateSeconds:
+    """Seconds in one state."""
+
+    state: NameOrEmpty
+    seconds: _Amount
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one node, or all of them, have spent.
+
+    Attributes:
+        seconds: by state; a state that is not there was not entered.
+        starts: rounds whose workers have run.
+        interruptions: those of them that did not end well.
+        saves: committed checkpoints, as each node saw them.
+        reached: the highest step that was reached.
+    """
+
+    seconds: tuple[StateSeconds, ...] = ()
+    starts: _Amount = 0
+    interruptions: _Amount = 0
+    saves: _Amount = 0
+    reached: _Amount = 0
+
+    @property
+    def by_state(self) -> dict[str, float]:
+        """Return the seconds in each of STATES."""
+        found = {each.state: each.seconds for each in self.seconds}
+        return {state: found.get(state, 0.0) for state in STATES}
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.by_state.values())
+
+    @property
+    def effective_ratio(self) -> float | None:
+        """Return the part of the job's time, without that after its end, that failures and starts did not take."""
+        running_s, lived_s = sum(self.by_state[state] for state in RUNNING), self.total_s - self.by_state[IDLE]
+        return running_s / lived_s if lived_s > 0 else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the productive part of the time; None before any time has passed."""
+        return self.by_state[PRODUCTIVE] / self.total_s if self.total_s > 0 else None
+
+    def plus(self, other: Spent) -> Spent:
+        """Return the sum. Of `reached`, return the greater."""
+        more = other.by_state
+        return Spent(
+            seconds_of({state: seconds + more[state] for state, seconds in self.by_state.items()}),
+            self.starts + other.starts,
+            self.interruptions + other.interruptions,
+            self.saves + other.saves,
+            max(self.reached, other.reached),
+        )
+
+    def since(self, before: Spent) -> Spent:
+        """Return what was spent after `before`, which is an earlier value of the same sum."""
+        less = before.by_state
+        return Spent(
+            seconds_of({state: max(0.0, seconds - less[state]) for state, seconds in self.by_state.items()}),
+            max(0, self.starts - before.starts),
+            max(0, self.interruptions - before.interruptions),
+            max(0, self.saves - before.saves),
+            self.reached,
+        )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the agents of a job have shared: the sum, over this many hosts."""
+
+    spent: Spent
+    hosts: int = 0
+
+
+def seconds_of(by_state: Mapping[str, float]) -> tuple[StateSeconds, ...]:
+    """Return the seconds by state without the states that were not entered."""
+    return tuple(StateSeconds(state, seconds) for state, seconds in by_state.items() if seconds > 0)
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """What all agents of a job on one host have spent, as they keep it for the agents after them.
+
+    Attributes:
+        at: Unix time of this host when this was written. Only this host compares it with its clock.
+    """
+
+    spent: Spent = field(default_factory=Spent)
+    at: _Amount = 0.0
+
+    def with_more(self, spent: Spent, now: float, first: bool) -> HostRecord:
+        """Return the record after an agent has spent more.
+
+        Args:
+            now: Unix time of this host.
+            first: it is this agent's first; the time since the last write belongs to no agent, and counts as idle.
+        """
+        gap_s = max(0.0, now - self.at - spent.total_s) if first and self.at else 0.0
+        idle = Spent(seconds_of({IDLE: gap_s}))
+        return HostRecord(self.spent.plus(idle).plus(spent), now)
+
+
+def encode(record: HostRecord) -> str:
+    """Return a record as JSON."""
+    return json.dumps({"schema": SCHEMA, **records.plain(record)}, separators=(",", ":"))
+
+
+def decode(text: str | bytes, what: str) -> HostRecord:
+    """Read a record. what: its key or file, for error messages. Raises RecordError."""
+    return records.read(HostRecord, text, what, SCHEMA)
+
+
+def total(found: Mapping[str, HostRecord]) -> Spent:
+    """Return the sum over hosts."""
+    whole = Spent()
+    for record in found.values():
+        whole = whole.plus(record.spent)
+    return whole
+
+
+def summary(spent: Spent) -> str:
+    """Return one line: the goodput, then what took the rest, the most first."""
+    ratio = spent.ratio
+    if ratio is None:
+        return "goodput unknown: no time has passed"
+    rest = sorted(((seconds, state) for state, seconds in spent.by_state.items() if state != PRODUCTIVE), reverse=True)
+    parts = [
+        f"{state.replace('_', ' ')} {seconds / spent.total_s:.1%}" for seconds, state in rest if seconds / spent.total_s >= 5e-4
+    ]
+    return f"goodput {ratio:.1%}{': ' if parts else ''}{', '.join(parts)}"

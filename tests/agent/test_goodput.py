@@ -1,0 +1,151 @@
+"""The goodput of real jobs, beside the trace that their workers write by their own clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import time
+import urllib.request
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_ext.base import goodput
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
+
+SCRIPT = SCRIPTS / "traced_job.py"
+VARIABLES = {"TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO", "ELASTIC_EXT_BACKOFF": "0"}
+SECONDS, UNSETTLED = "elastic_ext_goodput_seconds_total", "elastic_ext_goodput_unsettled_seconds"
+NOISE_S = 0.1  # between an event and the worker's note of it, over a dozen events; a step takes 0.15 s
+STATES = {"load": goodput.LOAD, "data": goodput.DATA, "save": goodput.SAVE}
+
+
+@dataclass
+class Trace:
+    """Seconds by state, the mean over ranks. unfinished_s: at most what ranks spent on a step that none of them finished."""
+
+    seconds: dict[str, float]
+    steps: int
+    unfinished_s: float
+
+
+def traced(folder: Path) -> Trace:
+    lines = [[line.split() for line in path.read_text().splitlines()] for path in folder.glob("trace.*")]
+    rounds = sorted({int(round_) for spans in lines for round_, *_ in spans})
+    done = [(int(round_), int(step)) for spans in lines for round_, name, step, *_ in spans if name == "step"]
+    reached = {each: max(step for round_, step in done if round_ < each) for each in rounds[1:]}
+    found: dict[str, float] = defaultdict(float)
+    longest_s, steps = 0.0, 0
+    for round_, name, step, began, ended in (span for spans in lines for span in spans):
+        seconds = float(ended) - float(began)
+        lost = name == "step" and int(step) <= reached.get(int(round_), 0)
+        if name == "step":
+            longest_s, steps = max(longest_s, seconds), steps + 1
+        if name != "crash":
+            found[goodput.LOST if lost else STATES.get(name, goodput.PRODUCTIVE)] += seconds / len(lines)
+    return Trace(found, steps, longest_s)
+
+
+@dataclass
+class Scrape:
+    """after, before: when the agent answered, at the earliest and at the latest."""
+
+    after: float
+    before: float
+    values: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.values.values())
+
+
+def scrape(url: str) -> Scrape:
+    after = time.monotonic()
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    return Scrape(after, time.monotonic(), series(text))
+
+
+def series(text: str, *more: str) -> dict[str, float]:
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {each.labels.get("state", each.name): each.value for each in samples if each.name in (SECONDS, UNSETTLED, *more)}
+
+
+def check_agrees(seconds: dict[str, float], trace: Trace) -> None:
+    for state in (goodput.LOAD, goodput.DATA, goodput.SAVE, goodput.PRODUCTIVE):
+        assert seconds[state] == pytest.approx(trace.seconds[state], abs=NOISE_S), state
+    assert -NOISE_S < seconds[goodput.LOST] - trace.seconds[goodput.LOST] < trace.unfinished_s + NOISE_S
+
+
+def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'},metrics_file={tmp_path / 'last'}"
+    scrapes: list[Scrape] = []
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=1", conf, SCRIPT, tmp_path, "crash"]
+    with Job(command, tmp_path, **VARIABLES) as job, os.fdopen(os.pidfd_open(job.process.pid)) as pidfd:
+        (found,) = job.wait_for(r"metrics (http://[^,\s]+),")
+        while not select.select([pidfd], [], [], 0.1)[0]:  # the agent has ended
+            try:
+                scrapes.append(scrape(found[1] + "/metrics"))
+                with urllib.request.urlopen(found[1] + "/status.json", timeout=30) as answer:
+                    status = json.load(answer)["goodput"]
+            except OSError:
+                break  # it ends
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    for one, other in pairwise(scrapes):
+        assert other.after - one.before < other.total_s - one.total_s + 1e-6
+        assert other.total_s - one.total_s < other.before - one.after + 1e-6
+        assert {state for state in goodput.STATES if other.values[state] < one.values[state]} == set()
+    text = (tmp_path / "last").read_text()
+    last = series(text, "elastic_ext_tokens_total", "elastic_ext_floating_point_operations_total")
+    trace = traced(tmp_path)
+    assert trace.seconds[goodput.LOST] > 0.15 * 4  # at least four steps were repeated
+    check_agrees(last, trace)
+    assert last[UNSETTLED] == 0
+    assert (last["elastic_ext_tokens_total"], last["elastic_ext_floating_point_operations_total"]) == (
+        10 * trace.steps,
+        2.5e6 * trace.steps,
+    )
+    assert status["job"]["hosts"] == 1
+    assert set(status["seconds"]) == set(goodput.STATES)
+    ((summary, shown),) = re.findall(r"(goodput ([\d.]+)%: .*startup [\d.]+%.*lost work [\d.]+%.*)", done.err)
+    total_s = sum(last[state] for state in goodput.STATES)
+    assert float(shown) == pytest.approx(100 * last[goodput.PRODUCTIVE] / total_s, abs=0.2), summary
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ext_c10d", "ext_etcd"])
+def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, server: EtcdServer):
+    """Preempted at step 9; the next agent of the same run id repeats 5 to 8, and adds up from the first agent on."""
+    where = f"--rdzv-endpoint={server.endpoint if backend == 'ext_etcd' else 'localhost:0'}"
+    torchrun = [*TORCHRUN, f"--rdzv-backend={backend}", where, "--rdzv-id=job", "--nnodes=1", "--nproc-per-node=2"]
+    began = time.monotonic()
+    ledger = f",ledger_file={tmp_path / 'ledger'}" if backend == "ext_c10d" else ""
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'},metrics_file={tmp_path / 'last'}{ledger}"
+    with Job([*torchrun, conf, SCRIPT, tmp_path, "wait"], tmp_path, **VARIABLES) as job:
+        job.wait_for("waits", 2)
+        job.process.send_signal(signal.SIGTERM)
+        job.finish()
+    first = series((tmp_path / "last").read_text())
+    (tmp_path / "go").touch()
+    for path in tmp_path.glob("trace.*"):
+        os.rename(path, tmp_path / f"earlier.{path.name[-1]}")
+    with Job([*torchrun, conf, SCRIPT, tmp_path, "wait"], tmp_path, **VARIABLES) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    second = series((tmp_path / "last").read_text(), "elastic_ext_goodput_ratio")
+    spans = [line.split() for line in (tmp_path / "trace.0").read_text().splitlines()]
+    repeated_s = sum(float(ended) - float(began) for _, name, step, began, ended in spans if name == "step" and int(step) <= 8)
+    assert second[goodput.LOST] == pytest.approx(repeated_s, abs=NOISE_S)
+    both_s = sum(each[state] for each in (first, second) for state in goodput.STATES)
+    productive_s = first[goodput.PRODUCTIVE] + second[goodput.PRODUCTIVE]
+    # With the time between the two agents, in which torchrun imports torch.
+    assert both_s < productive_s / second["elastic_ext_goodput_ratio"] < time.monotonic() - began

@@ -1,0 +1,146 @@
+"""`metrics_linger`: an agent that has left its job serves its metrics until their end is scraped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.etcd.conftest import until
+from tests.etcd_client import EtcdClient
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, EXT, TORCHRUN, Job
+from tests.ports import free_port
+
+LINGERS = r"serves its last metrics until they are scraped"
+URL = r"http://(127\.0\.0\.1:\d+)/metrics"
+FAILS, ENDS_WELL = "misspelled\n", "pass\n"
+CODE = 'elastic_ext_failures_total{kind="code"} 1.0'
+ENDED = 'elastic_ext_agent_state{state="ended"} 1.0'
+
+
+def get(target: str, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://{target}{path}", timeout=30) as answer:
+        return answer.read().decode()
+
+
+def start(tmp_path: Path, script: str, launcher: list[str], linger: float = 100) -> Job:
+    (tmp_path / "job.py").write_text(script)
+    return Job([*launcher, str(tmp_path / "job.py")], tmp_path, ELASTIC_EXT_METRICS_LINGER=str(linger))
+
+
+def test_it_ends_once_its_end_was_scraped(tmp_path):
+    with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"]) as job:
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
+        job.wait_for(LINGERS)
+        assert json.loads(get(target, "/status.json"))["state"] == "ended"  # that is no scrape
+        assert job.process.poll() is None
+        last = get(target)
+        done = job.finish()
+    assert done.returncode == 65
+    assert ENDED in last
+    assert CODE in last
+    assert "nobody has scraped" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "number"), [(ENDS_WELL, 0, signal.SIGTERM), pytest.param(FAILS, 65, signal.SIGINT, marks=pytest.mark.long)]
+)
+def test_a_signal_ends_it_and_nothing_else(tmp_path, script, code, number):
+    with start(tmp_path, script, [*AGENT, "--nproc-per-node=1"]) as job:
+        job.wait_for(LINGERS)
+        job.process.send_signal(number)
+        done = job.finish()
+    assert done.returncode == code
+    assert "nobody has scraped" not in done.err
+    assert "SignalException" not in done.all
+
+
+@pytest.mark.long
+def test_nobody_scrapes(tmp_path):
+    with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"], linger=1) as job:
+        done = job.finish()
+    assert done.returncode == 65
+    assert "nobody has scraped the last metrics within 1 s (metrics_linger)" in done.err
+
+
+@pytest.mark.long
+def test_an_agent_that_is_told_to_end_does_not_linger(tmp_path):
+    with start(tmp_path, "print('runs', flush=True)\nimport signal\nsignal.pause()\n", [*EXT, "--nproc-per-node=1"]) as job:
+        job.wait_for("runs")
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75
+    assert "last metrics" not in done.err
+
+
+def etcd_job(server: EtcdServer) -> list[str]:
+    return [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=lingers", "--nproc-per-node=1"]
+
+
+def test_its_node_is_gone_from_etcd(tmp_path, server):
+    with start(tmp_path, FAILS, [*etcd_job(server), "--nnodes=1"]) as job, EtcdClient(server.endpoint) as client:
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
+        job.wait_for(LINGERS)
+        assert client.get_prefix("/elastic_ext/lingers/nodes/").kvs == ()
+        last = get(target)
+        assert job.finish().returncode == 65
+    assert ENDED in last
+    assert "\nelastic_ext_etcd_lease_expiry_timestamp_seconds " not in last
+    assert "\nelastic_ext_etcd_reconnects_total 0.0" in last
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_another_node_does_not_wait_for_it(tmp_path, server, backend):
+    """On c10d, the host of the store, which starts first, does not linger: the next start of the job needs its port."""
+    endpoint = server.endpoint if backend == "ext_etcd" else f"127.0.0.1:{free_port()}"
+    launcher = [*TORCHRUN, f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--nnodes=2"]
+    with start(tmp_path, ENDS_WELL, launcher, linger=0 if backend == "ext_etcd" else 100) as first:
+        first.wait_for(URL)
+        with start(tmp_path, ENDS_WELL, launcher) as lingering:
+            ((target,),) = [each.groups() for each in lingering.wait_for(URL)]
+            done = first.finish()
+            assert done.returncode == 0
+            assert (backend == "ext_c10d") == ("the job's store, and its port, end with this agent" in done.err)
+            lingering.wait_for(LINGERS)
+            assert ENDED in get(target)
+            assert lingering.finish().returncode == 0
+
+
+CONFIG = """
+global: {{scrape_interval: 1s}}
+scrape_configs:
+  - job_name: training
+    honor_labels: true
+    file_sd_configs: [{{files: ["{found}/*.json"]}}]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
+def test_prometheus_has_the_end(tmp_path, server):
+    found, port = tmp_path / "sd", free_port()
+    found.mkdir()
+    (tmp_path / "prometheus.yml").write_text(CONFIG.format(found=found))
+    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb", f"--web.listen-address=127.0.0.1:{port}"]
+    (tmp_path / "job.py").write_text(FAILS)
+    environ = {"ELASTIC_EXT_METRICS_LINGER": "100", "ELASTIC_EXT_METRICS_DISCOVERY_DIR": str(found)}
+    with Job(["prometheus", *options], tmp_path) as prometheus:
+        prometheus.wait_for("Server is ready to receive web requests")
+        with Job([*etcd_job(server), "--nnodes=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
+            done = job.finish()
+        assert done.returncode == 65
+        assert "nobody has scraped" not in done.err
+        for series in (CODE, ENDED):
+            query = urllib.parse.quote(f"last_over_time({series.rpartition(' ')[0]}[5m])")
+            until(lambda query=query: values_of(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")) == ["1"])
+
+
+def values_of(answer: str) -> list[str]:
+    return [each["value"][1] for each in json.loads(answer)["data"]["result"]]

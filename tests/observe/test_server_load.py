@@ -1,0 +1,94 @@
+"""A storm at the metrics port: 1,000 scrapes a second, idle connections, rubbish. Nothing leaks, and the server still answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.observe import pages
+from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
+from elastic_ext.observe.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MetricsServer
+from tests.etcd_server import Certificates
+from tests.jobs import ROOT
+
+STORM = ROOT / "benchmarks" / "workers" / "scrape_storm.py"
+KINDS = ("rubbish", "TLS garbage", "10 MB headers", "idle connections", "slow readers")
+SPARE = 8  # descriptors of this test's own scrape and of the storm's pipes
+
+
+@contextlib.contextmanager
+def serving(gate: Gate | None) -> Iterator[MetricsServer]:
+    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(2)]
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
+    server = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status), gate=gate)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def storm(port: int | None, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """Beside everything else: it gets what is left of the cores."""
+    command = ["nice", "-n", "19", sys.executable, str(STORM), str(port), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.long("whole", "tls")
+@pytest.mark.parametrize(("seconds", "tls"), [(1.5, False), (10.0, False), (10.0, True)], ids=["short", "whole", "tls"])
+def test_a_storm_leaves_nothing_behind_and_keeps_nobody_out(tmp_path: Path, seconds: float, tls: bool) -> None:
+    """With TLS all of the storm is rubbish, and only this test's own scrapes are not."""
+    gate = trust = None
+    if tls:
+        pytest.importorskip("yaml", reason="needs elastic_ext[web]")
+        certificates = Certificates.make(tmp_path)
+        (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}")
+        gate, trust = Gate(str(tmp_path / "web.yml")), ssl.create_default_context(cafile=certificates.path("ca.crt"))
+    with serving(gate) as server:
+
+        def scrape() -> None:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=CLIENT_TIMEOUT_S, context=trust) as answer:
+                assert b"elastic_ext_round" in answer.read()
+
+        descriptors, threads = open_descriptors(), threading.active_count()
+        scrape()
+        served = lost = 0
+        with storm(server.port, seconds) as process:
+            while process.poll() is None:
+                try:
+                    scrape()
+                    served += 1
+                except OSError:  # on a busy machine it may lose its slot between its connection and its request
+                    lost += 1
+                assert open_descriptors() <= descriptors + MAX_CLIENTS + SPARE
+                assert threading.active_count() == threads
+            assert process.stdout is not None
+            came = json.load(process.stdout)
+        scrape()
+        assert lost <= served / 10 + 1, (served, lost)
+        assert [kind for kind in KINDS if not came.get(kind)] == []
+        assert (came.get("scrapes", 0) > 0) != tls
+        end = time.monotonic() + CLIENT_TIMEOUT_S
+        while open_descriptors() != descriptors:  # the server closes its end a moment later
+            assert time.monotonic() < end
+        assert threading.active_count() == threads
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

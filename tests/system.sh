@@ -1,0 +1,34 @@
+#!/bin/sh
+# Install what the tests need from Debian, only what is missing. No service of these packages is left running or enabled.
+set -eu
+NEEDED="prometheus:prometheus promtool:prometheus" # PROGRAM:PACKAGE
+SERVICES="prometheus"
+POLICY=/usr/sbin/policy-rc.d # asked by each package before it starts a service; 101: no
+
+packages=
+for each in $NEEDED; do
+    command -v "${each%:*}" >/dev/null || packages="$packages ${each#*:}"
+done
+packages=$(printf '%s\n' $packages | sort -u | tr '\n' ' ')
+[ -n "${packages% }" ] || exit 0
+
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "make system: missing: ${packages% }. On Debian or Ubuntu run this as root: apt-get install --no-install-recommends ${packages% }" >&2
+    echo "make system: elsewhere install what has the programs; the tests that need them are skipped without" >&2
+    exit 1
+fi
+if [ ! -e "$POLICY" ]; then
+    trap 'rm -f "$POLICY"' EXIT
+    trap 'exit 130' INT # dash leaves out what EXIT is to do if a signal ends it
+    trap 'exit 143' TERM HUP
+    printf '#!/bin/sh\nexit 101\n' >"$POLICY"
+    chmod 755 "$POLICY"
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get -qq update
+apt-get -qq install -y --no-install-recommends $packages
+for each in $SERVICES; do
+    if command -v systemctl >/dev/null; then
+        systemctl --quiet disable "$each" 2>/dev/null || true # else it starts with the machine
+    fi
+done

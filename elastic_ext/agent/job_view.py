@@ -11,10 +11,11 @@ import threading
 import time
 from dataclasses import replace
 
+from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.own_node import OwnNode, Place
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.observe import job_status, node_report
-from elastic_ext.observe.metrics import AgentMetrics
+from elastic_ext.observe.job_status import Sources
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.job_state import JobStatus
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 REPORT_S = 15.0  # between two reports of a node whose state does not change: 34 small writes a second from 512 nodes
 SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
-ANSWER_S = 0.2  # that the HTTP server waits for a read; the next poll of the page gets what comes later
+ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
 LEAVE_S = 2.0  # for the last report
 
 
@@ -48,11 +49,12 @@ class Sightings:
 class JobView:
     """Works from construction to `close`. `document` is for the server's thread, the other methods for the agent's loop."""
 
-    def __init__(self, handler: Rendezvous, metrics: AgentMetrics) -> None:
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics) -> None:
         self._handler = handler
         self._sightings = Sightings()
         self._changed = threading.Condition()
         self._status = JobStatus.nothing(handler.get_run_id(), "the rendezvous has not answered yet")
+        self._read_at: float | None = None
         self._answer: tuple[float, bytes] | None = None
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
@@ -75,25 +77,28 @@ class JobView:
     def close(self) -> None:
         """Tell of this node for the last time, and end within LEAVE_S."""
         with self._changed:
-            self._closing = True
+            self._closing, self._fault = True, "this agent has left the job"
             self._changed.notify_all()
         self._thread.join(LEAVE_S)
 
     def document(self) -> bytes:
-        """Return the job's status as JSON, at most CACHED_S old as far as the rendezvous answers."""
+        """Return the job's status as JSON, at most CACHED_S old as far as the rendezvous answers.
+
+        A rendezvous that does not answer holds up one call by ANSWER_S, and the calls after it not at all.
+        """
         if self._answer is not None and time.monotonic() - self._answer[0] < CACHED_S:
             return self._answer[1]
         with self._changed:
+            in_time = not (self._wanted or self._fault)  # the last time
             self._wanted = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._wanted, ANSWER_S)
-            status, fault = self._status, self._fault
-        if fault:
-            status = replace(status, unknown={**status.unknown, "other nodes": fault})
+            if in_time:
+                self._changed.wait_for(lambda: not self._wanted, ANSWER_S)
+            status, fault, read_at = self._status, self._fault, self._read_at
         now = time.monotonic()
-        built = job_status.build(
-            status, self._handler.get_backend(), self._node.now(now), lambda id_: self._sightings.age_s(id_, now)
-        )
+        read_s = round(now - read_at, 3) if read_at is not None else None
+        backend, own = self._handler.get_backend(), self._node.now(now)
+        built = job_status.build(Sources(status, backend, own, lambda id_: self._sightings.age_s(id_, now), read_s, fault))
         self._answer = now, job_status.encode(built).encode()
         return self._answer[1]
 
@@ -148,5 +153,8 @@ class JobView:
         with self._changed:
             if not fault:
                 self._sightings.read(status, now)
-            self._status, self._fault, self._wanted = status, fault, False
+                self._read_at = now
+            if not self._closing:
+                self._fault = fault
+            self._status, self._wanted = status, False
             self._changed.notify_all()

@@ -154,13 +154,12 @@ class Journal(Companion):
         return report.remote_failure_text(verdict)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
-        response = (decision.response or decision.action).value
-        self._trace.stopped_for(Cause(decision.kind, response, decision.reason))
+        self._trace.stopped_for(Cause(decision.kind, decision.word, decision.reason))
         if decision.delay_s > 0:
             self.begin(families.BACKOFF)
         self.events.emit(
             "decision",
-            decision=response,
+            decision=decision.word,
             action=decision.action.value,
             kind=decision.kind,
             rule=decision.rule,

@@ -127,8 +127,7 @@ class Observation(Companion):
 
     def _count(self, verdict: JobVerdict) -> None:
         decision = verdict.decision
-        what = decision.response.value if decision.response is not None else decision.action.value
-        self._incidents.decided(verdict.round, what, decision.kind, verdict.host)
+        self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""

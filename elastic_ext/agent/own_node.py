@@ -1,4 +1,4 @@
-"""What this node knows of itself: its state, its workers' progress, its rounds, its goodput over time."""
+"""What this node knows: of itself its state, its workers' progress and its rounds; of the job its goodput over time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.observe import families
 from elastic_ext.observe.job_status import GoodputPoint, Own
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.node_report import NodeReport, Pace, StateSeconds
+from elastic_ext.observe.node_report import NodeReport, Pace
 from elastic_ext.observe.round_history import RoundHistory
 from elastic_ext.rendezvous.handler import Rendezvous
 
-POINT_S = 60.0  # between two points of goodput, at first
+POINT_S = 30.0  # between two points of goodput, at first
 MAX_POINTS = 120  # then every other one is dropped, and the time doubles
-STANDBYS, GOODPUT = "elastic_ext_standbys", "elastic_ext_goodput_seconds_total"
+STANDBYS = "elastic_ext_standbys"
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,7 @@ class Place:
 def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now: float) -> NodeReport:
     """Return what this node tells of itself, without its rounds."""
     rows = metrics.progress()
-    values = metrics.registry.restricted_registry([STANDBYS, GOODPUT]).collect()
-    samples = [sample for family in values for sample in family.samples]
-    goodput = [StateSeconds(each.labels.get("state", ""), round(each.value, 1)) for each in samples if each.name == GOODPUT]
+    samples = (sample for family in metrics.registry.restricted_registry([STANDBYS]).collect() for sample in family.samples)
     report = NodeReport(
         name=name,
         state=metrics.state.name,
@@ -41,9 +42,8 @@ def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now:
         base_rank=place.base_rank,
         workers=place.workers,
         round=round_,
-        standbys=int(sum(each.value for each in samples if each.name == STANDBYS)),
+        standbys=int(sum(each.value for each in samples)),
         pace=tuple(Pace(each.rank, round(each.skew, 3)) for each in rows if each.skew is not None),
-        goodput=tuple(each for each in goodput if each.seconds > 0),
     )
     return _with_progress(report, rows, place.resumed_at or 0, now) if rows else report
 
@@ -83,6 +83,9 @@ class Points:
         self._points: list[tuple[float, tuple[StateSeconds, ...]]] = []
         self._every_s = POINT_S
 
+    def __len__(self) -> int:
+        return len(self._points)
+
     def add(self, goodput: tuple[StateSeconds, ...], now: float) -> None:
         """Keep a point if one is due."""
         if not goodput or (self._points and now - self._points[-1][0] < self._every_s):
@@ -99,7 +102,7 @@ class Points:
 class OwnNode:
     """This node. The agent's loop tells it of states, places and ends of rounds, which costs the loop nothing."""
 
-    def __init__(self, handler: Rendezvous, metrics: AgentMetrics, on_state: Callable[[], None]) -> None:
+    def __init__(self, handler: Rendezvous, metrics: AccountedMetrics, on_state: Callable[[], None]) -> None:
         """on_state: called by the loop when its state has changed; it must return at once."""
         self.place = Place()
         self._handler, self._metrics = handler, metrics
@@ -122,10 +125,13 @@ class OwnNode:
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
         report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
+        spent = self._metrics.goodput.job()
         with self._lock:
-            self._points.add(report.goodput, now)
+            # Not before the first round: until then nothing is known of what the job has spent before this agent.
+            if self._points or self._metrics.state.name == families.RUNNING:
+                self._points.add(spent.spent.seconds, now)
             if self._last is not None:
                 report = after(self._last[1], report, now - self._last[0])
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
-            return Own(self._handler.node_id, replace(report, rounds=self._history.spans(now)), self._points.ages(now))
+            return Own(self._handler.node_id, replace(report, rounds=self._history.spans(now)), spent, self._points.ages(now))

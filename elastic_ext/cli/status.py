@@ -18,7 +18,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli.terminal import print_error, print_line
 from elastic_ext.observe import job_status
-from elastic_ext.observe.job_status import Document, NodeStatus
+from elastic_ext.observe.job_status import Document, NodeStatus, Sources
 
 WATCH_S = 2.0  # between two looks
 URL_TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ def _reader(args: argparse.Namespace) -> Iterator[Read]:
     from elastic_ext.rendezvous.etcd.connect import connect
 
     with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
-        yield lambda: job_status.build(in_etcd.read(client, args.rdzv_id), "ext_etcd", None, lambda _: None)
+        yield lambda: job_status.build(Sources(in_etcd.read(client, args.rdzv_id), "ext_etcd"))
 
 
 def _from_agent(url: str) -> Document:

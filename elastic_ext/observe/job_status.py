@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
-from elastic_ext.base import records
+from elastic_ext.base import goodput, records
+from elastic_ext.base.goodput import Shared, StateSeconds
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.observe import families, node_report
-from elastic_ext.observe.node_report import NodeReport, RoundSpan, StateSeconds
+from elastic_ext.observe.node_report import NodeReport, RoundSpan
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import State
 
 SCHEMA = 1
 STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
 MAX_STRAGGLERS = 32
+ENOUGH_NODES = 3  # whose paces have a median that tells a slow one
 MAX_TEXT = 600  # characters of a reason
 SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node that tells nothing; others are families.STATES
 ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
@@ -50,10 +53,12 @@ class Job:
     """The job.
 
     Attributes:
-        state: forming, running, recovering, succeeded, failed, ended (how is unknown).
+        state: forming, starting, running, recovering, succeeded, failed, ended (how is unknown).
         reason: why it is in this state; "" if nothing is to be said.
         nodes, world_size: of the current round, or the last one.
         restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
+        step, steps_per_s: of the slowest node in the round.
+        saved_step, saved_s: of the newest checkpoint that a node saw committed.
         last_verdict: None before the first.
     """
 
@@ -67,6 +72,10 @@ class Job:
     restarts_charged: int
     restarts_limit: int | None
     last_verdict: Failure | None
+    step: int | None = None
+    steps_per_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,6 @@ class NodeStatus:
         node_rank, first_rank: -1 outside the round.
         state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
         seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once.
-        goodput: seconds by state since its agent's start; empty if unknown.
         The others: see NodeReport.
     """
 
@@ -96,7 +104,6 @@ class NodeStatus:
     saved_s: float | None = None
     standbys: int = 0
     seen_s: float | None = None
-    goodput: tuple[StateSeconds, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class GoodputPoint:
-    """The goodput of the node that shows this at an earlier moment. age_s: of the moment."""
+    """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
 
     age_s: float
     goodput: tuple[StateSeconds, ...]
@@ -137,10 +144,12 @@ class Document:
     """The whole document.
 
     Attributes:
+        goodput: of all hosts together, over all rounds and agents of the job.
+        goodput_points: earlier values of it, since the agent that shows this started.
+        shown_by: id of that agent's node; "" for a command.
         rounds_by: name of the node that saw the rounds; "" if none did.
-        goodput: of all nodes that tell theirs, in seconds.
-        goodput_points: earlier ones of the node that shows this.
-        shown_by: id of that node; "" for a command.
+        read_s: age of what is shown of the other nodes; None: nothing was read yet.
+        fault: why nothing newer was read; "".
     """
 
     job: Job
@@ -154,16 +163,36 @@ class Document:
     unknown: tuple[Unknown, ...] = ()
     shown_by: str = ""
     rounds_by: str = ""
+    read_s: float | None = 0.0
+    fault: str = ""
     schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
 class Own:
-    """What the node that shows the document knows of itself now."""
+    """What the node that shows the document knows now: of itself, and of the job's goodput."""
 
     id: str
     report: NodeReport
+    spent: Shared
     points: tuple[GoodputPoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a document is made of.
+
+    Attributes:
+        read_s: age of `status`; None: it holds nothing yet. fault: why there is no newer one; "".
+        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
+    """
+
+    status: JobStatus
+    backend: str
+    own: Own | None = None  # None for a reader that is not a node of the job
+    seen_s: Callable[[str], float | None] = lambda id_: None
+    read_s: float | None = 0.0
+    fault: str = ""
 
 
 def encode(document: Document) -> str:
@@ -171,18 +200,14 @@ def encode(document: Document) -> str:
     return json.dumps(records.plain(document), separators=(",", ":"))
 
 
-def build(status: JobStatus, backend: str, own: Own | None, seen_s: Callable[[str], float | None]) -> Document:
-    """Return the document.
-
-    Args:
-        own: None for a reader that is not a node of the job.
-        seen_s: returns for how long the reader has known a node's report as it is now; None if it reads only once.
-    """
+def build(sources: Sources) -> Document:
+    """Return the document."""
+    status, own = sources.status, sources.own
     faults = [Unknown("records", shown(each)) for each in status.faults]
     reports: dict[str, tuple[NodeReport, float | None]] = {}
     for id_, told in status.reports.items():
         try:
-            reports[id_] = node_report.decode(told.text, f"reports/{id_}"), seen_s(id_)
+            reports[id_] = node_report.decode(told.text, f"reports/{id_}"), sources.seen_s(id_)
         except RecordError as error:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
@@ -191,29 +216,34 @@ def build(status: JobStatus, backend: str, own: Own | None, seen_s: Callable[[st
     rounds, by = _rounds(reports, own)
     failures = tuple(_failure(each) for each in status.ledger.verdicts)
     verdicts = {each.round: each.reason for each in failures}
+    spent = own.spent.spent.seconds if own is not None else _spent(status, faults)
     return Document(
-        job=_job(status, backend, failures, nodes, own),
+        job=_job(sources, failures, nodes),
         nodes=tuple(nodes),
         rounds=tuple(replace(each, why=shown(verdicts.get(each.round, each.why))[:MAX_TEXT]) for each in rounds),
         failures=failures,
-        stragglers=_stragglers(reports),
+        stragglers=_stragglers(reports, nodes),
         refused=tuple(Refusal(shown(host), shown(why)[:MAX_TEXT]) for host, why in sorted(status.refused.items())),
-        goodput=_sum(nodes),
+        goodput=tuple(StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
-        unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds), *faults),
+        unknown=(*(Unknown(what, why) for what, why in status.unknown.items()), *_gaps(nodes, rounds, spent), *faults),
         shown_by=own.id if own is not None else "",
         rounds_by=shown(by),
+        read_s=sources.read_s,
+        fault=shown(sources.fault)[:MAX_TEXT],
     )
 
 
-def _job(status: JobStatus, backend: str, failures: tuple[Failure, ...], nodes: list[NodeStatus], own: Own | None) -> Job:
+def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus]) -> Job:
+    status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
     on_round = last if last is not None and last.round == header.round else None
     state, reason = _state(status, on_round, nodes), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
+    saved = max((each for each in nodes if each.saved_step is not None), key=_newest_save, default=None)
     return Job(
         run_id=shown(status.run_id),
-        backend=backend,
+        backend=sources.backend,
         state=state,
         reason=shown(on_round.reason if on_round is not None and state != "running" else reason)[:MAX_TEXT],
         round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
@@ -222,7 +252,15 @@ def _job(status: JobStatus, backend: str, failures: tuple[Failure, ...], nodes: 
         restarts_charged=last.restarts if last is not None else 0,
         restarts_limit=last.limit if last is not None else None,
         last_verdict=last,
+        step=min((each.step for each in of_round if each.step is not None), default=None),
+        steps_per_s=min((each.steps_per_s for each in of_round if each.steps_per_s is not None), default=None),
+        saved_step=saved.saved_step if saved is not None else None,
+        saved_s=saved.saved_s if saved is not None else None,
     )
+
+
+def _newest_save(node: NodeStatus) -> tuple[int, float]:
+    return node.saved_step or 0, -(node.saved_s or 0.0)
 
 
 def _state(status: JobStatus, on_round: Failure | None, nodes: list[NodeStatus]) -> str:
@@ -239,7 +277,9 @@ def _state(status: JobStatus, on_round: Failure | None, nodes: list[NodeStatus])
         return "recovering"
     busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
     if state is State.RUNNING and busy and families.RUNNING not in busy:
-        return "ended" if busy == {families.ENDED} else "recovering"
+        if busy == {families.ENDED}:
+            return "ended"
+        return "recovering" if status.header.round > 1 else "starting"
     return str(state.value)
 
 
@@ -268,7 +308,6 @@ def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | N
         saved_s=_older(report.saved_s, later),
         standbys=report.standbys,
         seen_s=seen_s,
-        goodput=report.goodput,
     )
 
 
@@ -299,7 +338,7 @@ def _failure(verdict: JobVerdict) -> Failure:
     decision = verdict.decision
     return Failure(
         round=verdict.round,
-        decision=decision.response.value if decision.response is not None else decision.action.value,
+        decision=decision.word,
         kind=shown(decision.kind),
         reason=shown(decision.reason)[:MAX_TEXT],
         rule=shown(decision.rule),
@@ -312,8 +351,8 @@ def _failure(verdict: JobVerdict) -> Failure:
     )
 
 
-def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
-    """Return the slowest workers. Where collectives keep all ranks in step, a step takes all of them equally long."""
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]], nodes: list[NodeStatus]) -> tuple[Straggler, ...]:
+    """Return the slowest. Where collectives keep all ranks in step, a step takes all of them equally long."""
     found = [
         Straggler(shown(report.name), pace.rank, round(pace.skew, 3))
         for report, _ in reports.values()
@@ -321,18 +360,26 @@ def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple
         for pace in report.pace
         if pace.skew >= STRAGGLER_SKEW
     ]
+    paces = {each.id: each.steps_per_s for each in nodes if each.state == families.RUNNING and each.steps_per_s}
+    if len(paces) >= ENOUGH_NODES:
+        usual = median(paces.values())
+        slow = ((each, usual / paces[each.id]) for each in nodes if each.id in paces)
+        found += [Straggler(node.name, -1, round(skew, 3)) for node, skew in slow if skew >= STRAGGLER_SKEW]
     return tuple(sorted(found, key=lambda each: -each.skew)[:MAX_STRAGGLERS])
 
 
-def _sum(nodes: list[NodeStatus]) -> tuple[StateSeconds, ...]:
-    total: dict[str, float] = {}
-    for node in nodes:
-        for each in node.goodput:
-            total[each.state] = total.get(each.state, 0.0) + each.seconds
-    return tuple(StateSeconds(shown(state), round(seconds, 3)) for state, seconds in total.items())
+def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[StateSeconds, ...]:
+    """Return the goodput of the job by its records; add to `faults` what cannot be read."""
+    found = {}
+    for host, text in status.goodput.items():
+        try:
+            found[host] = goodput.decode(text, f"goodput/{host}")
+        except RecordError as error:
+            faults.append(Unknown(f"goodput of {shown(host)}", shown(str(error))))
+    return goodput.total(found).seconds
 
 
-def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...]) -> list[Unknown]:
+def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
     found = []
     silent = sum(each.state == SILENT for each in nodes)
@@ -342,6 +389,6 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...]) -> list[Unknow
         found.append(Unknown("nodes", "no agent is in the job any more, and what they told last has expired"))
     if not rounds and not nodes:
         found.append(Unknown("rounds", "only agents know when a round began"))
-    if nodes and not any(each.goodput for each in nodes):
-        found.append(Unknown("goodput", "no agent counts it"))
+    if not spent:
+        found.append(Unknown("goodput", "no agent has told where its time went"))
     return found

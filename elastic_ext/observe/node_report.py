@@ -21,14 +21,6 @@ Ratio = Annotated[float, Within(0, 1e9)]
 
 
 @dataclass(frozen=True)
-class StateSeconds:
-    """How long a node has been in a state of goodput, in seconds."""
-
-    state: str
-    seconds: Seconds
-
-
-@dataclass(frozen=True)
 class Pace:
     """A worker's time per step relative to the median of its node. rank: global."""
 
@@ -62,7 +54,6 @@ class NodeReport:
         saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
         standbys: warm standbys that are ready.
         pace: of its workers, those that are known.
-        goodput: seconds by state since the agent's start; empty if unknown.
         rounds: those that this agent saw, oldest first. Only the node of rank 0 tells them.
     """
 
@@ -80,7 +71,6 @@ class NodeReport:
     saved_s: Seconds | None = None
     standbys: Count = 0
     pace: tuple[Pace, ...] = ()
-    goodput: tuple[StateSeconds, ...] = ()
     rounds: tuple[RoundSpan, ...] = ()
 
 

@@ -28,6 +28,7 @@ class JobStatus:
         refused: the reason, by host.
         faults: one line for each unreadable record.
         reports: what each node tells of itself, by node id.
+        goodput: the records of `base.goodput`, as they were read, by host.
         unknown: why, by what this rendezvous cannot know.
     """
 
@@ -39,9 +40,10 @@ class JobStatus:
     refused: dict[str, str]
     faults: tuple[str, ...] = ()
     reports: dict[str, NodeText] = field(default_factory=dict)
+    goodput: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, run_id: str, why: str) -> JobStatus:
-        """Return the state of a job of which nothing is known."""
+        """Return the state of a job of which nothing is known yet."""
         return cls(run_id, Header(), {}, {}, Ledger(), {}, unknown={"other nodes": why})

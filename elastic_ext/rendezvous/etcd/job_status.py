@@ -32,6 +32,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     assignments: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
     reports: dict[str, NodeText] = {}
+    spent: dict[str, str] = {}
     for kv in kvs:
         if kv.key == keys.header.encode():
             header = reader.header(kv) or header
@@ -41,12 +42,14 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
             refused[host] = kv.value.decode(errors="replace")
         elif (id_ := _name_in(keys.reports, kv, reader)) is not None:
             reports[id_] = NodeText(kv.value.decode(errors="replace"), kv.mod_revision)
+        elif (host := _name_in(keys.goodput, kv, reader)) is not None:
+            spent[host] = kv.value.decode(errors="replace")
         elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
             if (node := reader.node(kv)) is not None:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
-    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports)
+    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
@@ -90,9 +93,8 @@ def _rank(job: JobStatus, id_: str) -> int:
 
 def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     decision = verdict.decision
-    what = decision.response.value if decision.response is not None else decision.action.value
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
-    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
+    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {decision.word}{ends}"
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
     limit = "(no limit)" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
     yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts} {limit}"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install what the tests need from Debian, only what is missing. No service of these packages is left running or enabled.
 set -eu
-NEEDED="prometheus:prometheus promtool:prometheus" # PROGRAM:PACKAGE
+NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium" # PROGRAM:PACKAGE
 SERVICES="prometheus"
 POLICY=/usr/sbin/policy-rc.d # asked by each package before it starts a service; 101: no
 

@@ -16,6 +16,7 @@ from elastic_ext.agent.own_node import OwnNode, Place
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.observe import job_status, node_report
 from elastic_ext.observe.job_status import Sources
+from elastic_ext.observe.sightings import Sightings
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.job_state import JobStatus
 
@@ -26,24 +27,6 @@ SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it se
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
 LEAVE_S = 2.0  # for the last report
-
-
-class Sightings:
-    """For how long this reader has known what each node tells."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[int, float]] = {}
-
-    def read(self, status: JobStatus, now: float) -> None:
-        """Take in the reports that were read at `now`."""
-        before = self._first
-        self._first = {
-            id_: before[id_] if id_ in before and before[id_][0] == told.version else (told.version, now)
-            for id_, told in status.reports.items()
-        }
-
-    def age_s(self, id_: str, now: float) -> float | None:
-        return round(now - self._first[id_][1], 3) if id_ in self._first else None
 
 
 class JobView:

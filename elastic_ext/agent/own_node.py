@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,6 +44,7 @@ def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now:
         workers=place.workers,
         round=round_,
         standbys=int(sum(each.value for each in samples)),
+        at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
         pace=tuple(Pace(each.rank, round(each.skew, 3)) for each in rows if each.skew is not None),
     )
     return _with_progress(report, rows, place.resumed_at or 0, now) if rows else report

@@ -27,6 +27,7 @@ STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
 MAX_STRAGGLERS = 32
 ENOUGH_NODES = 3  # whose paces have a median that tells a slow one
 MAX_TEXT = 600  # characters of a reason
+MAX_AT = 40  # of a time
 SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node that tells nothing; others are families.STATES
 ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
 
@@ -86,7 +87,9 @@ class NodeStatus:
         id, name: unique within the job; of its host.
         node_rank, first_rank: -1 outside the round.
         state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
-        seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once.
+        seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once,
+            and then all its ages are as of told_at.
+        told_at: wall clock of the node when it told this, as text, for people only.
         The others: see NodeReport.
     """
 
@@ -104,6 +107,7 @@ class NodeStatus:
     saved_s: float | None = None
     standbys: int = 0
     seen_s: float | None = None
+    told_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,6 +312,7 @@ def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | N
         saved_s=_older(report.saved_s, later),
         standbys=report.standbys,
         seen_s=seen_s,
+        told_at=shown(report.at)[:MAX_AT],
     )
 
 

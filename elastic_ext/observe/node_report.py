@@ -54,6 +54,7 @@ class NodeReport:
         saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first.
         standbys: warm standbys that are ready.
         pace: of its workers, those that are known.
+        at: wall clock of the node at this moment, as text, for people only.
         rounds: those that this agent saw, oldest first. Only the node of rank 0 tells them.
     """
 
@@ -71,6 +72,7 @@ class NodeReport:
     saved_s: Seconds | None = None
     standbys: Count = 0
     pace: tuple[Pace, ...] = ()
+    at: str = ""
     rounds: tuple[RoundSpan, ...] = ()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.observe import job_status, pages
+from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.job_status import Document, Failure, GoodputPoint, Job, NodeStatus, Straggler, Unknown
 from elastic_ext.observe.node_report import RoundSpan
 from elastic_ext.observe.server import MetricsServer
@@ -39,14 +40,21 @@ def chromium() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def served(document: Document) -> Iterator[str]:
+def served(document: Document, gate: Gate | None = None) -> Iterator[str]:
     """Serve a document with the agent's own page; yield the URL."""
-    server = MetricsServer(pages.of_job(lambda: job_status.encode(document).encode()))
+    server = MetricsServer(pages.of_job(lambda: job_status.encode(document).encode()), gate=gate)
     try:
         assert server.url is not None
         yield server.url
     finally:
         server.close()
+
+
+def hashed(password: str) -> str:
+    """Its bcrypt hash, as basic_auth_users has it."""
+    import bcrypt
+
+    return bcrypt.hashpw(password.encode(), bcrypt.gensalt(4)).decode()
 
 
 def failure(

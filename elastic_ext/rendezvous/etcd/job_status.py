@@ -11,20 +11,20 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.etcd.keys import JobKeys
-from elastic_ext.rendezvous.job_state import JobStatus, NodeText
+from elastic_ext.rendezvous.job_state import JobStatus, NodeText, NoSuchJob
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 
 def read(client: EtcdClient, run_id: str) -> JobStatus:
-    """Return the state of a job. Raises UsageError: there is no such job, or etcd does not answer."""
+    """Return the state of a job. Raises NoSuchJob; UsageError: etcd does not answer."""
     keys = JobKeys(run_ids.checked(run_id))
     try:
         kvs = client.get_prefix(keys.prefix).kvs
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
-        raise UsageError(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
+        raise NoSuchJob(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.own_node import MAX_POINTS, POINT_S, Place, Points, after, own_report
@@ -54,19 +55,13 @@ def test_points_stay_few_and_cover_the_whole_job():
     found = points.ages(1000 * POINT_S)
     assert MAX_POINTS / 2 <= len(found) <= MAX_POINTS
     assert found[0].age_s == 1000 * POINT_S
-    gaps = {a.age_s - b.age_s for a, b in zip(found, found[1:], strict=False)}
+    gaps = {a.age_s - b.age_s for a, b in pairwise(found)}
     assert max(gaps) <= 2 * min(gaps)
 
 
 def test_rounds_end_when_the_workers_stop_and_say_why():
     history = RoundHistory()
-    for state, round_, now in (
-        ("rendezvous", 1, 0.0),
-        ("start", 1, 1.0),
-        ("running", 1, 2.0),
-        ("stop", 1, 5.0),
-        ("running", 2, 8.0),
-    ):
+    for state, round_, now in (("rendezvous", 1, 0.0), ("running", 1, 2.0), ("stop", 1, 5.0), ("running", 2, 8.0)):
         history.entered(state, round_, now)
     history.explain(1, "a crash")
     history.explain(1, "what others made of it later")

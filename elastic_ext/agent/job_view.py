@@ -14,7 +14,7 @@ from dataclasses import replace
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.own_node import OwnNode, Place
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.observe import job_status, node_report
+from elastic_ext.observe import job_document, job_status, node_report
 from elastic_ext.observe.job_status import Sources
 from elastic_ext.observe.sightings import Sightings
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -42,8 +42,12 @@ class JobView:
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
         self._node = OwnNode(handler, metrics, self._on_state)
-        self._thread = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("status: other nodes are not shown here, nor this one there: %s", error)
+            self._thread, self._fault = None, str(error)
 
     def joined(self, place: Place) -> None:
         """Note this node's place in the round that it has joined."""
@@ -57,12 +61,14 @@ class JobView:
         """Keep how far the workers came."""
         self._node.now(time.monotonic())
 
-    def close(self) -> None:
-        """Tell of this node for the last time, and end within LEAVE_S."""
+    def close(self, last_look: bool = False) -> None:
+        """Tell of this node for the last time, and end within LEAVE_S. last_look: somebody may still ask for the job."""
         with self._changed:
+            self._wanted = self._wanted or (last_look and not self._closing)
             self._closing, self._fault = True, "this agent has left the job"
             self._changed.notify_all()
-        self._thread.join(LEAVE_S)
+        if self._thread is not None:
+            self._thread.join(LEAVE_S)
 
     def document(self) -> bytes:
         """Return the job's status as JSON, at most CACHED_S old as far as the rendezvous answers.
@@ -82,7 +88,7 @@ class JobView:
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self._node.now(now)
         built = job_status.build(Sources(status, backend, own, lambda id_: self._sightings.age_s(id_, now), read_s, fault))
-        self._answer = now, job_status.encode(built).encode()
+        self._answer = now, job_document.encode(built).encode()
         return self._answer[1]
 
     def _on_state(self) -> None:
@@ -107,13 +113,16 @@ class JobView:
                 self._new_state = False
             if new_state:
                 due = min(due, time.monotonic() + SETTLE_S)
-            if wanted and not closing:
-                self._look()
-            if closing or time.monotonic() >= due:
-                self._tell(closing)
-                due = time.monotonic() + REPORT_S
             if closing:
+                self._tell(last=True)
+                if wanted:
+                    self._look()
                 return
+            if wanted:
+                self._look()
+            if time.monotonic() >= due:
+                self._tell(last=False)
+                due = time.monotonic() + REPORT_S
 
     def _tell(self, last: bool) -> None:
         report = self._node.now(time.monotonic()).report

@@ -160,7 +160,7 @@ class Observation(Companion):
         self._metrics.enter(families.ENDED)
         self.goodput.close()
         if self._job is not None:
-            self._job.close()
+            self._job.close(last_look=self._settings.metrics_linger > 0)
         if self._serving is not None:
             self._serving.ended()
         if self._settings.metrics_file is not None:

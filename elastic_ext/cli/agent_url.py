@@ -13,8 +13,8 @@ import urllib.request
 from elastic_ext.base import records, user_files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import MAX_BYTES
-from elastic_ext.observe import job_status
-from elastic_ext.observe.job_status import Document
+from elastic_ext.observe import job_document
+from elastic_ext.observe.job_document import Document
 
 TIMEOUT_S = 5.0
 MAX_PASSWORD_FILE = 4096  # bytes
@@ -63,7 +63,7 @@ class AgentUrl:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UsageError(f"the agent at {self._url}: {reason}") from error
-        return records.read(Document, text, self._url, job_status.SCHEMA)
+        return records.read(Document, text, self._url, job_document.SCHEMA)
 
 
 def _password(user: str, file: str | None) -> str:

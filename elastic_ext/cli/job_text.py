@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
-from elastic_ext.observe.job_status import ENDED_STATES, SILENT, Document, NodeStatus
+from elastic_ext.observe.job_document import ENDED_STATES, SILENT, Document, NodeStatus
 from elastic_ext.observe.node_report import RoundSpan
 
 COLUMNS = ("rank", "node", "state", "workers", "step", "steps/s", "last step", "checkpoint", "standbys", "last heard")

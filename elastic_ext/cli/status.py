@@ -19,8 +19,9 @@ from elastic_ext.cli import job_text
 from elastic_ext.cli.agent_url import AgentUrl
 from elastic_ext.cli.job_text import Terminal
 from elastic_ext.cli.terminal import print_error
-from elastic_ext.observe import job_status
-from elastic_ext.observe.job_status import Document, Sources
+from elastic_ext.observe import job_document, job_status
+from elastic_ext.observe.job_document import Document
+from elastic_ext.observe.job_status import Sources
 from elastic_ext.observe.sightings import Sightings
 from elastic_ext.rendezvous.job_state import NoSuchJob
 
@@ -102,7 +103,7 @@ def _watch(read: Read, as_json: bool) -> int:
     """Show the job again and again until it has ended, or nobody answers any more. Raises what the first `read` raises."""
     document, read_at = read(), time.monotonic()
     code = _show(document, as_json, again=True)
-    while document.job.state not in job_status.ENDED_STATES:
+    while document.job.state not in job_document.ENDED_STATES:
         time.sleep(WATCH_S)
         try:
             document, read_at = read(), time.monotonic()
@@ -120,7 +121,7 @@ def _watch(read: Read, as_json: bool) -> int:
 def _show(document: Document, as_json: bool, again: bool = False) -> int:
     """Show the document. again: in place of what was shown before, on a terminal."""
     if as_json:
-        print(job_status.encode(document), flush=True)
+        print(job_document.encode(document), flush=True)
     else:
         terminal = _terminal(again)
         found = [job_text.text(line, terminal) for line in job_text.lines(document, terminal)]

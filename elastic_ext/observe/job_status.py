@@ -1,175 +1,40 @@
-"""The status of a whole job as one document: what the page shows and `elastic-ext status` prints. Pure.
-
-Every time in it is an age in seconds by one clock: that of the reader. Reports carry ages too, so no two machines' clocks are
-ever compared; a report's ages grow by as long as the reader has seen it unchanged.
-"""
+"""Builds the status of a whole job from what a rendezvous and its nodes tell. Pure."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from elastic_ext.base import goodput, records
+from elastic_ext.base import goodput
 from elastic_ext.base.goodput import Shared, StateSeconds
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.observe import families, node_report
+from elastic_ext.observe.job_document import (
+    GONE,
+    SILENT,
+    WAITS,
+    Document,
+    Failure,
+    GoodputPoint,
+    Job,
+    NodeStatus,
+    Refusal,
+    Straggler,
+    Unknown,
+)
 from elastic_ext.observe.node_report import NodeReport, RoundSpan
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.round_records import State
 
-SCHEMA = 1
 STRAGGLER_SKEW = 1.2  # times the median; below it, noise of a shared machine
 MAX_STRAGGLERS = 32
 ENOUGH_NODES = 3  # whose paces have a median that tells a slow one
 MAX_TEXT = 600  # characters of a reason
 MAX_AT = 40  # of a time
-SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node that tells nothing; others are families.STATES
-ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
-
-    round: int
-    decision: str
-    kind: str
-    reason: str
-    rule: str
-    host: str
-    rank: int
-    exit_code: int | None
-    restarts: int
-    limit: int | None
-    at: str
-
-
-@dataclass(frozen=True)
-class Job:
-    """The job.
-
-    Attributes:
-        state: forming, starting, running, recovering, succeeded, failed, ended (how is unknown).
-        reason: why it is in this state; "" if nothing is to be said.
-        nodes, world_size: of the current round, or the last one.
-        restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown.
-        step, steps_per_s: of the slowest node in the round.
-        saved_step, saved_s: of the newest checkpoint that a node saw committed.
-        last_verdict: None before the first.
-    """
-
-    run_id: str
-    backend: str
-    state: str
-    reason: str
-    round: int
-    nodes: int
-    world_size: int
-    restarts_charged: int
-    restarts_limit: int | None
-    last_verdict: Failure | None
-    step: int | None = None
-    steps_per_s: float | None = None
-    saved_step: int | None = None
-    saved_s: float | None = None
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """A node. Ages in seconds; None where unknown.
-
-    Attributes:
-        id, name: unique within the job; of its host.
-        node_rank, first_rank: -1 outside the round.
-        state: of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but it has told nothing.
-        seen_s: for how long the reader has seen nothing new of it; 0 for the node that shows this; None: read only once,
-            and then all its ages are as of told_at.
-        told_at: wall clock of the node when it told this, as text, for people only.
-        The others: see NodeReport.
-    """
-
-    id: str
-    name: str
-    state: str
-    node_rank: int = -1
-    first_rank: int = -1
-    workers: int = 0
-    state_s: float | None = None
-    step: int | None = None
-    steps_per_s: float | None = None
-    last_step_s: float | None = None
-    saved_step: int | None = None
-    saved_s: float | None = None
-    standbys: int = 0
-    seen_s: float | None = None
-    told_at: str = ""
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A worker that takes longer per step than the median of its node, by this factor; or a node, rank -1, than the others."""
-
-    node: str
-    rank: int
-    skew: float
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A host that may not come back yet."""
-
-    host: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """What this document cannot show, and why."""
-
-    what: str
-    why: str
-
-
-@dataclass(frozen=True)
-class GoodputPoint:
-    """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
-
-    age_s: float
-    goodput: tuple[StateSeconds, ...]
-
-
-@dataclass(frozen=True)
-class Document:
-    """The whole document.
-
-    Attributes:
-        goodput: of all hosts together, over all rounds and agents of the job.
-        goodput_points: earlier values of it, since the agent that shows this started.
-        shown_by: id of that agent's node; "" for a command.
-        rounds_by: name of the node that saw the rounds; "" if none did.
-        read_s: age of what is shown of the other nodes; None: nothing was read yet.
-        fault: why nothing newer was read; "".
-    """
-
-    job: Job
-    nodes: tuple[NodeStatus, ...] = ()
-    rounds: tuple[RoundSpan, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    stragglers: tuple[Straggler, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    goodput: tuple[StateSeconds, ...] = ()
-    goodput_points: tuple[GoodputPoint, ...] = ()
-    unknown: tuple[Unknown, ...] = ()
-    shown_by: str = ""
-    rounds_by: str = ""
-    read_s: float | None = 0.0
-    fault: str = ""
-    schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
@@ -197,11 +62,6 @@ class Sources:
     seen_s: Callable[[str], float | None] = lambda id_: None
     read_s: float | None = 0.0
     fault: str = ""
-
-
-def encode(document: Document) -> str:
-    """Return the document as JSON."""
-    return json.dumps(records.plain(document), separators=(",", ":"))
 
 
 def build(sources: Sources) -> Document:
@@ -241,15 +101,16 @@ def build(sources: Sources) -> Document:
 def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus]) -> Job:
     status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
-    on_round = last if last is not None and last.round == header.round else None
-    state, reason = _state(status, on_round, nodes), header.reason
+    left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
+    final = last if last is not None and (left or last.round == header.round) else None
+    state, reason = _state(status, final, nodes, left), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
     saved = max((each for each in nodes if each.saved_step is not None), key=_newest_save, default=None)
     return Job(
         run_id=shown(status.run_id),
         backend=sources.backend,
         state=state,
-        reason=shown(on_round.reason if on_round is not None and state != "running" else reason)[:MAX_TEXT],
+        reason=shown(final.reason if final is not None and state not in ("running", "ended") else reason)[:MAX_TEXT],
         round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
         nodes=header.nodes or len(of_round),
         world_size=header.world or sum(each.workers for each in of_round),
@@ -267,17 +128,22 @@ def _newest_save(node: NodeStatus) -> tuple[int, float]:
     return node.saved_step or 0, -(node.saved_s or 0.0)
 
 
-def _state(status: JobStatus, on_round: Failure | None, nodes: list[NodeStatus]) -> str:
-    """Return the state of the job. on_round: the verdict on the round of the header, if there is one."""
+def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:
+    """Return the state of the job.
+
+    Args:
+        final: the verdict on the round of the header or, without a header, the last; None if there is none.
+        left: header and nodes are gone: their leases have run out.
+    """
     state = status.header.state
     if state is State.DONE:
         return "succeeded"
-    stops = on_round is not None and on_round.exit_code is not None and on_round.decision != "replace_node"
+    stops = final is not None and final.exit_code is not None and final.decision != "replace_node"
     if state is State.CLOSED or stops:
         return "failed"
-    if not status.header.round and not status.nodes and not any(each.state != GONE for each in nodes):
+    if left:
         return "ended"
-    if state is State.BROKEN:
+    if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
     busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
     if state is State.RUNNING and busy and families.RUNNING not in busy:

@@ -20,9 +20,10 @@ from elastic_ext.cli.job_text import Terminal
 from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.observe import job_status, node_report
+from elastic_ext.observe import job_document, job_status, node_report
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Document, Own, Sources
+from elastic_ext.observe.job_document import Document
+from elastic_ext.observe.job_status import Own, Sources
 from elastic_ext.observe.node_report import NodeReport, Pace, RoundSpan
 from elastic_ext.observe.sightings import Sightings
 from elastic_ext.rendezvous.etcd.keys import JobKeys
@@ -88,6 +89,18 @@ def test_the_state_of_the_job(header, stopped, state):
     assert state in status.EXIT_CODES
 
 
+def test_a_job_whose_leases_have_run_out_is_judged_by_its_last_verdict():
+    gone = {"nodes": {}, "assignments": {}}
+    ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
+    failed = built(job(Header(), ledger=ledger, **gone))
+    assert (failed.job.state, failed.job.round, failed.job.reason) == ("failed", 2, "a bug\\x1b[2J")
+    restarted = dataclasses.replace(STOP, action=Action.RESTART, exit_code=None, response=Response.RESTART)
+    ledger = Ledger((), 0, (JobVerdict(restarted, 2, "a", "n0", 0, 1, 3),))
+    assert built(job(Header(), ledger=ledger, **gone)).job.state == "ended"
+    assert built(job(Header(), ledger=ledger)).job.state == "forming"  # its nodes are back
+    assert built(job(HEADER, **gone)).job.state == "recovering"  # the header outlives the nodes for a while
+
+
 @pytest.mark.parametrize(("round_", "state"), [(1, "starting"), (2, "recovering")])
 def test_a_round_whose_workers_do_not_run_yet(round_, state):
     header = dataclasses.replace(HEADER, round=round_)
@@ -117,11 +130,11 @@ def test_goodput_is_that_of_the_job():
 
 def test_the_document_survives_its_json_which_follows_the_schema():
     shown = document(3)
-    text = job_status.encode(shown)
-    assert records.read(Document, text, "it", job_status.SCHEMA) == shown
+    text = job_document.encode(shown)
+    assert records.read(Document, text, "it", job_document.SCHEMA) == shown
     validator = jsonschema.Draft202012Validator(json.loads(JOB_SCHEMA.read_text()))
     validator.check_schema(validator.schema)
-    for each in (text, job_status.encode(built(job(), None)), job_status.encode(built(job(), seen_s=3.0))):
+    for each in (text, job_document.encode(built(job(), None)), job_document.encode(built(job(), seen_s=3.0))):
         validator.validate(json.loads(each))
     for wrong in ({"schema": 2}, {"nodes": [{}]}, {"read_s": "now"}):
         assert not validator.is_valid({**json.loads(text), **wrong})
@@ -213,7 +226,9 @@ def test_wrong_usage(capsys):
 def write(server, header, **records_):
     keys = JobKeys("j")
     with EtcdClient(server.endpoint) as client:
-        client.txn([], [Put(keys.header, encode(header)), *(Put(keys.prefix + name, text) for name, text in records_.items())])
+        lease = client.lease_grant(60).lease_id
+        texts = {keys.header: encode(header), **{keys.prefix + name: text for name, text in records_.items()}}
+        client.txn([], [Put(key, text, lease_id=lease) for key, text in texts.items()])
 
 
 def test_an_ended_job_in_etcd(capsys, server):
@@ -233,7 +248,7 @@ def test_an_ended_job_in_etcd(capsys, server):
 
 def test_watch_ends_with_the_job(capsys, server, monkeypatch):
     monkeypatch.setattr(status, "WATCH_S", 0.05)
-    write(server, HEADER)
+    write(server, HEADER, **{"nodes/a": encode(NODE)})
     ending = threading.Timer(0.3, lambda: write(server, dataclasses.replace(HEADER, state=State.DONE)))
     ending.start()
     code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j", "--watch", "--json")

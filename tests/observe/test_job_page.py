@@ -16,7 +16,7 @@ import pytest
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.cli import main
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_status import Document, Refusal, Straggler, Unknown
+from elastic_ext.observe.job_document import Document, Refusal, Straggler, Unknown
 from tests.etcd_server import Certificates, EtcdServer
 from tests.jobs import ROOT, TORCHRUN, Job
 from tests.observe.pages_in_chromium import DESKTOP, HTML, OVERFLOW, PHONE, chromium, document, failure, hashed, of_nodes, served

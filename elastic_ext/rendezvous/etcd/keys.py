@@ -27,7 +27,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
     goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
-                    Written by these agents, at most once a minute and at the end of a round. Read by all agents as they write.
+                    Written by these agents, at most once a minute and at the end of a round. Read by all agents as they write,
+                    and `elastic-ext status`.
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.

@@ -112,8 +112,9 @@ class Observation(Companion):
         """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""
         self._metrics.round_started(round_, group.workers[0].world_size)
         if self._job is not None:
-            first, workers = group.workers[0].global_rank, group.spec.local_world_size
-            self._job.joined(Place(group.group_rank, first, workers, resumed_at))
+            first, workers = group.workers[0], group.spec.local_world_size
+            sizes = group.group_world_size, first.world_size
+            self._job.joined(Place(group.group_rank, first.global_rank, workers, resumed_at, *sizes))
 
     def round_ended(self, why: str) -> None:
         """Show why a round is over."""

@@ -24,12 +24,14 @@ STANDBYS = "elastic_ext_standbys"
 
 @dataclass(frozen=True)
 class Place:
-    """This node in its round. resumed_at: step that the round started from; None if unknown."""
+    """This node in its round of so many nodes and workers. resumed_at: step that the round started from; None if unknown."""
 
     node_rank: int = -1
     base_rank: int = -1
     workers: int = 0
     resumed_at: int | None = None
+    nodes: int = 0
+    world: int = 0
 
 
 def own_report(name: str, metrics: AgentMetrics, place: Place, round_: int, now: float) -> NodeReport:
@@ -137,4 +139,5 @@ class OwnNode:
                 report = after(self._last[1], report, now - self._last[0])
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
-            return Own(self._handler.node_id, replace(report, rounds=self._history.spans(now)), spent, self._points.ages(now))
+            report = replace(report, rounds=self._history.spans(now))
+            return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)

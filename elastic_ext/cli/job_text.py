@@ -40,7 +40,7 @@ def text(line: Line, terminal: Terminal) -> str:
     """Return a line as it is printed."""
     if not terminal.colors:
         return "".join(shown(each) for each, _ in line)
-    return "".join(f"\033[{code}m{shown(each)}\033[0m" if code else shown(each) for each, code in line)
+    return "".join(f"\033[{code}m{shown(each)}\033[0m" if code and each else shown(each) for each, code in line)
 
 
 def lines(document: Document, terminal: Terminal) -> Iterator[Line]:

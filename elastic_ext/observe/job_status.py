@@ -39,12 +39,14 @@ MAX_AT = 40  # of a time
 
 @dataclass(frozen=True)
 class Own:
-    """What the node that shows the document knows now: of itself, and of the job's goodput."""
+    """What the node that shows the document knows now, of itself and the job. nodes, world: of its round; 0 before the first."""
 
     id: str
     report: NodeReport
     spent: Shared
     points: tuple[GoodputPoint, ...] = ()
+    nodes: int = 0
+    world: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         state=state,
         reason=shown(final.reason if final is not None and state not in ("running", "ended") else reason)[:MAX_TEXT],
         round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
-        nodes=header.nodes or len(of_round),
-        world_size=header.world or sum(each.workers for each in of_round),
+        nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
+        world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
         restarts_charged=last.restarts if last is not None else 0,
         restarts_limit=last.limit if last is not None else None,
         last_verdict=last,

@@ -119,6 +119,12 @@ def test_a_node_slower_than_the_others_is_a_straggler_and_the_slowest_step_count
     assert (shown.job.step, shown.job.steps_per_s, shown.job.saved_step, shown.job.saved_s) == (70, 1.0, 60, 3.0)
 
 
+def test_an_agent_that_sees_no_other_node_still_knows_how_many_there_are():
+    alone = dataclasses.replace(job(Header(2, State.RUNNING)), nodes={}, assignments={})
+    shown = built(alone, Own("a", REPORT, Shared(Spent()), nodes=2, world=8))
+    assert (len(shown.nodes), shown.job.nodes, shown.job.world_size) == (1, 2, 8)
+
+
 def test_goodput_is_that_of_the_job():
     records_ = {host: goodput.encode(HostRecord(Spent((StateSeconds("productive", 30.0),)))) for host in ("h0", "h1")}
     shown = built(job(goodput={**records_, "h2": "rubbish"}))

@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 SCRIPTS = ROOT / "tests" / "scripts"
 
@@ -122,7 +124,10 @@ class Job:
         return found
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> Finished:
-        self.process.wait(timeout_s)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {timeout_s:g} s\n--out\n{self.out}\n--err\n{self.err}")
         self._reader.join(timeout_s)
         assert self._ended, f"what outlived the job holds its output open\n--out\n{self.out}\n--err\n{self.err}"
         return Finished(self.process.returncode, self.out, self.err)

@@ -5,6 +5,7 @@ The first node writes the settings; every other node compares them with its own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,11 +37,15 @@ class SharedSettings:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A job as a node finds it. lease_id: of the records that belong to no node. revision: of the header; 0 if there is none."""
+    """A job as a node finds it.
+
+    lease_id: of the records that belong to no node. revision: of the header; job_revision: of the settings; 0 if there are none.
+    """
 
     lease_id: int
     header: Header = field(default_factory=Header)
     revision: int = 0
+    job_revision: int = 0
 
     @property
     def over(self) -> bool:
@@ -104,9 +109,9 @@ class JobRecords:
         else:
             assert job is not None
             lease_id = job.lease_id
-        found = JobSnapshot(lease_id)
+        found = JobSnapshot(lease_id, job_revision=job.mod_revision if job is not None else 0)
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
-            found = JobSnapshot(lease_id, self._reader.header(header) or Header(), header.mod_revision)
+            found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
         if theirs not in (None, self._mine):
             if not self._delete_abandoned(found):
                 seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self._mine} here"
@@ -173,19 +178,22 @@ class JobRecords:
         return found is not None and found.job == name != ""
 
     def _delete_abandoned(self, found: JobSnapshot) -> bool:
-        """Delete what a job left that has no nodes any more. Return False if it has one.
+        """Delete what a job left that has no nodes any more. Return False if it has one; else the records are to be read again.
 
         The ledger stays if a scheduler is to start the job again: its budget still holds.
+
+        Invariant: only the job that was found is judged here, and only it is deleted. Several nodes may begin the next job at
+        the same time: the records and the nodes of that one are not those of the job before.
         """
+        as_found = [unchanged(self._keys.job, found.job_revision), unchanged(self._keys.header, found.revision)]
         nodes = self._keys.nodes
         left = self._client.get_prefix(nodes).kvs
         if any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left):
-            return False
-        # The header is as its last node wrote it; if another node begins the next job right now, that job's header differs.
-        compares = [unchanged(self._keys.header, found.revision)] if found.revision else [absent(self._keys.header)]
+            return not self._client.txn(as_found).succeeded  # what did not change until now was so when the nodes were read
         folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
         deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict
         if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
             deletes += [Delete(each, prefix=True) for each in self._keys.outliving]
-        return self._client.txn(compares, deletes).succeeded
+        self._client.txn(as_found, deletes)
+        return True

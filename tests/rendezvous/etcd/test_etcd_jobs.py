@@ -190,6 +190,8 @@ def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
         assert [line["attempt"] for line in reports(job)] == [0]
     # With another number of nodes too: nobody is in the old job any more.
     both = [nodes.start(name, server.endpoint, "2", conf="lease_ttl=2") for name in "ab"]
+    for job in both:
+        job.wait_for(seen(2, 0))
     assert [job.finish().returncode for job in both] == [0, 0]
     with EtcdClient(server.endpoint) as client:
         leases = {kv.lease_id for kv in client.get_prefix("/elastic_ext/").kvs}

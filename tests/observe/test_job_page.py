@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -200,8 +201,12 @@ def test_a_crash_of_a_real_job_shows_on_the_page_of_another_node(
         server.process.send_signal(signal.SIGSTOP)
         try:
             page.locator("#stale", has_text="old").wait_for()
-            for path in ("/job.json", "/metrics", "/job.json", "/"):  # sooner than a call to etcd gives up, after 5 s
-                urllib.request.urlopen(url + path, timeout=3).close()
+            ages = set()
+            while len(ages) < 7:  # one a second, for longer than a call to etcd takes to give up (5 s)
+                with urllib.request.urlopen(url + "/job.json", timeout=2) as answer:
+                    ages.add(json.load(answer)["read_s"])
+                urllib.request.urlopen(url + "/metrics", timeout=2).close()
+                time.sleep(0.2)
         finally:
             server.process.send_signal(signal.SIGCONT)
         page.locator("#stale", has_text="old").wait_for(state="hidden")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_ext.base.errors import UsageError
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node
+
+
+class NoSuchJob(UsageError):
+    """There are no records of such a job."""
 
 
 @dataclass(frozen=True)

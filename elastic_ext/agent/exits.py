@@ -113,7 +113,7 @@ def _end_after_success() -> None:
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     global _succeeded
     _succeeded = False
-    if not isinstance(error, NodeDrained):  # nothing went wrong, and `Verdicts.publish_drain` has said what happened
+    if not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
         _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = exit_code_of(error)
     if code is not None:

@@ -93,13 +93,9 @@ class Supervisor(TorchAgent):
             try:
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
-            except SignalException as error:
-                self._verdicts.publish_signal(error, self._companions.host)
+            except (SignalException, NodeDrained) as error:
+                self._verdicts.publish_leaving(error, self._companions.host)
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._companions.leave(self._handler)
-                raise
-            except NodeDrained as error:
-                self._verdicts.publish_drain(error)
                 self._companions.leave(self._handler)
                 raise
             finally:

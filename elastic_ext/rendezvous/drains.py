@@ -10,6 +10,7 @@ Invariant: a node is released only while at least min_nodes others are there; el
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,6 +18,7 @@ from enum import Enum
 from elastic_ext.rendezvous.round_records import Drain, Header, Node
 
 NO_REASON = "drained by an operator"
+_ID = re.compile(r"(.+)-[0-9]+-[0-9a-f]{6}")  # HOST-PID-RANDOM
 
 
 class Answer(Enum):
@@ -50,13 +52,13 @@ class Admission:
 
 
 def host_of(node_id: str) -> str:
-    """Return the host of a node's id, which `JobConnection` made: HOST-PID-RANDOM."""
-    return node_id.rsplit("-", 2)[0]
+    """Return the host of a node's id, which `JobConnection` made."""
+    found = _ID.fullmatch(node_id)
+    return found[1] if found is not None else node_id
 
 
-def nodes_named(name: str, nodes: Collection[str]) -> tuple[str, ...]:
-    """Return all ids of nodes on the host that this names. name: the host, or the id of one of its nodes."""
-    host = host_of(name) if name in nodes else name
+def nodes_on(host: str, nodes: Collection[str]) -> tuple[str, ...]:
+    """Return the ids of all nodes on a host."""
     return tuple(sorted(id_ for id_ in nodes if host_of(id_) == host))
 
 
@@ -67,10 +69,10 @@ def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mappi
         nodes: ids of all current nodes, running or waiting.
         refused: why, by host that may not come back.
     """
-    named = nodes_named(asked.name, nodes)
+    host = host_of(asked.name)
+    named = nodes_on(host, nodes)
     if not named:
-        host = next((each for each in (asked.name, host_of(asked.name)) if each in refused), None)
-        if host is not None:
+        if host in refused:
             return Admission(Answer.LEFT, f"{host} has left the job before: {refused[host]}", header)
         there = ", ".join(sorted({host_of(id_) for id_ in nodes})) or "none"
         return Admission(Answer.UNKNOWN, f"no node {asked.name} in the job; its nodes: {there}", header)
@@ -82,10 +84,10 @@ def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mappi
         of = "1 node would remain" if len(remain) == 1 else f"{len(remain)} nodes would remain"
         return Admission(Answer.TOO_FEW, f"{of}, and the job takes at least {min_nodes}; nothing was changed", header, named)
     if not new and not hastened:
-        return Admission(Answer.ASKED, f"{host_of(named[0])} was told to leave before", header, named)
+        return Admission(Answer.ASKED, f"{host} was told to leave before", header, named)
     made = header.drains_made + 1
     kept = [replace(each, now=each.now or each.node in hastened) for each in header.drains]
-    added = [Drain(id_, host_of(id_), made, asked.reason or NO_REASON, max(1, asked.refused_s), asked.now) for id_ in new]
+    added = [Drain(id_, host, made, asked.reason or NO_REASON, max(1, asked.refused_s), asked.now) for id_ in new]
     after = replace(header, drains=(*kept, *added), drains_made=made)
     return Admission(Answer.ADMITTED, f"{len(remain)} nodes remain, and the job takes at least {min_nodes}", after, named)
 

@@ -143,9 +143,9 @@ def reports(view: View) -> tuple[str, ...]:
 
 
 def lost(view: View) -> tuple[str, ...]:
-    """Return the ids of members of the round that are gone, or have stopped their workers because they were cut off."""
-    number = view.header.round
-    return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
+    """Return the ids of members of the round that are gone, were released, or have stopped their workers as they were cut off."""
+    number, leaving = view.header.round, drains.released(view.header)
+    return tuple(id_ for id_ in view.members if id_ not in view.nodes or id_ in leaving or view.nodes[id_].cut == number)
 
 
 def reaches(view: View) -> dict[str, Reach]:

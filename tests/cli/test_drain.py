@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import signal
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from elastic_ext.cli.main import main
 from elastic_ext.etcd import EtcdClient, Put
 from elastic_ext.rendezvous.drains import Request
 from elastic_ext.rendezvous.etcd import drain_request
@@ -22,11 +25,16 @@ from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
 from tests.etcd_server import EtcdServer
-from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job, run
-from tests.ports import free_port
+from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 
 KEYS = JobKeys("job")
-CLI = [sys.executable, "-m", "elastic_ext.cli"]
+
+
+def cli(*arguments: str) -> Finished:
+    """The command, in this process: only its start would cost half a second."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(arguments)
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
 class Drained:
@@ -44,12 +52,12 @@ class Drained:
         command = [*TORCHRUN, *job, SCRIPTS / "drained_job.py", self.folder, how]
         return self.stack.enter_context(Job(command, self.folder, STOP=str(self.folder / "stop")))
 
-    def start_all(self, *names: str, nnodes: str, how: str) -> dict[str, Job]:
-        """The first one leads. Returns once all run."""
+    def start_all(self, *names: str, nnodes: str, how: str, leader: str = "") -> dict[str, Job]:
+        """leader: the one that will lead. Returns once all run."""
         jobs = {}
-        for name in names:
+        for name in (leader or names[0], *(each for each in names if each != (leader or names[0]))):
             jobs[name] = self.start(name, nnodes, how)
-            if len(jobs) == 1:
+            if name == leader:
                 self.await_nodes(1)
         for job in jobs.values():
             job.wait_for(f"of {len(names)} attempt 0")
@@ -68,13 +76,13 @@ class Drained:
                 assert watch.get(60) is not None
 
     def command(self, *options: str) -> list[str]:
-        return [*CLI, "drain", *options, *self.where]
+        return [sys.executable, "-m", "elastic_ext.cli", "drain", *options, *self.where]
 
     def drain(self, *options: str) -> Finished:
-        return run(self.command(*options), self.folder)
+        return cli("drain", *options, *self.where)
 
     def status(self) -> dict:
-        found: dict = json.loads(run([*CLI, "status", "--json", *self.where], self.folder).out)
+        found: dict = json.loads(cli("status", "--json", *self.where).out)
         return found
 
     def steps(self) -> list[tuple[int, int, int, float]]:
@@ -83,8 +91,8 @@ class Drained:
         return [(int(attempt), int(world), int(step), float(weight)) for attempt, world, step, weight in lines]
 
     def check_steps(self, saved: dict[int, int]) -> None:
-        """No step is missing, each weight is the one that follows from the step before, and each attempt goes on where the one
-        before it has saved. saved: step, by the attempt after it.
+        """Check that no step is missing, that each weight follows from the step before, and that each attempt goes on where the
+        one before it has saved. saved: step, by the attempt after it.
         """
         known = {0: 0.0}
         done = self.steps()
@@ -114,18 +122,27 @@ def saved_step(done: Finished) -> int:
     return int(step)
 
 
-@pytest.mark.long("3")
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_a_node_leaves_at_a_checkpoint_and_a_spare_steps_in(job, nodes):
-    """The leader leaves, at a save on demand. Nothing is charged. Then the others are as few as the job takes: refused."""
-    names = ["n1", "n2", "n3"][:nodes]
-    jobs = job.start_all(*names, nnodes=str(nodes), how="asks")
-    said(job.drain("n2"), 77, f"{nodes - 1} node{'s' * (nodes > 2)} would remain, and the job takes at least {nodes}")
-    spare = job.start("spare", str(nodes), "asks")
-    job.await_nodes(nodes + 1)
-    jobs["n1"].wait_for("rank")
+def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
+    jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks")
+    done = job.drain("n1")
+    said(done, 0, "round 2 runs with 1 node")
+    assert jobs["n1"].finish().returncode == 69
+    jobs["n2"].wait_for(f"of 1 attempt 1 from step {saved_step(done)}")
+    said(job.drain("n2"), 77, "0 nodes would remain, and the job takes at least 1; nothing was changed")
+    (job.folder / "stop").touch()
+    assert jobs["n2"].finish().returncode == 0
+    job.check_steps({1: saved_step(done)})
+
+
+@pytest.mark.long
+def test_a_spare_steps_in(job):
+    """The leader leaves. Without a spare: refused. Nothing is charged, and whoever should learns the reason."""
+    jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")
+    said(job.drain("n2"), 77, "2 nodes would remain, and the job takes at least 3")
+    spare = job.start("spare", "3", "asks")
+    job.await_nodes(4)
     done = job.drain("n1", "--reason=fan  broken")
-    said(done, 0, f"round 2 runs with {nodes} nodes")
+    said(done, 0, "round 2 runs with 3 nodes")
     left = jobs.pop("n1").finish()
     assert left.returncode == 69
     assert left.err.count("told to leave the job after the checkpoint of step") == 1
@@ -137,7 +154,7 @@ def test_a_node_leaves_at_a_checkpoint_and_a_spare_steps_in(job, nodes):
     assert (event["reason"], event["step"]) == ("fan broken", saved_step(done))
     assert not [each for each in events if each["event"] in ("failure", "decision")]
     for each in (*jobs.values(), spare):
-        each.wait_for(f"of {nodes} attempt 1 from step {saved_step(done)}")
+        each.wait_for(f"of 3 attempt 1 from step {saved_step(done)}")
     said(job.drain("n2"), 77, "nothing was changed")
     said(job.drain("n1"), 0, "n1 has left the job before: drained: fan broken")
     shown = job.status()
@@ -145,7 +162,7 @@ def test_a_node_leaves_at_a_checkpoint_and_a_spare_steps_in(job, nodes):
     assert (shown["job"]["restarts_charged"], shown["failures"]) == (0, [])
     assert shown["refused"] == [{"host": "n1", "why": "drained: fan broken"}]
     (job.folder / "stop").touch()
-    assert [each.finish().returncode for each in (*jobs.values(), spare)] == [0] * nodes
+    assert [each.finish().returncode for each in (*jobs.values(), spare)] == [0] * 3
     job.check_steps({1: saved_step(done)})
 
 
@@ -216,7 +233,7 @@ def test_of_two_drains_at_once_one_is_refused(server):
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:
         lease = client.lease_grant(600).lease_id
         client.txn([], [Put(KEYS.job, '{"schema":1,"min_nodes":2,"max_nodes":3}', lease)])
-        nodes = ["n1-1-a", "n2-1-b", "n3-1-c"]
+        nodes = [f"{host}-1-abcdef" for host in ("n1", "n2", "n3")]
         client.txn([], [Put(KEYS.node(id_), encode(Node(2, 1, "w", "h", 1)), lease) for id_ in nodes])
         for _ in range(20):
             client.txn([], [Put(KEYS.header, encode(Header(3, State.RUNNING, 3)), lease)])
@@ -240,14 +257,14 @@ def test_of_two_drains_at_once_one_is_refused(server):
             )
 
 
-def test_where_nothing_can_be_drained(server, tmp_path):
-    def drain(endpoint: str, *options: str) -> Finished:
-        return run([*CLI, "drain", "n1", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", *options], tmp_path)
+def test_where_nothing_can_be_drained(job):
+    said(job.drain("n1"), 69, "the job job is not running")
+    said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
+    said(job.drain("n1", "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
 
-    said(drain(server.endpoint), 69, "the job job is not running")
-    said(drain(server.endpoint, "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
-    said(drain(server.endpoint, "--now", "--undo"), 78, "not allowed with")
-    said(drain(server.endpoint, "--undo"), 0, "nothing to undo")
+
+@pytest.mark.long
+def test_the_endpoint_of_a_job_with_ext_c10d():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for endpoint in (f"localhost:{store.port}", f"127.0.0.1:{free_port()}"):
-        said(drain(endpoint), 69, "such a job cannot be drained")
+    done = cli("drain", "n1", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job")
+    said(done, 69, "such a job cannot be drained")

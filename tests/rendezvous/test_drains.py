@@ -12,7 +12,7 @@ from elastic_ext.rendezvous.etcd import drain_request
 from elastic_ext.rendezvous.etcd.drain_request import Asked, Ending, outcome
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
 
-NODES = ("n1-10-aa", "n1-11-bb", "n2-10-cc", "rack-3-n3-10-dd")
+NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
 HEADER = Header(3, State.RUNNING, 3)
 
 
@@ -25,17 +25,18 @@ def drained(*ids: str, **more: object) -> Header:
     ("name", "header", "refused", "min_nodes", "answer", "said"),
     [
         ("n2", HEADER, {}, 3, Answer.ADMITTED, "3 nodes remain, and the job takes at least 3"),
-        ("n2-10-cc", HEADER, {}, 3, Answer.ADMITTED, "3 nodes remain"),
+        ("n2-10-cccccc", HEADER, {}, 3, Answer.ADMITTED, "3 nodes remain"),
         ("n2", HEADER, {}, 4, Answer.TOO_FEW, "3 nodes would remain, and the job takes at least 4; nothing was changed"),
         ("n1", HEADER, {}, 3, Answer.TOO_FEW, "2 nodes would remain"),  # both of its agents leave
-        ("n1-10-aa", HEADER, {}, 2, Answer.ADMITTED, "2 nodes remain"),
+        ("n1-10-aaaaaa", HEADER, {}, 2, Answer.ADMITTED, "2 nodes remain"),
         ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "3 nodes remain"),
         ("n2", HEADER, {"n1": "bad"}, 2, Answer.TOO_FEW, "1 node would remain"),  # one that is refused does not count
-        ("n2", drained("rack-3-n3-10-dd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
-        ("n2", drained("n2-10-cc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),
+        ("n2", drained("rack-3-n3-10-dddddd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
+        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),
         ("n4", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left the job before: drained: fan"),
-        ("n4-7-aa", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left"),
-        ("n", HEADER, {}, 1, Answer.UNKNOWN, "no node n in the job; its nodes: n1, n2, rack-3-n3"),
+        ("rack-4-n3", HEADER, {"rack": "drained: fan"}, 1, Answer.UNKNOWN, "no node rack-4-n3"),
+        ("n4-7-aaaaaa", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left"),
+        ("n3", HEADER, {}, 1, Answer.UNKNOWN, "no node n3 in the job; its nodes: n1, n2, rack-3-n3"),
     ],
 )
 def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
@@ -48,14 +49,14 @@ def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
 def test_what_is_written():
     found = admit(Request("n1", "", 60), HEADER, NODES, {}, 1).header
     assert [(each.node, each.host, each.number, each.reason) for each in found.drains] == [
-        ("n1-10-aa", "n1", 1, drains.NO_REASON),
-        ("n1-11-bb", "n1", 1, drains.NO_REASON),
+        ("n1-10-aaaaaa", "n1", 1, drains.NO_REASON),
+        ("n1-11-bbbbbb", "n1", 1, drains.NO_REASON),
     ]
     assert found.drains_made == 1
     hastened = admit(Request("n1", "again", 60, now=True), found, NODES, {}, 1).header
     assert [(each.number, each.reason, each.now) for each in hastened.drains] == [(1, drains.NO_REASON, True)] * 2
     assert drains.withdrawn(hastened, "n1") == dataclasses.replace(HEADER, drains_made=3)
-    released = drains.release(hastened, ["n1-10-aa", "n1-11-bb"], {})
+    released = drains.release(hastened, ["n1-10-aaaaaa", "n1-11-bbbbbb"], {})
     assert drains.withdrawn(released, "n1") is released  # it has begun
 
 
@@ -64,16 +65,16 @@ def node(drained=0, step=-1):
 
 
 def test_as_many_are_released_as_can_be_spared():
-    header = drained("n1-10-aa", "n1-11-bb", "n2-10-cc")
+    header = drained("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc")
     nodes = dict.fromkeys(NODES, node(1, 40))
-    assert drains.may_go(header, nodes, NODES, 1) == ("n1-10-aa", "n1-11-bb", "n2-10-cc")
-    assert drains.may_go(header, nodes, NODES, 2) == ("n1-10-aa", "n1-11-bb")
-    after = drains.release(header, ["n1-10-aa"], nodes)
+    assert drains.may_go(header, nodes, NODES, 1) == ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc")
+    assert drains.may_go(header, nodes, NODES, 2) == ("n1-10-aaaaaa", "n1-11-bbbbbb")
+    after = drains.release(header, ["n1-10-aaaaaa"], nodes)
     assert [(each.released, each.step) for each in after.drains] == [(True, 40), (False, -1), (False, -1)]
-    assert drains.may_go(after, nodes, NODES, 2) == ("n1-11-bb",)
+    assert drains.may_go(after, nodes, NODES, 2) == ("n1-11-bbbbbb",)
     # A checkpoint of an earlier drain, since withdrawn, does not count.
     assert drains.may_go(header, dict.fromkeys(NODES, node(7, 40)), NODES, 1) == ()
-    assert drains.may_go(drained("n2-10-cc", now=True), dict.fromkeys(NODES, node()), NODES, 1) == ("n2-10-cc",)
+    assert drains.may_go(drained("n2-10-cccccc", now=True), dict.fromkeys(NODES, node()), NODES, 1) == ("n2-10-cccccc",)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,10 @@ def test_when_the_node_can_go(seen, expected):
     assert found.step is expected
 
 
-RAN = Asked("n2", ("n2-10-cc",), 3, ran=True)
+RAN = Asked("n2", ("n2-10-cccccc",), 3, ran=True)
 SPARE = dataclasses.replace(RAN, ran=False)
-OTHERS = frozenset(NODES) - {"n2-10-cc"}
-DRAIN = Drain("n2-10-cc", "n2", 1)
+OTHERS = frozenset(NODES) - {"n2-10-cccccc"}
+DRAIN = Drain("n2-10-cccccc", "n2", 1)
 PENDING = dataclasses.replace(HEADER, drains=(DRAIN,))
 NEXT = Header(4, State.RUNNING, 3)
 DONE = (dataclasses.replace(DRAIN, released=True, step=40),)

@@ -90,7 +90,11 @@ def outcome(asked: Asked, seen: Seen) -> Outcome | None:
         return None
     step = max((each.step for each in seen.done), default=-1)
     saved = f"saved step {step}, " if step >= 0 else ""
-    return Outcome(Ending.DRAINED, f"{asked.host} has left: {saved}round {header.round} runs with {header.nodes} nodes")
+    return Outcome(Ending.DRAINED, f"{asked.host} has left: {saved}round {header.round} runs with {_count(header.nodes)}")
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
 
 
 def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, tell: Callable[[str], None]) -> Outcome:
@@ -219,15 +223,16 @@ class _Job:
 
     def undo(self, name: str) -> str:
         """See the function `undo`."""
+        host = drains.host_of(name)
         while True:
             try:
                 seen = self.read()
             except NoSuchJob:  # a refusal outlives the job
-                return self._lift(name)
-            host = drains.host_of(name) if name in seen.nodes or drains.of_node(seen.header, name) is not None else name
+                return self._lift(host)
             after = drains.withdrawn(seen.header, host)
             if after is seen.header:
-                return self._lift(host) + ("; it still leaves now" if drains.of_node(after, name) is not None else "")
+                leaving = drains.released(after) & set(drains.nodes_on(host, seen.nodes))
+                return self._lift(host) + ("; it still leaves now" if leaving else "")
             if self.write(seen, after):
                 return f"{host} stays in the job"
 

@@ -22,7 +22,6 @@ from elastic_ext.rendezvous.round_records import Drain
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0  # between two looks at checkpoint_dir: a storage tells of no change; as often as for grow_at=checkpoint
-JOIN_S = 1.0  # time for the thread that looks to end
 
 
 class Step(Enum):
@@ -109,8 +108,7 @@ class Directory:
         self.newest: Published | None = None
         self._look, self._on_look = look, on_look
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elastic_ext-drain", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="elastic_ext-drain", daemon=True).start()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -119,7 +117,8 @@ class Directory:
                 self.first = self.first or self.newest
             except Exception as error:  # noqa: BLE001 - any storage, any error: the next look may work
                 logger.warning("drain: checkpoint_dir could not be read: %s", error)
-            self._on_look()
+            if not self._closed.is_set():
+                self._on_look()
             self._closed.wait(POLL_S)
 
     def newer_than(self, step: int | None) -> bool:
@@ -130,8 +129,8 @@ class Directory:
         return step is None or newest.step is None or newest.step >= step
 
     def close(self) -> None:
+        """Look no more. Does not wait: a storage may hang, and the look that is under way changes nothing."""
         self._closed.set()
-        self._thread.join(JOIN_S)
 
 
 class DrainWatch(Companion):
@@ -177,7 +176,7 @@ class DrainWatch(Companion):
         self._reported = sum(row.saves for row in workers.read_progress())
         self._before = self._job.save_wanted
         if self._settings.checkpoint_dir is not None:
-            self._directory = Directory(lambda: published(self._settings), self._job.on_event)
+            self._directory = Directory(lambda: published(self._settings), lambda: self._job.on_event())
 
     def _look(self, workers: LocalWorkers) -> Seen:
         rows = workers.read_progress()

@@ -2,7 +2,7 @@
 
 A drain is a record in the job's header (`round_records.Drain`), so that its check and its write are one compare-and-swap, and it
 outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node tells of a
-checkpoint that was published since (`Node.drained`). The leader then releases it (`released_now`): the host is refused, the round
+checkpoint that was published since (`Node.drained`). The leader then releases it (`may_go`): the host is refused, the round
 ends, and no later round has the node, which leaves when it sees this.
 
 Invariant: a node is released only while at least min_nodes others are there; else it stays, and so does the drain.
@@ -70,7 +70,7 @@ def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mappi
         refused: why, by host that may not come back.
     """
     host = host_of(asked.name)
-    named = nodes_on(host, nodes)
+    named = nodes_on(host, {*nodes, *(each.node for each in header.drains if not each.released)})
     if not named:
         if host in refused:
             return Admission(Answer.LEFT, f"{host} has left the job before: {refused[host]}", header)

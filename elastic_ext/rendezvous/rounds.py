@@ -249,7 +249,7 @@ def _drains(view: View, limits: Limits, running: Mapping[str, int]) -> Action | 
     if ids := drains.may_go(view.header, view.nodes, running, limits.min_nodes):
         return Release(ids, f"{_named(ids)} may leave: {_reasons(view.header, ids)}")
     going = [id_ for id_ in running if id_ in drains.released(view.header)]
-    return End(State.BROKEN, f"{_named(going)} leaves: {_reasons(view.header, going)}") if going else None
+    return End(State.BROKEN, f"{_named(going)} drained: {_reasons(view.header, going)}") if going else None
 
 
 def _reasons(header: Header, ids: Sequence[str]) -> str:

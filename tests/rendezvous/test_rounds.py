@@ -207,7 +207,7 @@ LEAVE = Release(("a",), "node a may leave: fan")
         (view(ASKED, {"a": node(drained=1), "b": node()}, "ab"), Wait("running")),  # the others would be too few
         (view(ASKED, {"b": node(), "c": node(), "a": node()}, "bc"), LEAVE),  # a spare: at once, and it does not join first
         (view(ASKED, {"b": node(), "c": node()}, "bc"), LEAVE),  # it is gone: the host is refused all the same
-        (view(FREED, THREE, "abc"), End(State.BROKEN, "node a leaves: fan")),
+        (view(FREED, THREE, "abc"), End(State.BROKEN, "node a drained: fan")),
         (view(FREED, {"b": node(), "c": node(), "a": node()}, "bc"), Wait("running")),
         # Between two rounds nothing can be lost.
         (view(dataclasses.replace(ASKED, **IS_OVER), ABC, "abc"), LEAVE),

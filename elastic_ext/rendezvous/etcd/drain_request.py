@@ -18,6 +18,7 @@ from elastic_ext.rendezvous.drains import Admission, Answer, Request
 from elastic_ext.rendezvous.etcd.header_record import swap
 from elastic_ext.rendezvous.etcd.job_records import SharedSettings
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.tasks import LostRace
 from elastic_ext.rendezvous.job_state import NoSuchJob
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import SCHEMA, Drain, Header, State
@@ -115,6 +116,8 @@ def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, t
         return _await(job, asked, timeout_s, mine=admission.answer is Answer.ADMITTED)
     except NoSuchJob as error:
         return Outcome(Ending.NO_JOB, str(error))
+    except LostRace as error:
+        return Outcome(Ending.LATE, str(error))
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
@@ -187,7 +190,7 @@ class _Job:
 
     def ask(self, request: Request, timeout_s: float) -> tuple[Admission, Asked | None]:
         """Write the request if it is admitted; None: there is nothing to wait for. Check and write are one decision, since
-        every other drain changes the header. Raises UsageError: no such node.
+        every other drain changes the header. Raises UsageError: no such node; LostRace.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -201,7 +204,7 @@ class _Job:
                 ran = self._runs(seen, admission.nodes)
                 return admission, Asked(drains.host_of(admission.nodes[0]), admission.nodes, seen.header.round, ran)
             if time.monotonic() >= deadline:
-                raise NoSuchJob("the job's header kept changing; nothing was changed")
+                raise LostRace("the job's header kept changing; nothing was changed, try again")
 
     def _runs(self, seen: _Records, nodes: Collection[str]) -> bool:
         """Return whether one of these nodes is in the round, so that it has to end."""

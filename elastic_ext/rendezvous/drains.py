@@ -17,7 +17,7 @@ from enum import Enum
 
 from elastic_ext.rendezvous.round_records import Drain, Header, Node
 
-NO_REASON = "drained by an operator"
+NO_REASON = "by an operator"
 _ID = re.compile(r"(.+)-[0-9]+-[0-9a-f]{6}")  # HOST-PID-RANDOM
 
 
@@ -80,16 +80,17 @@ def admit(asked: Request, header: Header, nodes: Collection[str], refused: Mappi
     new = [id_ for id_ in named if id_ not in known]
     hastened = [id_ for id_ in named if id_ in known and asked.now and not (known[id_].now or known[id_].released)]
     remain = [id_ for id_ in nodes if id_ not in known and id_ not in named and host_of(id_) not in refused]
+    count = "1 node" if len(remain) == 1 else f"{len(remain)} nodes"
+    least = f"the job takes at least {min_nodes}"
     if new and len(remain) < min_nodes:
-        of = "1 node would remain" if len(remain) == 1 else f"{len(remain)} nodes would remain"
-        return Admission(Answer.TOO_FEW, f"{of}, and the job takes at least {min_nodes}; nothing was changed", header, named)
+        return Admission(Answer.TOO_FEW, f"{count} would remain, and {least}; nothing was changed", header, named)
     if not new and not hastened:
         return Admission(Answer.ASKED, f"{host} was told to leave before", header, named)
     made = header.drains_made + 1
     kept = [replace(each, now=each.now or each.node in hastened) for each in header.drains]
     added = [Drain(id_, host, made, asked.reason or NO_REASON, max(1, asked.refused_s), asked.now) for id_ in new]
     after = replace(header, drains=(*kept, *added), drains_made=made)
-    return Admission(Answer.ADMITTED, f"{len(remain)} nodes remain, and the job takes at least {min_nodes}", after, named)
+    return Admission(Answer.ADMITTED, f"others: {count}, and {least}", after, named)
 
 
 def withdrawn(header: Header, host: str) -> Header:

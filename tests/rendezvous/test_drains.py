@@ -24,12 +24,12 @@ def drained(*ids: str, **more: object) -> Header:
 @pytest.mark.parametrize(
     ("name", "header", "refused", "min_nodes", "answer", "said"),
     [
-        ("n2", HEADER, {}, 3, Answer.ADMITTED, "3 nodes remain, and the job takes at least 3"),
-        ("n2-10-cccccc", HEADER, {}, 3, Answer.ADMITTED, "3 nodes remain"),
+        ("n2", HEADER, {}, 3, Answer.ADMITTED, "others: 3 nodes, and the job takes at least 3"),
+        ("n2-10-cccccc", HEADER, {}, 3, Answer.ADMITTED, "others: 3 nodes"),
         ("n2", HEADER, {}, 4, Answer.TOO_FEW, "3 nodes would remain, and the job takes at least 4; nothing was changed"),
         ("n1", HEADER, {}, 3, Answer.TOO_FEW, "2 nodes would remain"),  # both of its agents leave
-        ("n1-10-aaaaaa", HEADER, {}, 2, Answer.ADMITTED, "2 nodes remain"),
-        ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "3 nodes remain"),
+        ("n1-10-aaaaaa", HEADER, {}, 2, Answer.ADMITTED, "others: 2 nodes"),
+        ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "others: 3 nodes"),
         ("n2", HEADER, {"n1": "bad"}, 2, Answer.TOO_FEW, "1 node would remain"),  # one that is refused does not count
         ("n2", drained("rack-3-n3-10-dddddd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
         ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),

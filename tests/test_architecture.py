@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/rounds.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

@@ -21,7 +21,7 @@ from elastic_ext.agent import exits, launch, report
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
@@ -72,7 +72,9 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, NodeRefused):
+        if isinstance(error, NodeDrained):
+            self.events.emit("node_drained", reason=error.reason, step=error.step)
+        elif isinstance(error, NodeRefused):
             self.events.emit("node_refused", reason=str(error))
         code, state = ended(error, exits.verdict_code(), self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
@@ -275,4 +277,6 @@ def ended(error: BaseException | None, verdict_code: int | None, clean: bool) ->
     code = exits.exit_code_of(error)
     if code is None:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if isinstance(error, NodeDrained):
+        return code, "drained"
     return code, "signalled" if isinstance(error, SignalException) else "error"

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.drain import DrainWatch
 from elastic_ext.agent.hangs import HangHandling
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
@@ -131,7 +132,8 @@ class RoundStart:
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
+        others = [DrainWatch(self._handler, saves, settings), *companions.round_companions]
+        return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 
     @property
     def _store_at(self) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from elastic_ext.agent.start import RoundStart
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
-from elastic_ext.base.errors import BadCheckpoints, RoundOver, usage_errors_exit
+from elastic_ext.base.errors import BadCheckpoints, NodeDrained, RoundOver, usage_errors_exit
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals
 from elastic_ext.base.wakeup import readable
@@ -93,8 +93,8 @@ class Supervisor(TorchAgent):
             try:
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
-            except SignalException as error:
-                self._verdicts.publish_signal(error, self._companions.host)
+            except (SignalException, NodeDrained) as error:
+                self._verdicts.publish_leaving(error, self._companions.host)
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
                 self._companions.leave(self._handler)
                 raise

@@ -53,6 +53,21 @@ class NodeRefused(ElasticExtError):
     """This host had to leave the job and may not come back yet."""
 
 
+class NodeDrained(NodeRefused):
+    """An operator has told this node to leave the job (`elastic-ext drain`).
+
+    Attributes:
+        reason: of the operator.
+        step: of the checkpoint that was saved before; None: unknown, or none was.
+    """
+
+    def __init__(self, reason: str, refused_s: int, step: int | None) -> None:
+        """refused_s: for how long this host may not come back."""
+        saved = f" after the checkpoint of step {step}" if step is not None else ""
+        super().__init__(f"told to leave the job{saved}: {reason}; this host may not come back for {refused_s} s")
+        self.reason, self.step = reason, step
+
+
 @contextmanager
 def usage_errors_exit() -> Iterator[None]:
     """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use this only where nothing has been started yet."""

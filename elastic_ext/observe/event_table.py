@@ -74,6 +74,19 @@ EVENTS: dict[str, Event] = {
         ),
     ),
     "node_refused": Event("The job does not take this node back yet.", (_REASON,)),
+    "node_drained": Event(
+        "This node leaves the job because an operator has told it to.",
+        (
+            _REASON,
+            Field(
+                "step",
+                INTEGER,
+                "step of the checkpoint that was saved before; null: unknown, or none was",
+                "steps",
+                optional=True,
+            ),
+        ),
+    ),
     "round_started": Event(
         "This node has joined a round and knows the checkpoint to resume from.",
         (
@@ -210,7 +223,7 @@ EVENTS: dict[str, Event] = {
         "The last event of an agent that was not killed.",
         (
             Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
-            Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled` or `error` (any other exception)"),
+            Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
             Field("error", TEXT, "the exception that ended it", optional=True),
         ),
     ),

@@ -18,7 +18,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous.job_state import JobStatus
-from elastic_ext.rendezvous.round_records import EndKind
+from elastic_ext.rendezvous.round_records import Drain, EndKind
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
@@ -126,6 +126,13 @@ class Rendezvous(Protocol):
 
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
+
+    @property
+    def drain(self) -> Drain | None:
+        """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """Tell that a checkpoint was published since the drain with this number was asked for. step: None if unknown."""
 
     def share_goodput(self, spent: Spent) -> Shared:
         """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.

@@ -194,6 +194,13 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.events.leaving(self.host)
 
     @property
+    def drain(self) -> None:
+        """Return None: torch's store lies in an agent, and no command can reach it as a part of the job."""
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """Do nothing: no node is drained."""
+
+    @property
     def link_fds(self) -> tuple[int, ...]:
         return ()
 

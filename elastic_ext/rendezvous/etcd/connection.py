@@ -17,14 +17,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_ext.base.errors import NodeRefused, UsageError
+from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdError, Put, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
-from elastic_ext.rendezvous import run_id
+from elastic_ext.rendezvous import drains, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
 from elastic_ext.rendezvous.etcd import job_status
 from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
@@ -106,6 +106,7 @@ class JobConnection:
 
         Raises:
             JobStopped: a verdict has ended the job.
+            NodeDrained: an operator has this node leave.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
@@ -119,6 +120,8 @@ class JobConnection:
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
+                if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
+                    raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)

@@ -17,7 +17,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
-from elastic_ext.rendezvous import foreign_agent
+from elastic_ext.rendezvous import drains, foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
@@ -27,7 +27,7 @@ from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
 from elastic_ext.rendezvous.job_state import JobStatus
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, State
 from elastic_ext.rendezvous.round_server import serve
 
 logger = logging.getLogger(__name__)
@@ -219,6 +219,14 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """Note that this save on demand is complete."""
         self._participant.saved(number, step)
 
+    @property
+    def drain(self) -> Drain | None:
+        return drains.of_node(self._participant.header, self.node_id)
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.drained(number, -1 if step is None else step)
+
     # It ends.
 
     def conclude(self, report: Report) -> JobVerdict:
@@ -284,7 +292,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
-        if self._participant.header.state is not State.DONE and not self._job_continues:
+        drain = self.drain
+        continues = self._job_continues or (drain is not None and drain.released)
+        if self._participant.header.state is not State.DONE and not continues:
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:

@@ -49,6 +49,8 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
+    for drain in header.drains:
+        refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
     return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
 
 

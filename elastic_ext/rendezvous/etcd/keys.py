@@ -7,8 +7,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Read by each node as it enters; watched by the leader.
     round           a round_records.Header, written by header_record.swap only. Lease: job.
                     Written by the leader; by any node that ends the round or requests a save; by the node of rank 0, with its
-                    choice of a checkpoint; by `elastic-ext checkpoints save`. If lost, by the leader, or after a while by any
-                    node.
+                    choice of a checkpoint; by `elastic-ext checkpoints save`; by `elastic-ext drain`, whose drains it holds. If
+                    lost, by the leader, or after a while by any node.
                     Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
                     Written by that node; put back by the leader if somebody has overwritten it.
@@ -35,7 +35,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
                     Written by that node when its state changes, else every 15 s. Read by whoever is asked for the job's status.
     refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
-                    Written by the leader with the verdict. Read by that host's nodes as they enter, and `elastic-ext explain`.
+                    Written by the leader with the verdict, or as it lets a drained node go; deleted by `elastic-ext drain
+                    --undo`. Read by that host's nodes as they enter, and `elastic-ext explain`.
 
 Leases:
 

@@ -33,9 +33,9 @@ class AgentUrl:
     def __init__(self, url: str, ca: str | None, cert: str | None, user: str | None, password_file: str | None) -> None:
         """ca: file of an authority. cert: file of a certificate and its key. Raises UsageError."""
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"status: expected a URL such as http://localhost:9401, got {url}")
+            raise UsageError(f"--url: expected a URL such as http://localhost:9401, got {url}")
         if user is not None and not url.startswith("https://"):
-            raise UsageError("status: --user needs https://, else anyone on the way can read the password")
+            raise UsageError("--user needs https://, else anyone on the way can read the password")
         self._url, self._headers = url.rstrip("/"), {}
         try:
             context = ssl.create_default_context(cafile=ca)

@@ -175,9 +175,9 @@ class AccountedMetrics(AgentMetrics):
         self.goodput.enter(state)
         super().enter(state)
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
+    def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        super().failed(kind, charged, limit)
+        super().failed(kind)
 
     def status(self) -> dict[str, object]:
         return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}

@@ -118,10 +118,12 @@ class Observation(Companion):
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
-        self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._metrics.failed(here.kind)
         self._count(verdict)
 
     def _count(self, verdict: JobVerdict) -> None:
+        """Count a verdict of the job, also one on a failure of other nodes only; a second time it changes nothing."""
+        self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
         what = decision.response.value if decision.response is not None else decision.action.value
         self._incidents.decided(verdict.round, what, decision.kind, verdict.host)

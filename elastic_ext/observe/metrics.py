@@ -140,7 +140,10 @@ class AgentMetrics(Collector):
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
             self._state = state
-            self._recovery.entered(state, time.monotonic())
+            now = time.monotonic()
+            self._recovery.entered(state, now)
+            if state == families.ENDED:
+                self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
@@ -156,10 +159,13 @@ class AgentMetrics(Collector):
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
-        """Count a failure. kind: of the diagnosis. charged, limit: restarts of the job's budget; a negative limit is none."""
+    def failed(self, kind: str) -> None:
+        """Count a failure. kind: of the diagnosis."""
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+
+    def budget(self, charged: int, limit: int) -> None:
+        """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
         with self._lock:
-            self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
             if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
                 self._values["elastic_ext_restarts_charged"][()] = charged
             if limit >= 0:

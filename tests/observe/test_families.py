@@ -131,6 +131,8 @@ def test_a_node_that_is_replaced(tmp_path, server):
             values = scrape(job.wait_for(URL)[0][1])
             assert values["elastic_ext_refused_nodes"] == 1
             assert values["elastic_ext_node_strikes"] == 0
+            assert values["elastic_ext_restarts_charged"] >= 1
+            assert values["elastic_ext_max_restarts"] > 1
             replaced = [value for series, value in values.items() if 'total{decision="replace_node"' in series]
             assert sum(replaced) == 1
         nodes.open_gate()

@@ -118,11 +118,9 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery = Recovery()
+        self._recovery, self._full, self._state = Recovery(), False, ""
         self._phases = {phase: Histogram() for phase in PHASES}
         self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
-        self._full = False
-        self._state = ""
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -140,8 +138,7 @@ class AgentMetrics(Collector):
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
             self._state = state
-            now = time.monotonic()
-            self._recovery.entered(state, now)
+            self._recovery.entered(state, now := time.monotonic())
             if state == families.ENDED:
                 self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
@@ -232,10 +229,8 @@ class AgentMetrics(Collector):
             self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
             self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            waiting = self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"]
-            waiting.clear()
-            if lag_s > 0:
-                waiting[()] = self._clock.at(now - lag_s)
+            waits = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
+            self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"] = waits
             if complete:
                 self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import exits, launch, report
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.last_words import LastWords
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.errors import NodeRefused
@@ -47,12 +48,13 @@ class Journal(Companion):
         clean: whether the job has ended well.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, last_words: LastWords) -> None:
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
-        self._handler, self._settings = handler, settings
+        self._handler, self._settings, self._last_words = handler, settings, last_words
+        self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
@@ -72,13 +74,20 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.end(error)
+        self.events.close(self._last_words.left_s())
+        self._spans.close(self._last_words.left_s())
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell that the agent ends, and why. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         if isinstance(error, NodeRefused):
             self.events.emit("node_refused", reason=str(error))
         code, state = ended(error, exits.verdict_code(), self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
         self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
-        self.events.close()
-        self._spans.close()
 
     # The loop calls these.
 

@@ -155,9 +155,8 @@ class Observation(Companion):
             )
 
     def show_last(self) -> None:
-        """Leave what the agent has counted last."""
+        """Leave what the agent has counted last. It may be called again if there is more."""
         self._metrics.enter(families.ENDED)
-        self.goodput.close()
         self._last_scrape.ended_at = time.monotonic()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})

@@ -96,7 +96,7 @@ class Supervisor(TorchAgent):
             except SignalException as error:
                 self._verdicts.publish_signal(error, self._companions.host)
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._companions.leave(self._handler)
+                self._companions.leave(self._handler, error)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None

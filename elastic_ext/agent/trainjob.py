@@ -17,8 +17,6 @@ from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_
 from elastic_ext.observe.trainjob_posts import Poster, Target, target_of
 from elastic_ext.workers.progress import Progress
 
-LAST_POST_S = 3.0  # how long the end of the agent may wait for the last post
-
 
 def reporting(settings: Settings, environ: Mapping[str, str], restarts: Callable[[], int]) -> list[TrainJobReports]:
     """Return the companion that reports to Kubeflow Trainer, if it asks for reports. restarts: see Training."""
@@ -79,12 +77,15 @@ class TrainJobReports(Companion):
         if tell:  # else the job ends well, which job_ended tells, or other nodes still train
             self._poster.changed()
 
-    def job_ended(self, clean: bool, hurry: bool) -> None:
+    def job_ended(self, clean: bool) -> None:
         if clean:
             with self._lock:
                 self._done = True
             self._poster.changed()
-        self._poster.close(0.0 if hurry else LAST_POST_S)
+        self._poster.end()
+
+    def flush(self, limit_s: float) -> None:
+        self._poster.close(limit_s)
 
     def status(self) -> TrainerStatus | None:
         """Return the status to post; None if this agent has nothing to post. Any thread may call this."""

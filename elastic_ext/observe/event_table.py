@@ -207,7 +207,7 @@ EVENTS: dict[str, Event] = {
         (Field("count", INTEGER, "how many"),),
     ),
     "agent_ended": Event(
-        "The last event of an agent that was not killed.",
+        "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
         (
             Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
             Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled` or `error` (any other exception)"),

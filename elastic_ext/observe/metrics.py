@@ -229,7 +229,7 @@ class AgentMetrics(Collector):
             self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
             self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            waits = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
+            waits: dict[Labels, float] = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
             self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"] = waits
             if complete:
                 self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)

@@ -95,6 +95,7 @@ class Supervisor(TorchAgent):
                 clean = result is not None and not result.is_failed()
             except SignalException as error:
                 self._verdicts.publish_signal(error, self._companions.host)
+                self._close_round()
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
                 self._companions.leave(self._handler, error)
                 raise

@@ -111,7 +111,7 @@ class Events:
     def close(self, limit_s: float) -> None:
         """Write what waits, for limit_s seconds at most; later events are not written."""
         if self._outbox is not None and not self._outbox.close(limit_s):
-            logger.warning("events: %s does not take the last events", self._path)
+            logger.warning("events: %s does not take the last events within %.1f s", self._path, limit_s)
 
     def _end(self) -> None:
         assert self._file is not None

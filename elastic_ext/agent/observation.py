@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
+from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.base.settings import Settings
@@ -162,9 +164,15 @@ class Observation(Companion):
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 
     def close(self) -> None:
-        """Serve no more, if need be after a last scrape; see `linger_at_close`."""
-        if self._lingers:
-            self._last_scrape.wait(self._settings.metrics_linger, self._wakeup)
+        """Serve no more, if need be after a last scrape; see `linger_at_close`.
+
+        A signal ends that wait. In a launcher it does no more: the job is over, and so is what decides the exit code. A program
+        that has started the job gets it again, as if nobody had waited: from torch's handler that is a SignalException.
+        """
+        told = self._last_scrape.wait(self._settings.metrics_linger, self._wakeup) if self._lingers else ()
         self._unannounce()
         if self._server is not None:
             self._server.close()
+        if not exits.is_launcher():
+            for number in told:
+                signal.raise_signal(number)

@@ -156,7 +156,8 @@ class JobCompanions:
         self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
-            self.journal, *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
+            self.journal,
+            *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]  # fmt: skip
         if self.copier is not None:
             self.round_companions.append(Copying(self.copier))

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -109,6 +109,10 @@ class Observation(Companion):
     def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
         """Return what a worker of the round that begins has to know; see workers.worker_env."""
         return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
+
+    def gauges(self, rank: int) -> Mapping[str, float]:
+        """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
+        return self._scripts.gauges(rank) if self._scripts is not None else {}
 
     def check(self, workers: LocalWorkers) -> None:
         if self._scripts is not None:

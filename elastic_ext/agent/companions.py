@@ -17,7 +17,7 @@ from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S, LastWords
+from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -128,10 +128,10 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.observation = Observation(metrics, settings, handler, self.wakeup)
+        self.journal = Journal(spec, settings, handler)
+        self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)
         stack.callback(self.observation.close)  # it may linger: the journal has ended by then
-        self._last_words = LastWords()
-        self.journal = stack.enter_context(Journal(spec, settings, handler, self._last_words))
+        stack.enter_context(self.journal)
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -158,9 +158,8 @@ class JobCompanions:
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
             self.journal,
             *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
+            *([Copying(self.copier)] if self.copier is not None else []),
         ]  # fmt: skip
-        if self.copier is not None:
-            self.round_companions.append(Copying(self.copier))
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:
         """Leave the job to the other nodes, after this agent's last words. error: what ends it."""
@@ -187,12 +186,13 @@ class JobCompanions:
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
-        self._last_words.begin(LAST_WORDS_S if copy_s is None else min(HURRIED_S, kill_at - time.monotonic()))
+        last_words = self.journal.last_words
+        last_words.begin(LAST_WORDS_S if copy_s is None else min(HURRIED_S, kill_at - time.monotonic()))
         for companion in self.round_companions:
             companion.job_ended(clean and not left)
         self.observation.goodput.end()
         for companion in self.round_companions:
-            companion.flush(self._last_words.left_s())
-        self.observation.goodput.close(self._last_words.left_s())
+            companion.flush(last_words.left_s())
+        self.observation.goodput.close(last_words.left_s())
         self.observation.show_last()
         return left

@@ -28,6 +28,7 @@ from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import families
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.event_table import Source
 from elastic_ext.observe.events import Events
 from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
@@ -46,14 +47,16 @@ class Journal(Companion):
         events: for other parts of the agent.
         warm: workers of this round that were warm standbys; set before they are told of as started.
         clean: whether the job has ended well.
+        last_words: for how long the end of the agent may wait.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, last_words: LastWords) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
-        self._handler, self._settings, self._last_words = handler, settings, last_words
+        self.last_words = LastWords()
+        self._handler = handler
         self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
@@ -75,8 +78,8 @@ class Journal(Companion):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.end(error)
-        self.events.close(self._last_words.left_s())
-        self._spans.close(self._last_words.left_s())
+        self.events.close(self.last_words.left_s())
+        self._spans.close(self.last_words.left_s())
 
     def end(self, error: BaseException | None) -> None:
         """Tell that the agent ends, and why. A second call does nothing."""
@@ -122,9 +125,14 @@ class Journal(Companion):
                 world_size_before=before[1],
                 world_size=members[1],
             )
-        if self._settings.checkpoint_dir is not None:
+        if self._handler.settings.checkpoint_dir is not None:
             chosen = resumed.checkpoint
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
+
+    def of_etcd(self, outage: Outage) -> None:
+        """Tell that etcd does not answer, or does so again. Any thread may call this."""
+        name = "etcd_available" if outage.over else "etcd_unavailable"
+        self.events.emit(name, endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
         """Tell that the workers of this node must stop, though none of them has failed."""

@@ -21,6 +21,7 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
 from elastic_ext.observe.etcd_health import EtcdHealth
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.gate import Gate
 from elastic_ext.observe.goodput_collector import GoodputCollector
 from elastic_ext.observe.incidents import Incidents
@@ -33,6 +34,8 @@ from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
+
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 def make_metrics(
@@ -66,15 +69,22 @@ class Observation(Companion):
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AccountedMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
-        """wakeup: signals wake it."""
+    def __init__(
+        self,
+        metrics: AccountedMetrics,
+        settings: Settings,
+        handler: Rendezvous,
+        wakeup: Wakeup,
+        on_outage: Callable[[Outage], None],
+    ) -> None:
+        """wakeup: signals wake it. on_outage: see `EtcdHealth`."""
         self._metrics, self._settings, self._handler, self._wakeup = metrics, settings, handler, wakeup
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
         handler.on_verdict = self._count
-        etcd = EtcdHealth()
+        etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)

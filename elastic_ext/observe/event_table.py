@@ -146,6 +146,20 @@ EVENTS: dict[str, Event] = {
             _REASON,
         ),
     ),
+    "etcd_unavailable": Event(
+        "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
+        (
+            Field("endpoint", TEXT, "address of the member that was asked last"),
+            Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
+        ),
+    ),
+    "etcd_available": Event(
+        "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
+        (
+            Field("endpoint", TEXT, "address of the member that answers"),
+            Field("seconds", NUMBER, "how long none did", _SECONDS),
+        ),
+    ),
     "hang": Event(
         "The job hangs, and this agent has looked at its workers.",
         (

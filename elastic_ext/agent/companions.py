@@ -156,9 +156,8 @@ class JobCompanions:
         self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
             Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
-            self.journal,
+            self.journal, *([Copying(self.copier)] if self.copier is not None else []),
             *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
-            *([Copying(self.copier)] if self.copier is not None else []),
         ]  # fmt: skip
 
     def leave(self, handler: Rendezvous, error: BaseException) -> None:

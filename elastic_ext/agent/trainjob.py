@@ -80,6 +80,7 @@ class TrainJobReports(Companion):
     def workers_ended(self, workers: LocalWorkers) -> None:
         with self._lock:
             self._last = self._read() or self._last
+            self._gauges = self._read_gauges() or self._gauges  # those of the next round are others
             self._workers = None
             tell = self._last is not None and (workers.processes.failed or bool(workers.processes.running))
         if tell:  # else the job ends well, which job_ended tells, or other nodes still train

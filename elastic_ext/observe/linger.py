@@ -50,7 +50,7 @@ class LastScrape:
     def wait(self, timeout_s: float, wakeup: Wakeup) -> Sequence[int]:
         """Wait until it has come, for timeout_s at most, or until a signal tells this process to end.
 
-        wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing else so far.
+        wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup

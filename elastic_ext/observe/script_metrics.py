@@ -87,7 +87,7 @@ class ScriptMetrics(Collector):
         os.mkdir(directory, 0o700)
         self._directory = directory
         self._lock = threading.Lock()
-        self._round = NO_ROUND
+        self._round = self._begun = NO_ROUND  # that whose gauges are shown; the last one that began
         self._processes: dict[str, _Process] = {}  # by file name
         self._ended: dict[SeriesKey, Values] = {}
         self._left: dict[tuple[int, str], Values] = {}  # gauges of ended processes of the round, by rank and name
@@ -96,17 +96,17 @@ class ScriptMetrics(Collector):
 
     def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
         """Return what a worker has to know; see workers.worker_env. From now on the gauges of this round are shown."""
-        if round != self._round:
-            with self._lock:
-                self._round = round
+        with self._lock:
+            if round != self._begun:
                 self._left.clear()
+            self._round = self._begun = round
         return {"metrics": os.path.join(self._directory, f"{round}.{local_rank}.{rank}")}
 
     def round_ended(self) -> None:
         """Show no gauges, whatever still runs, and keep what the others hold. The workers have ended."""
         with self._lock:
-            self._look()
             self._round = NO_ROUND
+            self._look()
 
     def gauges(self, rank: int) -> dict[str, float]:
         """Return the gauges without labels of this rank in this round, or until the next one begins, in the last one."""
@@ -114,7 +114,7 @@ class ScriptMetrics(Collector):
             self._look()
             found = {name: values for (whose, name), values in self._left.items() if whose == rank}
             for process in self._processes.values():
-                if process.round == self._round and process.rank == rank:
+                if process.round == self._begun and process.rank == rank:
                     for name, values in self._gauges_of(process):
                         found[name] = set_last(found.get(name), values)
         return {name: values[0] for name, values in found.items()}
@@ -172,7 +172,7 @@ class ScriptMetrics(Collector):
             self._read(process)
             if not runs:
                 del self._processes[name]
-                if process.round == self._round:
+                if process.round == self._begun:
                     for gauge, values in self._gauges_of(process):
                         self._left[process.rank, gauge] = set_last(self._left.get((process.rank, gauge)), values)
                 for key, values in process.values.items():

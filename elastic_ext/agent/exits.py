@@ -142,10 +142,10 @@ def end(code: int) -> NoReturn:
 
 def _may_end_at_once() -> bool:
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return _is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
+    return is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
 
 
-def _is_launcher() -> bool:
+def is_launcher() -> bool:
     """Return whether the main program of this process is torchrun or our agent's, rather than a program that starts a job."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)

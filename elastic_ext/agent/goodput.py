@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
-LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
 
 
 def worker_time(progress: Progress) -> WorkerTime:
@@ -55,7 +54,8 @@ class Goodput:
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
         self._given, self._job = Spent(), Shared(Spent())
-        self._changed, self._first, self._closed = threading.Event(), threading.Event(), False
+        self._changed, self._first = threading.Event(), threading.Event()
+        self._ended = self._closed = False
         self._thread: threading.Thread | None = None
 
     # What the agent does.
@@ -122,13 +122,18 @@ class Goodput:
         else:
             self._thread = thread
 
-    def close(self, limit_s: float = LAST_SHARE_S) -> None:
-        """Share for the last time and say where the time went. A second call does nothing. limit_s: for a write under way."""
+    def end(self) -> None:
+        """Share for the last time. Returns at once."""
+        self.enter(families.ENDED)
+        self._ended = True
+        self._changed.set()
+
+    def close(self, limit_s: float) -> None:
+        """The same, and wait for it; say where the time went. A second call does nothing. limit_s: for a write under way."""
         if self._closed:
             return
-        self.enter(families.ENDED)
         self._closed = True
-        self._changed.set()
+        self.end()
         if self._thread is not None:
             self._thread.join(limit_s)
         job = self.job()
@@ -138,7 +143,7 @@ class Goodput:
         failed = False
         while True:
             self._changed.clear()
-            closed = self._closed  # after that: `close` sets both
+            ended = self._ended  # after that: `end` sets both
             try:
                 self._share_once()
                 failed = False
@@ -150,7 +155,7 @@ class Goodput:
                 return
             finally:
                 self._first.set()
-            if closed:
+            if ended:
                 return
             self._changed.wait(SHARE_S + self._job.hosts)
 
@@ -175,9 +180,9 @@ class AccountedMetrics(AgentMetrics):
         self.goodput.enter(state)
         super().enter(state)
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
+    def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        super().failed(kind, charged, limit)
+        super().failed(kind)
 
     def status(self) -> dict[str, object]:
         return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}

@@ -26,7 +26,6 @@ REPORT_S = 15.0  # between two reports of a node whose state does not change: 34
 SETTLE_S = 1.0  # from a change of state to its report: a recovery changes it several times, and its own writes come first
 CACHED_S = 1.0  # many viewers cost one read of the job in this time
 ANSWER_S = 0.2  # that the HTTP server waits for a read; who asks next gets what comes later
-LEAVE_S = 2.0  # for the last report
 
 
 class JobView:
@@ -61,14 +60,14 @@ class JobView:
         """Keep how far the workers came."""
         self._node.now(time.monotonic())
 
-    def close(self, last_look: bool = False) -> None:
-        """Tell of this node for the last time, and end within LEAVE_S. last_look: somebody may still ask for the job."""
+    def close(self, left_s: float, last_look: bool = False) -> None:
+        """Tell of this node for the last time, for at most left_s. last_look: somebody may still ask for the job."""
         with self._changed:
             self._wanted = self._wanted or (last_look and not self._closing)
             self._closing, self._fault = True, "this agent has left the job"
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(LEAVE_S)
+            self._thread.join(left_s)
 
     def document(self) -> bytes:
         """Return the job's status as JSON, at most CACHED_S old as far as the rendezvous answers.

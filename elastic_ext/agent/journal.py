@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import exits, launch, report
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.last_words import LastWords
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.errors import NodeDrained, NodeRefused
@@ -27,6 +28,7 @@ from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import families
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.event_table import Source
 from elastic_ext.observe.events import Events
 from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
@@ -45,6 +47,7 @@ class Journal(Companion):
         events: for other parts of the agent.
         warm: workers of this round that were warm standbys; set before they are told of as started.
         clean: whether the job has ended well.
+        last_words: for how long the end of the agent may wait.
     """
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
@@ -52,7 +55,9 @@ class Journal(Companion):
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
-        self._handler, self._settings = handler, settings
+        self.last_words = LastWords()
+        self._handler = handler
+        self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
@@ -72,6 +77,15 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.end(error)
+        self.events.close(self.last_words.left_s())
+        self._spans.close(self.last_words.left_s())
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell that the agent ends, and why. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         if isinstance(error, NodeDrained):
             self.events.emit("node_drained", reason=error.reason, step=error.step)
         elif isinstance(error, NodeRefused):
@@ -79,8 +93,6 @@ class Journal(Companion):
         code, state = ended(error, exits.verdict_code(), self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
         self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
-        self.events.close()
-        self._spans.close()
 
     # The loop calls these.
 
@@ -115,9 +127,16 @@ class Journal(Companion):
                 world_size_before=before[1],
                 world_size=members[1],
             )
-        if self._settings.checkpoint_dir is not None:
+        if self._handler.settings.checkpoint_dir is not None:
             chosen = resumed.checkpoint
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
+
+    def of_etcd(self, outage: Outage) -> None:
+        """Tell that etcd does not answer, or does so again. Any thread may call this."""
+        if outage.over:
+            self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
+        else:
+            self.events.emit("etcd_unavailable", endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
         """Tell that the workers of this node must stop, though none of them has failed."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
+from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.job_view import JobView
@@ -23,6 +25,7 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import families, gpus, pages, textfile
 from elastic_ext.observe.etcd_health import EtcdHealth
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.goodput_collector import GoodputCollector
 from elastic_ext.observe.incidents import Incidents
 from elastic_ext.observe.metrics import WorkerProgress
@@ -32,6 +35,8 @@ from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
+
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 def make_metrics(
@@ -59,15 +64,22 @@ class Observation(Companion):
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AccountedMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
-        """wakeup: signals wake it."""
+    def __init__(
+        self,
+        metrics: AccountedMetrics,
+        settings: Settings,
+        handler: Rendezvous,
+        wakeup: Wakeup,
+        on_outage: Callable[[Outage], None],
+    ) -> None:
+        """wakeup: signals wake it. on_outage: see `EtcdHealth`."""
         self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
         handler.on_verdict = self._count
-        etcd = EtcdHealth()
+        etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
@@ -98,6 +110,10 @@ class Observation(Companion):
         """Return what a worker of the round that begins has to know; see workers.worker_env."""
         return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
 
+    def gauges(self, rank: int) -> Mapping[str, float]:
+        """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
+        return self._scripts.gauges(rank) if self._scripts is not None else {}
+
     def check(self, workers: LocalWorkers) -> None:
         if self._scripts is not None:
             self._scripts.look()
@@ -123,10 +139,12 @@ class Observation(Companion):
 
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
-        self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._metrics.failed(here.kind)
         self._count(verdict)
 
     def _count(self, verdict: JobVerdict) -> None:
+        """Count a verdict of the job, also one on a failure of other nodes only; a second time it changes nothing."""
+        self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
         self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
@@ -156,20 +174,25 @@ class Observation(Companion):
                 "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
             )
 
-    def show_last(self) -> None:
-        """Leave what the agent has counted last."""
+    def show_last(self, left_s: float) -> None:
+        """Leave what the agent has counted last. It may be called again if there is more. left_s: for the job to hear of it."""
         self._metrics.enter(families.ENDED)
-        self.goodput.close()
         if self._job is not None:
-            self._job.close(last_look=self._settings.metrics_linger > 0)
+            self._job.close(left_s, last_look=self._settings.metrics_linger > 0)
         if self._serving is not None:
             self._serving.ended()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 
     def close(self) -> None:
-        """Show no more, if need be after a last scrape; see `linger_at_close`."""
-        if self._serving is not None:
-            self._serving.close()
+        """Show no more, if need be after a last scrape; see `linger_at_close`.
+
+        A signal ends that wait. In a launcher it does no more: the job is over, and so is what decides the exit code. A program
+        that has started the job gets it again, as if nobody had waited: from torch's handler that is a SignalException.
+        """
+        told = self._serving.close() if self._serving is not None else ()
         if self._job is not None:
-            self._job.close()
+            self._job.close(0.0)
+        if not exits.is_launcher():
+            for number in told:
+                signal.raise_signal(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
@@ -50,9 +50,9 @@ class Serving:
         """Note that what is served from now on is the last."""
         self._last_scrape.ended_at = time.monotonic()
 
-    def close(self) -> None:
-        """Serve no more, if need be after a last scrape."""
-        if self.lingers:
-            self._last_scrape.wait(self._linger_s, self._wakeup)
+    def close(self) -> Sequence[int]:
+        """Serve no more, if need be after a last scrape. Return the signals that came meanwhile; they have done nothing."""
+        told = self._last_scrape.wait(self._linger_s, self._wakeup) if self.lingers else ()
         self._unannounce()
         self._server.close()
+        return told

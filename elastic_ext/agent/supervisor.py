@@ -95,8 +95,9 @@ class Supervisor(TorchAgent):
                 clean = result is not None and not result.is_failed()
             except (SignalException, NodeDrained) as error:
                 self._verdicts.publish_leaving(error, self._companions.host)
+                self._close_round()
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._companions.leave(self._handler)
+                self._companions.leave(self._handler, error)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None

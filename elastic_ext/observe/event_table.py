@@ -159,6 +159,20 @@ EVENTS: dict[str, Event] = {
             _REASON,
         ),
     ),
+    "etcd_unavailable": Event(
+        "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
+        (
+            Field("endpoint", TEXT, "address of the member that was asked last"),
+            Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
+        ),
+    ),
+    "etcd_available": Event(
+        "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
+        (
+            Field("endpoint", TEXT, "address of the member that answers"),
+            Field("seconds", NUMBER, "how long none did", _SECONDS),
+        ),
+    ),
     "hang": Event(
         "The job hangs, and this agent has looked at its workers.",
         (
@@ -220,7 +234,7 @@ EVENTS: dict[str, Event] = {
         (Field("count", INTEGER, "how many"),),
     ),
     "agent_ended": Event(
-        "The last event of an agent that was not killed.",
+        "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
         (
             Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
             Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),

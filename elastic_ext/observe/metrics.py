@@ -125,10 +125,9 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery = Recovery()
+        self._recovery, self._full = Recovery(), False
         self._phases = {phase: Histogram() for phase in PHASES}
         self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
-        self._full = False
         self.state = AgentState()
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
@@ -146,9 +145,10 @@ class AgentMetrics(Collector):
             values = self._values["elastic_ext_agent_state"]
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
-            now = time.monotonic()
-            self.state.enter(state, now)
+            self.state.enter(state, now := time.monotonic())
             self._recovery.entered(state, now)
+            if state == families.ENDED:
+                self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
@@ -164,10 +164,13 @@ class AgentMetrics(Collector):
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
-        """Count a failure. kind: of the diagnosis. charged, limit: restarts of the job's budget; a negative limit is none."""
+    def failed(self, kind: str) -> None:
+        """Count a failure. kind: of the diagnosis."""
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+
+    def budget(self, charged: int, limit: int) -> None:
+        """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
         with self._lock:
-            self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
             if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
                 self._values["elastic_ext_restarts_charged"][()] = charged
             if limit >= 0:
@@ -234,10 +237,8 @@ class AgentMetrics(Collector):
             self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
             self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            waiting = self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"]
-            waiting.clear()
-            if lag_s > 0:
-                waiting[()] = self._clock.at(now - lag_s)
+            waits: dict[Labels, float] = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
+            self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"] = waits
             if complete:
                 self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
 

@@ -20,8 +20,8 @@ METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/statu
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
-CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
-CPU_BURST_S = 0.5
+CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times a second with two workers
+CPU_BURST_S = 0.1
 
 # What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
 _OPENMETRICS = "application/openmetrics-text"

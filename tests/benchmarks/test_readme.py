@@ -113,6 +113,8 @@ def overhead(record: dict[str, Any]) -> Rows:
         memory = f"{side['standby_mb']:.0f} MB" if side["standby_mb"] is not None else "-"
         yield [name, f"{side['tokens_s']:,.0f}", f"{100 * side['agent_cpu']:.2f} %", memory]
     yield ["ours / stock", f"{record['ratio']:.3f}", "", ""]
+    if "ratio_off" in record:  # the published record may be older
+        yield ["ours / `metrics=off`", f"{record['ratio_off']:.4f}", "", ""]
 
 
 def verdict(record: dict[str, Any]) -> Rows:

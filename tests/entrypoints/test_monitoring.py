@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -105,6 +106,40 @@ def test_a_machine_without_the_programs_is_told_what_to_do(tmp_path):
     )
     assert done.returncode == 1
     assert "apt-get install --no-install-recommends prometheus" in done.stderr
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in *install*) "$POLICY" prometheus start && echo started || echo "answer $?" ;; esac
+case "$*" in *install*$KILL*) kill -9 $PPID ;; esac
+"""  # for apt-get: asks as a package would, and may have the run killed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_no_service_starts_and_the_machines_own_policy_is_kept(tmp_path):
+    for name in ("sh", "id", "sort", "tr", "rm", "mv", "chmod", "grep"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / name).symlink_to(found)
+    (tmp_path / "apt-get").write_text(STAND_IN)
+    (tmp_path / "apt-get").chmod(0o755)
+    policy = tmp_path / "policy-rc.d"
+
+    def run(kill: str = "never") -> str:
+        env = {"PATH": str(tmp_path), "POLICY": str(policy), "KILL": kill}
+        script = Path(__file__).parents[1] / "system.sh"
+        return subprocess.run(
+            [tmp_path / "sh", script], env=env, stdout=subprocess.PIPE, text=True, timeout=30, check=False
+        ).stdout
+
+    assert run() == "answer 101\n"
+    assert not policy.exists()
+    policy.symlink_to("own")  # which says yes
+    (tmp_path / "own").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "own").chmod(0o755)
+    for kill in ("never", "", "never"):  # a run that is killed leaves it to the next one
+        assert run(kill) == "answer 101\n"
+        assert (policy.is_symlink() and policy.resolve() == tmp_path / "own") == (kill == "never")
+    assert sorted(each.name for each in tmp_path.glob("policy*")) == ["policy-rc.d"]
 
 
 WAITS = """

@@ -82,7 +82,7 @@ def test_the_relabelling_of_the_pod_monitor_is_prometheus_own(tmp_path):
 def test_the_page_names_the_alerts_and_its_links_lead_somewhere():
     page = (MONITORING / "README.md").read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ALERTS
-    assert all((MONITORING / target).exists() for target in re.findall(r"\]\(([^)]+)\)", page))
+    assert all((MONITORING / target).exists() for target in re.findall(r"\]\(([^)#]+)", page))
 
 
 def test_a_missing_program_skips_or_fails(monkeypatch):
@@ -105,7 +105,7 @@ def test_a_machine_without_the_programs_is_told_what_to_do(tmp_path):
         [tmp_path / "sh", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 1
-    assert "apt-get install --no-install-recommends prometheus" in done.stderr
+    assert re.search(r"apt-get install --no-install-recommends .*\bprometheus\b", done.stderr)
 
 
 STAND_IN = """#!/bin/sh

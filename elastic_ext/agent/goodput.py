@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host
+SHARE_S = 10.0  # between two writes to etcd or a file: what a killed agent loses at most, if the job is not too large for that
+WRITES_PER_S = 10.0  # of all agents of a job together
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
 
@@ -45,6 +47,11 @@ def worker_time(progress: Progress) -> WorkerTime:
     )
 
 
+def share_every_s(nodes: int) -> float:
+    """Return the mean time between two writes of an agent, in a job of so many."""
+    return max(SHARE_S, nodes / WRITES_PER_S)
+
+
 class Goodput:
     """This agent's ledger, and the thread that shares it. Any thread may call `look` and `job`, the main thread the others."""
 
@@ -57,6 +64,7 @@ class Goodput:
         self._given, self._job = Spent(), Shared(Spent())
         self._changed, self._first, self._closed = threading.Event(), threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._nodes = 1
 
     # What the agent does.
 
@@ -73,11 +81,12 @@ class Goodput:
         with self._lock:
             self._ledger.decide(hung=kind == kinds.HANG)
 
-    def round_begins(self, table: ProgressTable | None, step: int | None) -> None:
+    def round_begins(self, table: ProgressTable | None, step: int | None, nodes: int) -> None:
         """Tell the workers of the next round, before they start, which of their steps are not new.
 
-        table: None if they report no progress. step: that they resume from; None if unknown.
+        table: None if they report no progress. step: that they resume from; None if unknown. nodes: of the round.
         """
+        self._nodes = nodes
         if self._share is not None and self._thread is None:
             self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
         if self._thread is not None:
@@ -152,7 +161,7 @@ class Goodput:
                 self._first.set()
             if closed:
                 return
-            self._changed.wait(SHARE_S + self._job.hosts)
+            self._changed.wait(share_every_s(self._nodes) * random.uniform(0.5, 1.5))
 
     def _share_once(self) -> None:
         assert self._share is not None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from elastic_ext.base import records
-from elastic_ext.base.records import NameOrEmpty, Within
+from elastic_ext.base.records import Count, NameOrEmpty, Within
 
 SCHEMA = 1
 
@@ -122,8 +122,8 @@ class Spent:
 class Shared:
     """What the agents of a job have shared: the sum, over this many hosts."""
 
-    spent: Spent
-    hosts: int = 0
+    spent: Spent = field(default_factory=Spent)
+    hosts: Count = 0
 
 
 def seconds_of(by_state: Mapping[str, float]) -> tuple[StateSeconds, ...]:
@@ -162,6 +162,16 @@ def encode(record: HostRecord) -> str:
 def decode(text: str | bytes, what: str) -> HostRecord:
     """Read a record. what: its key or file, for error messages. Raises RecordError."""
     return records.read(HostRecord, text, what, SCHEMA)
+
+
+def encode_sum(shared: Shared) -> str:
+    """Return a sum as JSON."""
+    return json.dumps({"schema": SCHEMA, **records.plain(shared)}, separators=(",", ":"))
+
+
+def decode_sum(text: str | bytes, what: str) -> Shared:
+    """Read a sum. what: its key, for error messages. Raises RecordError."""
+    return records.read(Shared, text, what, SCHEMA)
 
 
 def total(found: Mapping[str, HostRecord]) -> Spent:

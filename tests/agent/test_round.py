@@ -177,7 +177,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
         token="t",
         observation=SimpleNamespace(
             message=lambda round, local_rank, rank: {"metrics": f"{round}.{local_rank}.{rank}"},
-            goodput=SimpleNamespace(round_begins=lambda table, step: None),
+            goodput=SimpleNamespace(round_begins=lambda table, step, nodes: None),
         ),
         copier=SimpleNamespace(abandon_newer_than=lambda path: told.append(path)),
         flight_recorder=None,

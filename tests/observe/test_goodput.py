@@ -326,5 +326,14 @@ def test_no_advice_without_enough_data(too_little, why):
     assert why in found.reason
 
 
+@pytest.mark.parametrize(("times", "advised"), [(1, False), (2, False), (3, True)])
+def test_the_counts_are_those_of_the_job_however_many_hosts_saw_them(times, advised):
+    one_host = spent(interruptions=times, saves=times, productive=1000, checkpoint_save=1)
+    whole = one_host.plus(one_host).plus(one_host).plus(one_host)
+    found = advised_interval(whole, 4)
+    assert (found.seconds is not None) == advised
+    assert advised or f"{times} interruptions and {times} saves so far" in found.reason
+
+
 def test_the_states_of_workers_are_those_of_the_ledger():
     assert set(layout.ACCOUNTS) <= set(goodput.STATES)

@@ -81,7 +81,9 @@ def test_sharing_starts_with_the_first_round(mine, job):
 
 def test_the_first_round_knows_what_earlier_agents_have_reached(mine, job):
     job.spent = Spent(reached=9)
-    steps = []
+    job.open.clear()
+    threading.Timer(0.1, job.open.set).start()  # of the store; the round waits for it
+    steps: list[int] = []
     mine.round_begins(SimpleNamespace(repeat=steps.append, read_all=list), 5, 1)
     assert steps == [4]
 
@@ -99,9 +101,10 @@ def test_what_could_not_be_shared_is_logged_once_and_shared_later(mine, job, cap
     assert job.spent.total_s > 0
 
 
-def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job, caplog):
+def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job, caplog, monkeypatch):
     job.fails = ZeroDivisionError("a bug")
-    mine.round_begins(None, 0, 1)
+    monkeypatch.setattr("elastic_ext.agent.goodput.FIRST_SHARE_S", LONG_S)
+    assert ends(lambda: mine.round_begins(None, 0, 1))
     mine._thread.join(LONG_S)
     (record,) = caplog.records
     assert record.exc_info is not None

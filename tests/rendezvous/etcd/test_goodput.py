@@ -106,6 +106,7 @@ def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     with pytest.raises(OtherJob, match="job next runs"):
         late.share(SECOND)
     assert productive(client) == ({"a": 1} if same_host else {})
+    assert agent(client, "b", rank=1, job="next").share(Spent()).spent.by_state[PRODUCTIVE] == same_host
 
 
 def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):

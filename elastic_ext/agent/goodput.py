@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHARE_S = 10.0  # between two writes to etcd or a file: what a killed agent loses at most, if the job is not too large for that
 WRITES_PER_S = 10.0  # of all agents of a job together
+AT_ROUNDS_END = 10  # so many agents, about, write at once: all nodes write other records then, and a recovery waits for those
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
 
@@ -41,6 +42,7 @@ def worker_time(progress: Progress) -> WorkerTime:
         steps=progress.steps,
         step_s=stepping_s / (progress.steps - 1) if progress.steps > 1 else math.inf,
         finished=progress.phase == "exit" and not progress.ends_with,
+        failed_at=progress.ended_ns / 1e9,
         saves=progress.saves,
         tokens=progress.tokens,
         flops=progress.flops,
@@ -73,7 +75,8 @@ class Goodput:
         with self._lock:
             workers = self._workers()  # before the clock is read: no worker can then have settled more
             self._ledger.enter(state, time.monotonic(), workers)
-        if state == families.RUNNING:  # not before: a recovery does not wait for it, nor does etcd have less to do then
+        # Some agents share now, so that whoever is new in the next round learns how far this one has come.
+        if state == "stop" and random.random() < AT_ROUNDS_END / self._nodes:
             self._changed.set()
 
     def decided(self, kind: str) -> None:

@@ -38,7 +38,7 @@ class WorkerTime:
         spent: settled seconds, by state.
         now_in: the state of what is not settled.
         step_s: mean time from one step to the next; math.inf before the second.
-        finished: its script has ended well.
+        finished: its script has ended well. failed_at: when it ended otherwise; 0: it did not.
         saves: committed checkpoints. tokens, flops: as the script reports them.
     """
 
@@ -48,6 +48,7 @@ class WorkerTime:
     steps: int = 0
     step_s: float = math.inf
     finished: bool = False
+    failed_at: float = 0.0
     saves: int = 0
     tokens: int = 0
     flops: float = 0.0
@@ -187,6 +188,10 @@ class Ledger:
             settled, share = each.settled(self._since, now), 1 / len(workers or ())
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
+            if each.failed_at:  # from then on the process only ends
+                ending_s = min(left_s, max(0.0, now - each.failed_at))
+                self._add({goodput.STOPPING: ending_s}, share)
+                left_s -= ending_s
             self._tails.append(Tail(each.now_in, left_s, each.step_s, rest, share))
         counts = self._counted(workers or ())
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))

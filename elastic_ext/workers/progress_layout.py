@@ -114,3 +114,11 @@ def settle(row: memoryview, now_ns: int) -> None:
     spent = SPENT + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
     row[spent] += max(0, now_ns - row[SETTLED_NS])  # less than 0 only if another thread has just settled
     row[SETTLED_NS] = now_ns
+
+
+def end(row: memoryview, now_ns: int, well: bool) -> None:
+    """End the script's part in the row. What a failed one did last stays unsettled: perhaps it has waited for a lost peer."""
+    if well:
+        settle(row, now_ns)
+    row[DOING] = 0 if well else 1 + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
+    row[PHASE] = PHASES.index("exit")

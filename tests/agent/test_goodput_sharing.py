@@ -64,9 +64,9 @@ def ends(action: Callable[[], None]) -> bool:
 
 
 def share_again(mine: Goodput, job: Job) -> None:
-    """As the begin of a round does. Return when it is done."""
+    """As the end of a round does. Return when it has begun."""
     job.called.clear()
-    mine.enter(families.RUNNING)
+    mine.enter("stop")
     assert job.called.wait(LONG_S)
 
 

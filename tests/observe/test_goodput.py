@@ -54,6 +54,10 @@ class Training:
         if phase is not None:
             row[layout.PHASE] = layout.PHASES.index(phase)
 
+    def fail(self, slot: int = 0) -> None:
+        layout.end(self.rows[slot], int(self.now * 1e9), well=False)  # type: ignore[arg-type]
+        self.rows[slot][layout.ENDED_AT_NS] = int(self.now * 1e9)
+
     def step(self, seconds: float, count: int = 1) -> None:
         for _ in range(count):
             self.now += seconds
@@ -79,7 +83,8 @@ class Training:
         steps, stepping_s = row[layout.STEPS], (row[layout.LAST_STEP_NS] - row[layout.FIRST_STEP_NS]) / 1e9
         step_s = stepping_s / (steps - 1) if steps > 1 else math.inf
         finished = layout.PHASES[row[layout.PHASE]] == "exit"
-        return WorkerTime(row[layout.BEGAN_NS] / 1e9, spent, layout.ACCOUNTS[account], steps, step_s, finished)
+        failed_at = row[layout.ENDED_AT_NS] / 1e9
+        return WorkerTime(row[layout.BEGAN_NS] / 1e9, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at)
 
     def seconds(self) -> dict[str, float]:
         look = self.ledger.at(self.now, self.times())
@@ -96,6 +101,7 @@ events = st.one_of(
     st.tuples(st.just("phase"), st.tuples(st.integers(0, 1), st.sampled_from(layout.PHASES))),
     st.tuples(st.just("resume"), st.one_of(st.none(), st.integers(0, 5))),
     st.tuples(st.just("decide"), st.booleans()),
+    st.tuples(st.just("fail"), st.integers(0, 1)),
 )
 
 
@@ -119,6 +125,9 @@ def test_all_time_is_counted_once_and_no_counter_falls(happened):
             case "resume":
                 if job.state != RUNNING:
                     job.resume(value)
+            case "fail":
+                if job.rows[value][layout.BEGAN_NS]:
+                    job.fail(value)
             case "decide":
                 job.ledger.decide(hung=value)
         look = job.ledger.at(job.now, job.times())
@@ -198,6 +207,20 @@ def test_the_phase_at_the_end_of_a_round(phase, hung, expected):
     job.enter("stop")
     job.ledger.decide(hung)
     assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, **expected}
+
+
+@pytest.mark.parametrize(("hung", "state"), [(False, DETECTION), (True, HANG)])
+def test_a_step_that_an_exception_ends_was_no_work(hung, state):
+    """The script has waited for a peer until its collective gave up."""
+    job = Training()
+    job.run()
+    job.step(2.0, count=2)
+    job.now += 600
+    job.fail()
+    job.now += 1
+    job.enter("stop")
+    job.ledger.decide(hung)
+    assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, LOST: 2, state: 598, STOPPING: 1}
 
 
 @pytest.mark.parametrize(("hung", "state"), [(False, STARTUP), (True, HANG)])

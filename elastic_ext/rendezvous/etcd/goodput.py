@@ -30,10 +30,11 @@ class OtherJob(ElasticExtError):
 
 @dataclass(frozen=True)
 class Place:
-    """This agent in its job. job: see `Header.job`. rank: of the node, in the round that began last."""
+    """This agent in its job. job: see `Header.job`. rank: of the node, in this round, the last one that began."""
 
     job: str
     rank: int
+    round: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,15 @@ class EtcdGoodput:
             if self._own is None:
                 self._own, guard = self._read_own(place.job)
             record = self._own.record.with_more(spent, time.time(), first=not self._shared)
-            shared = self._sum(record) if place.rank == 0 else None
+            # An agent that is new in a running job reads all records, too: the sum may be older than the steps to repeat.
+            new = not self._shared and place.round > 1
+            shared = self._sum(record) if place.rank == 0 or new else None
             lease_id = self._lease(self._own.lease_id)
             puts: list[Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
-            puts.append(
-                Get(self._keys.goodput_sum)
-                if shared is None
-                else Put(self._keys.goodput_sum, goodput.encode_sum(shared), lease_id=lease_id)
-            )
+            if place.rank == 0 and shared is not None:
+                puts.append(Put(self._keys.goodput_sum, goodput.encode_sum(shared), lease_id=lease_id))
+            else:
+                puts.append(Get(self._keys.goodput_sum))
             try:
                 written = self._client.txn([unchanged(self._key, self._own.revision), *guard], puts)
             except LeaseLost:  # it expired with the record

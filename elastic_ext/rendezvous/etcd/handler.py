@@ -262,7 +262,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def _place(self) -> Place:
         assert self._current is not None, "before the first round"
         header, assignment = self._current
-        return Place(header.job, assignment.rank)
+        return Place(header.job, assignment.rank, header.round)
 
     # The job ends, or this node's part in it.
 

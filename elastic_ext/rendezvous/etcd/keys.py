@@ -27,7 +27,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
     goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
-                    Written by these agents, all together about ten times a second, and as rounds begin. Read by rank 0's agent.
+                    Written by these agents, all together about ten times a second. Read by rank 0's agent, and by one that is
+                    new in a running job.
     goodput_sum     a base.goodput.Shared: the sum of these. Lease: that of rank 0's host among them.
                     Written by the agent of rank 0, in the same transaction as its own. Read by all agents as they write.
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting

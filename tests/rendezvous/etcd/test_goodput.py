@@ -31,8 +31,8 @@ def begin_job(client: EtcdClient, name: str) -> None:
     client.txn([], [Put(KEYS.header, encode(Header(round=1, job=name)))])
 
 
-def agent(client: EtcdClient, host: str, rank: int = 0, job: str = "first") -> EtcdGoodput:
-    return EtcdGoodput(client, KEYS, host, lambda: Place(job, rank))
+def agent(client: EtcdClient, host: str, rank: int = 0, job: str = "first", round_: int = 1) -> EtcdGoodput:
+    return EtcdGoodput(client, KEYS, host, lambda: Place(job, rank, round_))
 
 
 def productive(client: EtcdClient) -> dict[str, float]:
@@ -72,6 +72,8 @@ def test_rank_0_adds_up_and_the_others_read_its_sum(client):
 def test_a_new_host_learns_what_the_job_has_reached(client):
     agent(client, "a").share(SECOND)
     assert agent(client, "new", rank=5).share(Spent()).spent.reached == 7
+    agent(client, "b", rank=1).share(Spent(reached=9))  # rank 0, which adds up, is lost meanwhile
+    assert agent(client, "replaces", rank=5, round_=2).share(Spent()).spent.reached == 9
 
 
 def test_a_lease_that_expired_and_rubbish_in_the_keys(client):

@@ -73,10 +73,11 @@ class ProgressRow:
         return self._words[progress_layout.DOING]
 
     def begin_doing(self, doing: int) -> None:
-        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread."""
-        if not self._words[
-            progress_layout.ENDS_WITH
-        ]:  # else an exit handler saves: the time after a failure is the agent's to judge
+        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread.
+
+        In the exit handlers of a script that has failed this does nothing: see `progress_layout.end`.
+        """
+        if not self._words[progress_layout.ENDS_WITH]:
             progress_layout.settle(self._words, time.monotonic_ns())
             self._words[progress_layout.DOING] = doing
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.observe import families
 from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
 from elastic_ext.observe.goodput_collector import goodput_status
@@ -44,6 +44,7 @@ def worker_time(progress: Progress) -> WorkerTime:
         finished=progress.phase == "exit" and not progress.ends_with,
         failed_at=progress.ended_ns / 1e9,
         saves=progress.saves,
+        saved=Position(progress.saved_step, progress.saved_after) if progress.saved_step is not None else None,
         tokens=progress.tokens,
         flops=progress.flops,
     )
@@ -172,7 +173,7 @@ class Goodput:
         shared = self._share(mine.since(self._given))
         with self._lock:
             self._given, self._job = mine, shared
-            self._ledger.reach(shared.spent.reached)
+            self._ledger.learn(shared.spent)
 
 
 class AccountedMetrics(AgentMetrics):

@@ -92,9 +92,18 @@ class ProgressRow:
         self._words[progress_layout.ASKS_FOR_SAVES] = 1
         return self._words[progress_layout.SAVE_WANTED]
 
-    def report_saved(self, step: int, seconds: float, answered: int | None) -> None:
-        """Report a complete checkpoint of `step`, which took `seconds`. answered: the request that it answers, if any."""
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._words[progress_layout.STEPS]
+
+    def report_saved(self, step: int, seconds: float, answered: int | None, after: int) -> None:
+        """Report a complete checkpoint of `step`, which took `seconds`.
+
+        answered: the request that it answers, if any. after: how many optimizer steps of this worker are in it.
+        """
         words = self._words
+        words[progress_layout.SAVED_AFTER] = after
         words[progress_layout.SAVED_STEP] = step + 1
         words[progress_layout.SAVE_NS] = took_ns = max(1, int(seconds * 1e9))
         words[progress_layout.SAVES_NS] += took_ns

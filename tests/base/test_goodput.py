@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import IDLE, LOST, PRODUCTIVE, STARTUP, HostRecord, Spent, seconds_of
+from elastic_ext.base.goodput import IDLE, LOST, PRODUCTIVE, STARTUP, HostRecord, Position, Spent, seconds_of
 from elastic_ext.base.records import RecordError
 
 amounts = st.floats(0, 1e9)
@@ -15,6 +15,7 @@ some = st.builds(
     Spent,
     st.dictionaries(st.sampled_from(list(goodput.STATES)), amounts).map(seconds_of),
     *[st.integers(0, 10**6)] * 4,
+    st.lists(st.builds(Position, amounts, amounts)).map(goodput.newest_positions),
 )
 
 

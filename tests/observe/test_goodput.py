@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Spent, seconds_of
+from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Position, Spent, seconds_of
 from elastic_ext.observe import families
 from elastic_ext.observe.goodput import Ledger, WorkerTime, advised_interval
 from elastic_ext.workers import progress_layout as layout
@@ -55,8 +55,12 @@ class Training:
             row[layout.PHASE] = layout.PHASES.index(phase)
 
     def fail(self, slot: int = 0) -> None:
-        layout.end(self.rows[slot], int(self.now * 1e9), well=False)  # type: ignore[arg-type]
-        self.rows[slot][layout.ENDED_AT_NS] = int(self.now * 1e9)
+        self.rows[slot][layout.ENDS_WITH], self.rows[slot][layout.ENDED_AT_NS] = 1, int(self.now * 1e9)
+        layout.end(self.rows[slot], int(self.now * 1e9))  # type: ignore[arg-type]
+
+    def save(self, step: int, after: int) -> None:
+        for row in self.rows:
+            row[layout.SAVED_STEP], row[layout.SAVED_AFTER] = step + 1, after
 
     def step(self, seconds: float, count: int = 1) -> None:
         for _ in range(count):
@@ -83,8 +87,9 @@ class Training:
         steps, stepping_s = row[layout.STEPS], (row[layout.LAST_STEP_NS] - row[layout.FIRST_STEP_NS]) / 1e9
         step_s = stepping_s / (steps - 1) if steps > 1 else math.inf
         finished = layout.PHASES[row[layout.PHASE]] == "exit"
-        failed_at = row[layout.ENDED_AT_NS] / 1e9
-        return WorkerTime(row[layout.BEGAN_NS] / 1e9, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at)
+        failed_at, began_at = row[layout.ENDED_AT_NS] / 1e9, row[layout.BEGAN_NS] / 1e9
+        saved = Position(row[layout.SAVED_STEP] - 1, row[layout.SAVED_AFTER]) if row[layout.SAVED_STEP] else None
+        return WorkerTime(began_at, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at, saved=saved)
 
     def seconds(self) -> dict[str, float]:
         look = self.ledger.at(self.now, self.times())
@@ -164,9 +169,48 @@ def test_without_a_known_step_behind_nothing_is_lost(resumed, lost_s):
     assert job.seconds().get(LOST, 0) == lost_s
 
 
+@pytest.mark.parametrize("save_seen", [True, False])
+@pytest.mark.parametrize(("first", "per_number"), [(0, 1), (0, 2), (0, 100), (50, 1)])
+def test_checkpoints_may_be_numbered_as_one_likes(first, per_number, save_seen):
+    """By iterations with two optimizers, by epochs of 100 steps. Of 600 steps the last 300 are done again, and nothing else.
+
+    save_seen: that of the checkpoint that is resumed from; else only an earlier one.
+    """
+    job = Training()
+    job.run(resumed=first)
+    job.step(1.0, count=299)
+    if not save_seen:
+        job.save(first + 200 // per_number if per_number == 1 else 200 // per_number, after=200)
+        job.seconds()
+    else:
+        job.save(first + 300 // per_number, after=300)
+    job.step(1.0, count=300)
+    job.enter("stop")
+    job.run(resumed=first + 300 // per_number)
+    job.step(1.0, count=400)
+    assert job.seconds()[LOST] == 299  # all but the first, which is part of the start
+
+
+def test_a_checkpoint_before_the_last_one_is_known_too():
+    """The last one may be damaged. The numbers say nothing of the steps: each look at the workers counts."""
+    job = Training()
+    job.run()
+    for number, steps in ((1, 9), (7, 40), (8, 30)):
+        job.step(1.0, count=steps)
+        job.save(number, after=1 + int(job.seconds()[PRODUCTIVE]))
+        job.seconds()
+    job.enter("stop")
+    job.run(resumed=7)
+    job.step(1.0, count=50)
+    assert job.seconds()[LOST] == 29  # of 30, the first is part of the start
+    other = Ledger(0)
+    other.learn(job.ledger.at(job.now, job.times()).spent)  # an agent that takes over
+    assert other.resume(8) == job.rows[0][layout.STEPS] - 30
+
+
 def test_another_nodes_progress_counts():
     job = Training()
-    job.ledger.reach(3)
+    job.ledger.learn(Spent(reached=3))
     job.run(resumed=0)
     job.step(2.0, count=4)
     assert job.seconds() == {STARTUP: 1, LOST: 4, PRODUCTIVE: 4}

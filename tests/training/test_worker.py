@@ -13,7 +13,7 @@ import pytest
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing, UsageError
 from elastic_ext.training import saves, worker
-from elastic_ext.workers import worker_env
+from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
 
@@ -54,6 +54,18 @@ def as_worker(monkeypatch, description):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(worker, "_workers", {})
+
+
+def test_a_save_tells_after_how_many_steps_it_began(table, as_worker):
+    """However many follow until it is complete."""
+    row = table._rows[1]
+    row[progress_layout.STEPS] = 5
+    saves.note_save_begins(50)
+    row[progress_layout.STEPS] = 8
+    elastic_ext.report_saved(50, 0.5)
+    assert (table.read(1).saved_step, table.read(1).saved_after) == (50, 5)
+    elastic_ext.report_saved(80, 0.5)  # of a script that saves by itself, and trains on afterwards
+    assert table.read(1).saved_after == 8
 
 
 def test_reports_are_in_the_workers_row(table, as_worker):

@@ -59,13 +59,11 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
     namespace = main_script.fresh_main()
     run: Callable[..., object] | None = None
-    well = True
     try:
         run, arguments = main_script.resolve(argv, namespace)
         run(*arguments)
     except BaseException as error:
         ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
-        well = isinstance(error, SystemExit) and not _exit_code(error.code)
         # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
         recorded = pid == os.getpid() and _record(error, row)
         _reports.ending(error, ended_ns)
@@ -76,7 +74,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
         _reports.modules()
         if row is not None and pid == os.getpid():
             layout.note_sign(row, now := time.monotonic_ns())
-            layout.end(row, now, well)
+            layout.end(row, now)
     if run is exec:
         main_script.forget_file(namespace)
 

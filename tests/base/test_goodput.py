@@ -29,6 +29,12 @@ def test_sums_and_differences(one, more):
     assert both.reached == max(one.reached, more.reached)
 
 
+def test_a_sum_knows_the_newest_checkpoints_of_both():
+    places = [Position(step, 100.0 * step) for step in range(6)]
+    both = Spent(positions=(*places[:3], Position(5, 1.0))).plus(Spent(positions=tuple(places[3:])))
+    assert both.positions == tuple(places[2:])  # the fifth was saved anew
+
+
 @given(some, amounts)
 def test_a_record_is_read_as_it_was_written(spent, at):
     record = HostRecord(spent, at)

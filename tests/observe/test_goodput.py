@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Position, Spent, seconds_of
 from elastic_ext.observe import families
-from elastic_ext.observe.goodput import Ledger, WorkerTime, advised_interval
+from elastic_ext.observe.goodput import Ledger, WorkerTime, advised_interval, position_of
 from elastic_ext.workers import progress_layout as layout
 
 RUNNING = families.RUNNING
@@ -206,6 +206,15 @@ def test_a_checkpoint_before_the_last_one_is_known_too():
     other = Ledger(0)
     other.learn(job.ledger.at(job.now, job.times()).spent)  # an agent that takes over
     assert other.resume(8) == job.rows[0][layout.STEPS] - 30
+
+
+@pytest.mark.parametrize(
+    ("step", "known", "at"),
+    [(0, [], 0), (7, [], 7), (0, [Position(0, 100)], 100), (3, [Position(2, 200), Position(9, 1000)], 300)],
+)
+def test_what_a_number_stands_for(step, known, at):
+    """An epoch that counts from 0, too."""
+    assert position_of(step, known) == at
 
 
 def test_another_nodes_progress_counts():

@@ -22,7 +22,7 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-SHARE_S = 10.0  # between two writes to etcd or a file: what a killed agent loses at most, if the job is not too large for that
+SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
 WRITES_PER_S = 10.0  # of all agents of a job together
 AT_ROUNDS_END = 10  # so many agents, about, write at once: all nodes write other records then, and a recovery waits for those
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached

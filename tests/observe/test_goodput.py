@@ -210,7 +210,7 @@ def test_a_checkpoint_before_the_last_one_is_known_too():
 
 @pytest.mark.parametrize(
     ("step", "known", "at"),
-    [(0, [], 0), (7, [], 7), (0, [Position(0, 100)], 100), (3, [Position(2, 200), Position(9, 1000)], 300)],
+    [(0, [], 0), (7, [], 7), (0, [Position(0, 99)], 99), (3, [Position(2, 200), Position(9, 1000)], 300)],
 )
 def test_what_a_number_stands_for(step, known, at):
     """An epoch that counts from 0, too."""

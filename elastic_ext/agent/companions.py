@@ -25,7 +25,6 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
@@ -52,26 +51,6 @@ class Copying(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self._copier.look_now()  # a worker may have saved just before it ended
-
-
-class Recoveries(Companion):
-    """Tells the metrics when all workers of a round have made a step."""
-
-    def __init__(self, metrics: AgentMetrics) -> None:
-        self._metrics = metrics
-        self._told = False
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._told = False
-
-    def check(self, workers: LocalWorkers) -> None:
-        rows = workers.read_progress() if not self._told else []
-        if rows and all(row.first_step_ns for row in rows):
-            self._told = True
-            self._metrics.first_steps(max(row.first_step_ns for row in rows) / 1e9, max(row.loading_s for row in rows))
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        self.check(workers)
 
 
 class EvidenceGathering(Companion):
@@ -128,7 +107,7 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.journal = Journal(spec, settings, handler)
+        self.journal = Journal(spec, settings, handler, metrics)
         self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)
         stack.callback(self.observation.close)  # it may linger: the journal has ended by then
         stack.enter_context(self.journal)
@@ -155,7 +134,7 @@ class JobCompanions:
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, self.observation,
             self.journal, *([Copying(self.copier)] if self.copier is not None else []),
             *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]  # fmt: skip

@@ -31,6 +31,7 @@ from elastic_ext.observe import families
 from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.event_table import Source
 from elastic_ext.observe.events import Events
+from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
 from elastic_ext.observe.spans import Spans
 from elastic_ext.rendezvous.handler import Rendezvous, RoundEnd
@@ -50,13 +51,14 @@ class Journal(Companion):
         last_words: for how long the end of the agent may wait.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
+        """metrics: are told of the first steps, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
         self.last_words = LastWords()
-        self._handler = handler
+        self._handler, self._metrics = handler, metrics
         self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
@@ -237,10 +239,11 @@ class Journal(Companion):
 
     def _look_for_first_steps(self) -> None:
         """Tell once per round when all workers of this node have made a step."""
-        first_ns = [progress.first_step_ns for progress in self._workers.read_progress()] if self._workers is not None else []
-        if not first_ns or not all(first_ns):
+        rows = self._workers.read_progress() if self._workers is not None else []
+        if not rows or not all(row.first_step_ns for row in rows):
             return
-        self._workers, at = None, max(first_ns) / 1e9
+        self._workers, at = None, max(row.first_step_ns for row in rows) / 1e9
+        self._metrics.first_steps(at, max(row.loading_s for row in rows))
         self.events.emit("first_step", seconds=max(0.0, at - self._began))
         self._recovered(self._trace.first_steps(at))
 

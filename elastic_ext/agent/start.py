@@ -66,7 +66,7 @@ class RoundStart:
             if progress is not None:
                 undo.callback(progress.remove)
             told = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
-            companions.observation.goodput.round_begins(told, resumed.step)
+            companions.observation.goodput.round_begins(told, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, descriptors.restore_user_limit):
                 pids = start_processes()

@@ -21,7 +21,7 @@ from elastic_ext.rendezvous import drains, foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
-from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
+from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Place
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
@@ -78,7 +78,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         self._policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         self._connection = JobConnection(params, settings, self._policy, lambda: self.on_event(), lambda: self.on_wait())
         self.host, self.node_id = self._connection.host, self._connection.node_id
-        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
+        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host, self._place)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
@@ -267,6 +267,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def share_goodput(self, spent: Spent) -> Shared:
         """See `rendezvous.handler.Rendezvous`."""
         return self._goodput.share(spent)
+
+    def _place(self) -> Place:
+        assert self._current is not None, "before the first round"
+        header, assignment = self._current
+        return Place(header.job, assignment.rank, header.round)
 
     # The job ends, or this node's part in it.
 

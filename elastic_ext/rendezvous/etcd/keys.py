@@ -27,8 +27,10 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
     goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
-                    Written by these agents, at most once a minute and at the end of a round. Read by all agents as they write,
-                    and `elastic-ext status`.
+                    Written by these agents, all together about ten times a second. Read by rank 0's agent, by one that is new in
+                    a running job, and by `elastic-ext status`.
+    goodput_sum     a base.goodput.Shared: the sum of these. Lease: that of rank 0's host among them.
+                    Written by the agent of rank 0, in the same transaction as its own. Read by all agents as they write.
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
@@ -68,6 +70,7 @@ class JobKeys:
         self.assignments = self.prefix + "assign/"
         self.ledger = self.prefix + "ledger"
         self.goodput = self.prefix + "goodput/"
+        self.goodput_sum = self.prefix + "goodput_sum"
         self.charges = self.prefix + "charges/"
         self.refusals = self.prefix + "refused/"
         self.reports = self.prefix + "reports/"
@@ -75,7 +78,7 @@ class JobKeys:
     @property
     def outliving(self) -> tuple[str, ...]:
         """What outlives the job, for the next launch."""
-        return self.ledger, self.charges, self.refusals, self.goodput
+        return self.ledger, self.charges, self.refusals, self.goodput, self.goodput_sum
 
     def node(self, node_id: str) -> str:
         return self.nodes + node_id

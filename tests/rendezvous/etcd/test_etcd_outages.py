@@ -414,7 +414,7 @@ def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart
             assert clock.is_of(nodes.jobs[name].process.pid)
             assert clock.offset_h() == hours
         assert wait_gone(pids, timeout_s=OUTAGE_S) == pids
-    for_people = (KEYS.goodput, KEYS.reports)  # written all the time
+    for_people = (KEYS.goodput, KEYS.goodput_sum, KEYS.reports)  # written all the time
     after = [event for event in nodes.history.all()[told:] if not event.kv.key.decode().startswith(for_people)]
     changed = [shown(event) for event in after if not (is_marker(event) or is_claim(event))]
     assert changed == []  # no lease was lost: its node would be gone, and come again

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from signal import Signals
 from types import TracebackType
 
@@ -41,6 +41,14 @@ from elastic_ext.workers.hangs.detector import Stuck
 FIRST = "start"  # cause of the first round of an agent
 
 
+@dataclass
+class _Told:
+    """What was told last, since only changes are. members: nodes and workers of the last round. saved_step: of this round."""
+
+    members: tuple[int, int] | None = None
+    saved_step: int | None = None
+
+
 class Journal(Companion):
     """The events of one agent, from its start to its end, which it tells as a context manager.
 
@@ -63,8 +71,7 @@ class Journal(Companion):
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
-        self._members: tuple[int, int] | None = None  # nodes and workers of the last round
-        self._saved_step: int | None = None
+        self._told = _Told()
         self.events.emit(
             "agent_started",
             version=elastic_ext.__version__,
@@ -112,7 +119,7 @@ class Journal(Companion):
         resumed.log()
         cause, self._trace.cause = self._trace.cause, None
         members = group.group_world_size, group.workers[0].world_size
-        before, self._members = self._members, members
+        before, self._told.members = self._told.members, members
         self.events.emit(
             "round_started",
             nodes=members[0],
@@ -226,8 +233,8 @@ class Journal(Companion):
         self._look_for_first_steps()
         saved = [progress for progress in workers.read_progress() if progress.saved_step is not None]
         newest = max(saved, key=lambda progress: progress.saved_ns, default=None)
-        if newest is not None and newest.saved_step is not None and newest.saved_step != self._saved_step:
-            self._saved_step = newest.saved_step
+        if newest is not None and newest.saved_step is not None and newest.saved_step != self._told.saved_step:
+            self._told.saved_step = newest.saved_step
             self.events.emit("checkpoint_saved", step=newest.saved_step, seconds=newest.save_s)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -235,7 +242,7 @@ class Journal(Companion):
         exits_ = workers.processes.exits
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
         self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
-        self._workers = self._saved_step = None
+        self._workers = self._told.saved_step = None
 
     def _look_for_first_steps(self) -> None:
         """Tell once per round when all workers of this node have made a step."""

@@ -125,9 +125,7 @@ class Journal(Companion):
     def hung(self, culprits: Mapping[int, Stuck], since: float | None) -> None:
         """Tell whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
         found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
-        self.events.emit(
-            "hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s
-        )
+        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Tell of a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.cli import checkpoints, explain, status
+from elastic_ext.cli import checkpoints, explain, status, timeline
 from elastic_ext.cli.terminal import print_error
 
 
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     explain.add_command(commands)
     status.add_command(commands)
+    timeline.add_command(commands)
     checkpoints.add_command(commands)
     examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would know about its failures")
     examine.description = (

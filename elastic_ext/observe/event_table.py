@@ -151,7 +151,9 @@ EVENTS: dict[str, Event] = {
         (
             Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
             Field("reasons", TEXTS, "what each of them does"),
-            Field("seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True),
+            Field(
+                "seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True
+            ),
         ),
     ),
     "failure": Event(

@@ -275,7 +275,8 @@ def test_the_events_and_spans_of_a_crash_and_of_a_bug(tmp_path):
     assert (again["decision"], again["charged"], again["restarts"], again["max_restarts"]) == ("restart", True, 1, 3)
     assert (stop["action"], stop["kind"], stop["exit_code"], stop["culprit_rank"]) == ("stop", "code", 65, 0)
     (recovered,) = (each for each in found if each["event"] == "recovered")
-    assert again["phases"] == {name: recovered["phases"][name] for name in ("stop", "verdict")}
+    assert list(again["phases"]) == ["stop", "verdict"]
+    assert again["phases"]["stop"] == recovered["phases"]["stop"]
     assert recovered["cause"] == again["kind"]
     assert list(recovered["phases"]) == ["stop", "verdict", "rendezvous", "start", "first_step"]
     assert abs(sum(recovered["phases"].values()) - recovered["seconds"]) < 0.001

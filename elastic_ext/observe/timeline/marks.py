@@ -115,7 +115,7 @@ class Ends:
         at = min([each for each in stops if each is not None], default=best.at)
         agent, rank, kind, decision, reason = self._what(best, index)
         if best.line.name in _SIGNALS:
-            reason += self._and_others([each.agent for each in same if each.agent != best.agent], "were told so")
+            reason += self._and_others([each.agent for each in same if each.agent != best.agent])
         after = self._after(index) if index is not None else ""
         node = self._aligned.agents[agent].node if agent is not None else best.line.text("culprit_host")
         return Found(at, agent, node, rank, best.line.round, kind, decision, reason, after)
@@ -138,13 +138,13 @@ class Ends:
         lost = self._lost(index)
         if not lost:
             return None, None, HANG if line.name == "hang" else MEMBERSHIP, goes_on, line.text("reason")
-        return lost[0], None, NODE_LOST, goes_on, line.text("reason") + self._and_others(lost[1:], "were lost")
+        return lost[0], None, NODE_LOST, goes_on, line.text("reason") + self._and_others(lost[1:])
 
-    def _and_others(self, members: Sequence[int], what: str) -> str:
+    def _and_others(self, members: Sequence[int]) -> str:
         """Return words for more nodes of which the same is true; "" if there is none."""
         nodes = list(dict.fromkeys(self._aligned.agents[each].node for each in members))
         more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-        return f"; {', '.join(nodes[:3])}{more} {what}, too" if nodes else ""
+        return f"; likewise {', '.join(nodes[:3])}{more}" if nodes else ""
 
     def _culprit(self, best: _Told, rank: int | None) -> int | None:
         index, line = self._aligned.of.get((best.agent, best.line.round)), best.line
@@ -213,7 +213,7 @@ class Ends:
                     agent,
                     self.gone_at(members[0]) or agent.times[-1],
                     NODE_LOST,
-                    SILENT + self._and_others(members[1:], "were lost"),
+                    SILENT + self._and_others(members[1:]),
                 )
 
 

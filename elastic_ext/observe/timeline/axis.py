@@ -21,7 +21,7 @@ def ticks(length: float, most: int) -> list[float]:
 def offset(at: float, length: float) -> str:
     """Return a time since the beginning as `unit` says, as exact as a picture of `length` seconds needs it."""
     if length < MINUTE_S:
-        return f"{at:.{0 if length >= 20 and at == int(at) else 2 if length < 2 else 1}f} s"
+        return f"{at:.0f} s" if abs(at - round(at)) < 1e-6 else f"{at:.{2 if length < 2 else 1}f} s"
     seconds = round(at)
     hours, minutes = seconds // HOUR_S, seconds % HOUR_S // MINUTE_S
     if length < HOUR_S:

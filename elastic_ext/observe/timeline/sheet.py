@@ -99,18 +99,13 @@ def subtitle(of: Course) -> str:
     began = f"Began {axis.moment(of.began_unix)}. " if of.began_unix is not None else ""
     trained = f"{of.trained:.1%} of the time: {of.trained_is}. " if of.trained is not None else ""
     changes = sum(each.kind == course.MEMBERSHIP for each in of.marks)
-    counts = [
-        (len(of.rows), "row"),
-        (len(of.marks) - changes, "failure"),
-        (changes, "change of members"),
-        (len(of.saved), "checkpoint"),
-    ]
-    return began + trained + ", ".join(_counted(*each) for each in counts) + "."
+    counts = ((len(of.marks) - changes, "failure"), (changes, "change of members"), (len(of.saved), "checkpoint saved"))
+    return began + trained + ", ".join(_counted(*each) for each in ((len(of.rows), "node"), *counts)) + "."
 
 
 def _counted(count: int, what: str) -> str:
-    plural = what.replace("change", "changes") if " " in what else f"{what}s"
-    return f"{count} {what if count == 1 else plural}"
+    first, *rest = what.split(" ")
+    return " ".join((str(count), first if count == 1 else f"{first}s", *rest))
 
 
 def color(mark: Mark) -> str:
@@ -144,7 +139,9 @@ def _key(of: Course) -> tuple[list[Text], list[Box], float]:
     for span in of.job:
         parts.setdefault(span.state, -1.0)
     entries = [(state, name, parts[state]) for state, name in course.STATES.items() if state in parts]
-    texts: list[Text] = [Text(MARGIN, 0.12, "What the nodes did, in % of their time", 8.5, SOFT)]
+    texts: list[Text] = [
+        Text(MARGIN, 0.12, "What the nodes did, in % of their time. Rows are in the order of their first rank.", 8.5, SOFT)
+    ]
     boxes: list[Box] = []
     x, y = MARGIN, 0.12 + KEY
     for state, name, part in entries:

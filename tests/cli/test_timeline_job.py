@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
+from elastic_ext.observe.timeline import lines, of_events
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, ROOT, SCRIPTS, Job
 
 PICTURE = ROOT / "entrypoints" / "monitoring" / "timeline.png"
+RECORDED = ROOT / "tests" / "data" / "timeline_events.jsonl"
 MOST_BYTES = 200_000
 
 
@@ -92,8 +94,14 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
         assert [job.finish().returncode for job in nodes.jobs.values()] == [0, 0, 0]
     events = sorted(map(str, tmp_path.glob("*.jsonl")))
     for kind in ("png", "svg", "html"):
-        assert main.main(["timeline", *events, f"--output={tmp_path / f'out.{kind}'}"]) == 0
-    PICTURE.write_bytes((tmp_path / "out.png").read_bytes())
-    import shutil
-
-    shutil.copytree(tmp_path, "/tmp/i13time", dirs_exist_ok=True, ignore=shutil.ignore_patterns("etcd", "checkpoints"))
+        assert main.main(["timeline", *events, f"--output={tmp_path / f'life.{kind}'}"]) == 0
+    found = of_events.course([each for file in events for each in lines.parse(Path(file).read_text(), file)[0]])
+    marks = {each.kind: each.node for each in found.marks}
+    assert marks["unknown"] == "n1"
+    assert marks["node lost"] == "n2"
+    assert marks["preemption"] in ("n0", "n1")
+    assert found.end == "ended: succeeded"
+    size = (tmp_path / "life.png").stat().st_size
+    assert 20_000 < size < MOST_BYTES
+    PICTURE.write_bytes((tmp_path / "life.png").read_bytes())
+    RECORDED.write_text("".join(Path(file).read_text() for file in events).replace(str(tmp_path), "/job"))

@@ -111,7 +111,7 @@ class Course:
         restarts: a line about them.
         rows: by rank.
         job: whether the job trains as a whole: spans of TRAINING, RUNNING or BETWEEN.
-        trained: the part of the time in which it trained; None if unknown. trained_is: what that means.
+        trained: the part of the time in which it trained; None if unknown. trained_is: says so, with {} for it.
         notes: what is not known, and how sure the rest is.
     """
 
@@ -123,7 +123,7 @@ class Course:
     rows: tuple[Row, ...]
     job: tuple[Span, ...] = ()
     trained: float | None = None
-    trained_is: str = "trained"
+    trained_is: str = "Trained {} of the time"
     rounds: tuple[Start, ...] = ()
     marks: tuple[Mark, ...] = ()
     saved: tuple[Saved, ...] = ()

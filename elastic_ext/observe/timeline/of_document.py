@@ -59,7 +59,7 @@ def of_document(document: Document, now_unix: float) -> Course:
         rows=(*above, *(_node(each, length) for each in document.nodes)),
         job=job,
         trained=spent.get(goodput.PRODUCTIVE, 0.0) / total if total else None,
-        trained_is="goodput of all nodes since the job began",
+        trained_is="Goodput {} of all nodes' time since the job began",
         rounds=tuple(Start(length - each.began_s, each.round) for each in document.rounds),
         marks=tuple(_mark(each, document, nodes.get(each.host), (began, length)) for each in document.failures),
         notes=_notes(document),

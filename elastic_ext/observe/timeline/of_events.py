@@ -51,7 +51,9 @@ def course(lines: Sequence[Line]) -> Course:
         rows=rows,
         job=job,
         trained=sum(each.end - each.begin for each in job if each.state in (TRAINING, RUNNING)) / length,
-        trained_is="trained (steps done twice count)" if steps_told else "workers ran (steps are not told)",
+        trained_is="Trained {} of the time, steps done twice included"
+        if steps_told
+        else "Workers ran {} of the time; steps are not told",
         rounds=tuple(Start(each.at - began, each.number) for each in sorted(aligned.rounds, key=lambda each: each.at)),
         marks=tuple(_mark(each, row_of, began) for each in ends.marks()),
         saved=_saved(agents, aligned, began),

@@ -9,7 +9,13 @@ from elastic_ext.observe.timeline import sheet
 from elastic_ext.observe.timeline.course import Course
 
 # The colours of the picture that follow those of the page.
-_OF_PAGE = {sheet.INK: "var(--ink)", sheet.SOFT: "var(--soft)", sheet.FAINT: "var(--faint)", sheet.PAPER: "var(--paper)"}
+_OF_PAGE = {
+    sheet.INK: "var(--ink)",
+    sheet.SOFT: "var(--soft)",
+    sheet.FAINT: "var(--faint)",
+    sheet.PAPER: "var(--paper)",
+    sheet.WARN: "var(--alarm)",
+}
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -21,7 +21,7 @@ from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from elastic_ext.observe.timeline import axis, course, sheet
 from elastic_ext.observe.timeline.course import Course, Mark, Span
-from elastic_ext.observe.timeline.sheet import ALARM, COLORS, FAINT, INK, PAPER, SOFT, WIDTH, Text
+from elastic_ext.observe.timeline.sheet import COLORS, FAINT, INK, PAPER, SOFT, WARN, WIDTH, Text
 
 RIGHT, MOST_LEFT, CHARACTER = 0.35, 2.7, 0.078  # inches, as all that follows
 TITLE, ROUNDS, JOB, FAILURES, SAVES, GAP, AXIS = 0.82, 0.24, 0.26, 0.23, 0.2, 0.07, 0.75
@@ -148,13 +148,14 @@ def _lanes(drawing: _Drawing, marks: Sequence[Mark], levels: Sequence[int | None
     for each, level in zip(of.rounds, starts, strict=True):
         if level is not None:
             axes.text(each.at, ROUNDS / 2, str(each.round), ha="left", va="center", color=SOFT, fontsize=8, clip_on=True)
-    axes.vlines([each.at for each in of.rounds], 0, bottom, color=INK, linewidth=0.7, linestyle=(0, (4, 3)), zorder=3)
+    thin = 0.7 if len(of.rows) <= MANY_ROWS else 0.35
+    axes.vlines([each.at for each in of.rounds], 0, bottom, color=INK, linewidth=thin, linestyle=(0, (4, 3)), zorder=3)
     y = ROUNDS
     _label(drawing, y + JOB / 2, "the whole job")
     _spans(drawing, "job", course.thinned(of.job, of.length / CELLS), y + 0.02, JOB - 0.04, "the job")
     y += JOB
     lane = high - y - SAVES - GAP
-    _label(drawing, y + lane / 2, "failures", ALARM)
+    _label(drawing, y + lane / 2, "failures", WARN)
     numbers = {id(mark): number for number, mark in enumerate(of.marks, 1)}
     for mark, level in zip(marks, levels, strict=True):
         assert mark.at is not None

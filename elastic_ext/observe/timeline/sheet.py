@@ -19,7 +19,7 @@ from elastic_ext.observe.timeline.course import Course, Mark
 COLORS: Mapping[str, str] = {
     course.TRAINING: "#2e9e5b",
     course.RUNNING: "#7cc29a",
-    goodput.SAVE: "#1b6e77",
+    goodput.SAVE: "#2795a1",
     goodput.DATA: "#9bb83a",
     goodput.LOST: "#d98cb3",
     course.STARTUP: "#3f78c4",
@@ -40,7 +40,7 @@ COLORS: Mapping[str, str] = {
 }
 ALARM, CHANGE = "#b3122f", "#6a4aa0"  # of marks: failures, and changes of membership
 # These stand for what a page may show in its own colours: see `page`.
-INK, SOFT, FAINT, PAPER = "#101112", "#5b5c5d", "#d7d8d9", "#fefdfc"
+INK, SOFT, FAINT, PAPER, WARN = "#101112", "#5b5c5d", "#d7d8d9", "#fefdfc", "#b31230"
 
 WIDTH = 14.0  # of the picture
 MARGIN, LINE, KEY, CHARACTER = 0.35, 0.2, 0.24, 0.07
@@ -97,10 +97,10 @@ def headline(of: Course) -> str:
 def subtitle(of: Course) -> str:
     """Return how the job did, in one line."""
     began = f"Began {axis.moment(of.began_unix)}. " if of.began_unix is not None else ""
-    trained = f"{of.trained:.1%} of the time: {of.trained_is}. " if of.trained is not None else ""
+    trained = of.trained_is.format(f"{of.trained:.1%}") + ". " if of.trained is not None else ""
     changes = sum(each.kind == course.MEMBERSHIP for each in of.marks)
     counts = ((len(of.marks) - changes, "failure"), (changes, "change of members"), (len(of.saved), "checkpoint saved"))
-    return began + trained + ", ".join(_counted(*each) for each in ((len(of.rows), "node"), *counts)) + "."
+    return began + trained + ", ".join([_counted(len(of.rows), "node"), *(_counted(*each) for each in counts if each[0])]) + "."
 
 
 def _counted(count: int, what: str) -> str:
@@ -139,9 +139,7 @@ def _key(of: Course) -> tuple[list[Text], list[Box], float]:
     for span in of.job:
         parts.setdefault(span.state, -1.0)
     entries = [(state, name, parts[state]) for state, name in course.STATES.items() if state in parts]
-    texts: list[Text] = [
-        Text(MARGIN, 0.12, "What the nodes did, in % of their time. Rows are in the order of their first rank.", 8.5, SOFT)
-    ]
+    texts: list[Text] = [Text(MARGIN, 0.12, "What the nodes did, in % of their time; rows by first rank", 8.5, SOFT)]
     boxes: list[Box] = []
     x, y = MARGIN, 0.12 + KEY
     for state, name, part in entries:

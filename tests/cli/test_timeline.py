@@ -14,9 +14,10 @@ import pytest
 from elastic_ext.cli import main, timeline
 from elastic_ext.observe.timeline import course, lines, of_events
 from tests.jobs import ROOT
-from tests.observe.pages_in_chromium import HTML, OVERFLOW, PHONE, chromium, document, served
+from tests.observe.pages_in_chromium import HTML, PHONE, chromium, document, served
 
 EVENTS = ROOT / "tests" / "data" / "timeline_events.jsonl"  # made by test_timeline_job.py
+WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -84,7 +85,7 @@ def test_the_page_in_a_browser(job, tmp_path, capsys):
             page.goto(f"file://{tmp_path}/life.html")
             assert page.evaluate("typeof owned") == "undefined"
             assert page.evaluate("document.images.length + document.scripts.length") == 0
-            assert page.evaluate(OVERFLOW) <= 0
+            assert page.evaluate(WIDER) <= 0
             assert "$x_{1}$" in page.inner_text("td >> nth=7")
             colors.add(page.evaluate("getComputedStyle(document.querySelector('svg text')).fill"))
             page.close()
@@ -96,7 +97,7 @@ def test_512_nodes_and_60_failures_are_one_image_with_a_title_for_each_node(job)
 
     rows = tuple(course.Row(f"node-{number:03}", job.rows[number % 3].spans) for number in range(512))
     marks = tuple(course.Mark(job.length * number / 61, number, "n", 1, 1, "code", "stop", "x" * 500) for number in range(60))
-    big = course.Course("big", None, job.length, "", "", rows, job.job, marks=marks)
+    big = course.Course("big", None, job.length, "", "", rows, 512, {}, job.job, marks=marks)
     root = picture.svg(big)
     assert len(root.findall(f".//{SVG}image")) == 1
     titles = [each.text or "" for each in root.iter(f"{SVG}title")]

@@ -109,7 +109,8 @@ class Course:
         began_unix: Unix time of its beginning; None if unknown.
         end: how it ended, or that it goes on.
         restarts: a line about them.
-        rows: by rank.
+        rows: by rank. nodes: number of rows that are nodes; the first rows may be something else.
+        spent: the part of the nodes' time in each state, as far as it is known.
         job: whether the job trains as a whole: spans of TRAINING, RUNNING or BETWEEN.
         trained: the part of the time in which it trained; None if unknown. trained_is: says so, with {} for it.
         notes: what is not known, and how sure the rest is.
@@ -121,6 +122,8 @@ class Course:
     end: str
     restarts: str
     rows: tuple[Row, ...]
+    nodes: int
+    spent: Mapping[str, float]
     job: tuple[Span, ...] = ()
     trained: float | None = None
     trained_is: str = "Trained {} of the time"

@@ -12,6 +12,7 @@ from elastic_ext.base.printable import shown
 from elastic_ext.observe.event_table import SCHEMA
 
 MAX_NAME = 80  # characters of a name that is shown
+LATEST, LONGEST_S = 2**33, 2**32  # the year 2242, and 136 years: dates end somewhere
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _event(text: str) -> Line:
     if found.get("schema") != SCHEMA:
         raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
     monotonic = found.get("monotonic")
-    if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < 1e12:
+    if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
         raise ValueError("monotonic is missing, or no number of seconds")
     return Line(
         name=_text(found, "event"),
@@ -130,6 +131,8 @@ def _unix(time: str) -> float:
         raise ValueError("time is not as RFC 3339 says") from None
     if at.tzinfo is None:
         raise ValueError("time has no zone")
+    if not 0 <= at.timestamp() < LATEST:
+        raise ValueError("time is out of range")
     return at.timestamp()
 
 

@@ -53,6 +53,12 @@ class Ends:
             if line.name == JOINED
         }
         self._next = self._next_rounds()
+        self._last: dict[int, int] = {}
+        for (member, _), round_ in sorted(aligned.of.items(), key=lambda each: aligned.rounds[each[1]].at):
+            self._last[member] = round_
+        self._of_node: dict[str, list[int]] = {}
+        for index, agent in enumerate(aligned.agents):
+            self._of_node.setdefault(agent.node, []).append(index)
 
     def marks(self) -> list[Found]:
         """Return the marks in the order of time."""
@@ -72,9 +78,9 @@ class Ends:
         if self._walks[index].ended:
             return agent.times[-1]
         ends = [
-            other.times[0]
-            for number, other in enumerate(agents)
-            if other.node == agent.node and other.times[0] > agent.times[-1] and self._last_round(number) not in (None, round_)
+            agents[number].times[0]
+            for number in self._of_node[agent.node]
+            if agents[number].times[0] > agent.times[-1] and self._last_round(number) not in (None, round_)
         ]
         if round_ is not None:
             whole = self._aligned.rounds[round_]
@@ -168,14 +174,8 @@ class Ends:
         ]
 
     def _last_round(self, index: int) -> int | None:
-        return next(
-            (
-                self._aligned.of[index, line.round]
-                for line in reversed(self._aligned.agents[index].lines)
-                if (index, line.round) in self._aligned.of
-            ),
-            None,
-        )
+        """Return the index of the last round that an agent joined; None: it never did."""
+        return self._last.get(index)
 
     def _after(self, index: int) -> str:
         """Return what the round after this one resumed from."""

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from elastic_ext.base import goodput
 from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
 from elastic_ext.observe.job_document import ENDED_STATES, GONE, Document, Failure, NodeStatus
 from elastic_ext.observe.timeline import course
@@ -51,12 +52,14 @@ def of_document(document: Document, now_unix: float) -> Course:
     known, state = document.job, document.job.state
     limit = f" of {known.restarts_limit}" if known.restarts_limit is not None else ""
     return Course(
-        run_id=known.run_id,
+        run_id=shown(known.run_id),
         began_unix=began,
         length=length,
-        end=f"{'ended: ' if state in ENDED_STATES and state != 'ended' else ''}{state}",
+        end=f"{'ended: ' if state in ENDED_STATES and state != 'ended' else ''}{shown(state)}",
         restarts=f"round {known.round}, {known.restarts_charged}{limit} restarts charged",
         rows=(*above, *(_node(each, length) for each in document.nodes)),
+        nodes=len(document.nodes),
+        spent={state: seconds / total for state, seconds in spent.items() if state in course.STATES} if total else {},
         job=job,
         trained=spent.get(goodput.PRODUCTIVE, 0.0) / total if total else None,
         trained_is="Goodput {} of all nodes' time since the job began",
@@ -107,7 +110,7 @@ def _node(node: NodeStatus, length: float) -> Row:
     rank = f"rank {node.node_rank}: " if node.node_rank >= 0 else ""
     state = NOW.get(node.state, UNTOLD)
     spans = [Span(0.0, length - state_s, UNTOLD), Span(length - state_s, length, state)]
-    return Row(f"{rank}{node.name or node.id}", tuple(each for each in spans if each.end > each.begin))
+    return Row(shown(f"{rank}{node.name or node.id}"), tuple(each for each in spans if each.end > each.begin))
 
 
 def _mark(failure: Failure, document: Document, row: int | None, of: tuple[float, float]) -> Mark:
@@ -121,13 +124,13 @@ def _mark(failure: Failure, document: Document, row: int | None, of: tuple[float
     return Mark(
         at=at,
         row=row,
-        node=failure.host,
+        node=shown(failure.host),
         rank=failure.rank if failure.rank >= 0 else None,
         round=failure.round,
-        kind=failure.kind,
-        decision=failure.decision + code,
-        reason=failure.reason,
-        after="" if at is not None or not failure.at else f"at {failure.at}",
+        kind=shown(failure.kind),
+        decision=shown(failure.decision) + code,
+        reason=shown(failure.reason),
+        after="" if at is not None or not failure.at else f"at {shown(failure.at)}",
     )
 
 
@@ -146,4 +149,4 @@ def _notes(document: Document) -> tuple[str, ...]:
         found.append(BY_JUDGES)
     found += [f"Not known: {each.what}: {each.why}." for each in document.unknown]
     found += [f"{each.host} may not come back yet: {each.why}" for each in document.refused]
-    return tuple(found)
+    return tuple(map(shown, found))

@@ -19,6 +19,7 @@ from elastic_ext.observe.timeline.course import (
     Start,
     job_spans,
     merged,
+    shares,
 )
 from elastic_ext.observe.timeline.lines import Line, once
 from elastic_ext.observe.timeline.marks import Ends, Found
@@ -49,6 +50,8 @@ def course(lines: Sequence[Line]) -> Course:
         end=_end(agents, walks),
         restarts=_restarts(agents, aligned),
         rows=rows,
+        nodes=len(rows),
+        spent=shares(rows),
         job=job,
         trained=sum(each.end - each.begin for each in job if each.state in (TRAINING, RUNNING)) / length,
         trained_is="Trained {} of the time, steps done twice included"

@@ -35,6 +35,7 @@ svg path:hover {{ opacity: 0.75 }}
 .list {{ overflow-x: auto }}
 table {{ border-collapse: collapse }}
 th, td {{ text-align: left; vertical-align: top; padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid var(--faint) }}
+td:nth-child(2) {{ white-space: nowrap }}
 th, .notes {{ color: var(--soft); font-weight: normal }}
 td:first-child {{ color: var(--alarm); font-weight: bold }}
 </style>

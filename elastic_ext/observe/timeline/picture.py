@@ -162,7 +162,7 @@ def _lanes(drawing: _Drawing, marks: Sequence[Mark], levels: Sequence[int | None
         down = high + (mark.row + 0.5) * row_height if mark.row is not None and mark.row < MOST_ROWS else bottom
         _mark(drawing, mark, numbers[id(mark)], y + FAILURES * ((level or 0) + 0.5), down if level is not None else y + 0.06)
     y += lane
-    _label(drawing, y + SAVES / 2, "checkpoints", SOFT)
+    _label(drawing, y + SAVES / 2, "checkpoints" if of.saved else "", SOFT)
     _saves(drawing, y)
 
 

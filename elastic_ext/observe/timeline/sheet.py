@@ -100,7 +100,7 @@ def subtitle(of: Course) -> str:
     trained = of.trained_is.format(f"{of.trained:.1%}") + ". " if of.trained is not None else ""
     changes = sum(each.kind == course.MEMBERSHIP for each in of.marks)
     counts = ((len(of.marks) - changes, "failure"), (changes, "change of members"), (len(of.saved), "checkpoint saved"))
-    return began + trained + ", ".join([_counted(len(of.rows), "node"), *(_counted(*each) for each in counts if each[0])]) + "."
+    return began + trained + ", ".join([_counted(of.nodes, "node"), *(_counted(*each) for each in counts if each[0])]) + "."
 
 
 def _counted(count: int, what: str) -> str:
@@ -135,15 +135,13 @@ def patch(corner: tuple[float, float], size: tuple[float, float], color: str, tr
 
 def _key(of: Course) -> tuple[list[Text], list[Box], float]:
     """Return the meanings of the colours, and how much of the nodes' time each has."""
-    parts = course.shares(of.rows)
-    for span in of.job:
-        parts.setdefault(span.state, -1.0)
-    entries = [(state, name, parts[state]) for state, name in course.STATES.items() if state in parts]
+    there = {span.state for row in of.rows for span in row.spans} | {span.state for span in of.job} | of.spent.keys()
+    entries = [(name, state, of.spent.get(state)) for state, name in course.STATES.items() if state in there]
     texts: list[Text] = [Text(MARGIN, 0.12, "What the nodes did, in % of their time; rows by first rank", 8.5, SOFT)]
     boxes: list[Box] = []
     x, y = MARGIN, 0.12 + KEY
-    for state, name, part in entries:
-        text = name + (f" {part:.1%}" if part >= 0 and state not in course.NO_STATE else "")
+    for name, state, part in entries:
+        text = name + (f" {part:.1%}" if part is not None and state not in course.NO_STATE else "")
         width = 0.42 + CHARACTER * len(text)
         if x + width > WIDTH - MARGIN:
             x, y = MARGIN, y + KEY

@@ -70,6 +70,17 @@ def test_the_three_kinds(job, tmp_path, capsys):
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", page)
 
 
+def test_what_an_event_says_is_text(job, tmp_path, capsys):
+    (tmp_path / "e.jsonl").write_text(
+        EVENTS.read_text().replace("was killed by SIGKILL", "<script>owned=1</script></title> $x_{1}$")
+    )
+    for kind in ("svg", "html"):
+        assert run(capsys, tmp_path / "e.jsonl", "-o", tmp_path / f"life.{kind}")[0] == 0
+        text = (tmp_path / f"life.{kind}").read_text()
+        assert "&lt;script&gt;owned=1&lt;/script&gt;" in text
+        assert "<script" not in text
+
+
 @pytest.mark.long
 def test_the_page_in_a_browser(job, tmp_path, capsys):
     """What an event says is text, whatever it says; light and dark; a phone scrolls the picture, not the page."""

@@ -223,6 +223,28 @@ def test_a_node_that_only_trains_is_not_lost():
     assert (made.marks, made.end) == ((), "as of its last event")
 
 
+def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
+    a, b = Agent("a"), Agent("b")
+    for rank, agent in enumerate((a, b)):
+        agent.at(0, "agent_started")
+        agent.joins(1, 1, rank)
+    a.at(60, "round_over", cause="broken", reason="b says so")
+    a.at(61, "workers_stopped")
+    made = of_events.course(read(a, b))
+    assert states(made.rows[1])[-1] == (TRAINING, 1.5, 61.0)
+    assert [each.kind for each in made.marks] == ["membership"]
+
+
+def test_agents_that_end_alike_have_one_mark():
+    agents = [Agent(node) for node in "abcdef"]
+    for rank, agent in enumerate(agents):
+        agent.at(0, "agent_started")
+        agent.joins(1, 1, rank, nodes=6)
+        agent.at(9, "agent_ended", state="error", exit_code=1, error="RendezvousClosedError")
+    (mark,) = of_events.course(read(*agents)).marks
+    assert (mark.kind, mark.reason) == ("error", "RendezvousClosedError; likewise b, c, d and 2 more")
+
+
 def test_two_agents_of_a_host_side_by_side_have_a_row_each():
     agents = [Agent("a", pid) for pid in (1, 2)]
     for rank, agent in enumerate(agents):

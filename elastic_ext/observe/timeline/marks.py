@@ -195,30 +195,28 @@ class Ends:
 
         explained: agents that have told of the end of a round, with its number. lost: agents that a mark shows as lost.
         """
-        silent: dict[int | None, list[int]] = {}
+        groups: dict[tuple[str, str, int | None], list[int]] = {}  # agents that share an end: one mark is enough
         for index, agent in enumerate(self._aligned.agents):
-            last, at = agent.lines[-1], agent.times[-1]
-            refused = next((line for line in agent.lines if line.name == "node_refused"), None)
-            if refused is not None:
-                yield _of(index, agent, at, REFUSED, refused.text("reason"))
-            elif last.name == "agent_ended" and last.text("state") == "error" and (index, last.round) not in explained:
-                yield _of(index, agent, at, ERROR, last.text("error") or "its agent ended with an error")
-            elif not self._walks[index].ended and self.gone_at(index) is not None:
-                silent.setdefault(self._last_round(index), []).append(index)
-        for members in silent.values():
-            if not lost & set(members):
-                agent = self._aligned.agents[members[0]]
-                yield _of(
-                    members[0],
-                    agent,
-                    self.gone_at(members[0]) or agent.times[-1],
-                    NODE_LOST,
-                    SILENT + self._and_others(members[1:]),
-                )
+            if (end := self._end(index, agent, explained)) is not None:
+                groups.setdefault((*end, self._last_round(index)), []).append(index)
+        for (kind, reason, _), members in groups.items():
+            if kind != NODE_LOST or not lost & set(members):
+                first = self._aligned.agents[members[0]]
+                at, round_ = self.gone_at(members[0]), first.lines[-1].round
+                why = reason + self._and_others(members[1:])
+                yield Found(at or first.times[-1], members[0], first.node, None, round_, kind, "", why, "")
 
-
-def _of(index: int, agent: Agent, at: float, kind: str, reason: str) -> Found:
-    return Found(at, index, agent.node, None, agent.lines[-1].round, kind, "", reason, "")
+    def _end(self, index: int, agent: Agent, explained: Set[tuple[int, int]]) -> tuple[str, str] | None:
+        """Return kind and reason of an agent's end that is its own; None if there is none."""
+        last = agent.lines[-1]
+        refused = next((line for line in agent.lines if line.name == "node_refused"), None)
+        if refused is not None:
+            return REFUSED, refused.text("reason")
+        if last.name == "agent_ended" and last.text("state") == "error" and (index, last.round) not in explained:
+            return ERROR, last.text("error") or "its agent ended with an error"
+        if not self._walks[index].ended and self.gone_at(index) is not None:
+            return NODE_LOST, SILENT
+        return None
 
 
 # The first of them that was told explains a round's end best.

@@ -29,6 +29,10 @@ MAY_IMPORT = {
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
     *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
+    *(
+        f"observe/timeline/{name}.py"
+        for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
+    ),
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

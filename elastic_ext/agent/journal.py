@@ -152,10 +152,10 @@ class Journal(Companion):
         self._trace.stopped_for(Cause(reason=over.reason))
         self.events.emit("round_over", cause=over.kind.value, reason=over.reason)
 
-    def hung(self, culprits: Mapping[int, Stuck]) -> None:
-        """Tell whom the others wait for. culprits: by local rank."""
-        found = culprits.values()
-        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found])
+    def hung(self, culprits: Mapping[int, Stuck], since: float | None) -> None:
+        """Tell whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
+        found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
+        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Tell of a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
@@ -184,6 +184,7 @@ class Journal(Companion):
         return report.remote_failure_text(verdict)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
+        phases = self._trace.seconds(time.monotonic())
         self._trace.stopped_for(Cause(decision.kind, decision.word, decision.reason))
         if decision.delay_s > 0:
             self.begin(families.BACKOFF)
@@ -200,6 +201,7 @@ class Journal(Companion):
             restarts=verdict.restarts,
             max_restarts=verdict.limit,
             delay=decision.delay_s,
+            phases=phases,
             exit_code=decision.exit_code,
         )
 

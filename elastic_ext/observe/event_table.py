@@ -178,6 +178,9 @@ EVENTS: dict[str, Event] = {
         (
             Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
             Field("reasons", TEXTS, "what each of them does"),
+            Field(
+                "seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True
+            ),
         ),
     ),
     "failure": Event(
@@ -211,6 +214,7 @@ EVENTS: dict[str, Event] = {
             Field("restarts", INTEGER, "restarts charged so far, with this one"),
             Field("max_restarts", INTEGER, "budget of the job; -1: no limit, or not known to this verdict"),
             Field("delay", NUMBER, "wait before the restart", _SECONDS),
+            Field("phases", NUMBERS, "time by phase since the end of training on this node, as in `recovered`", _SECONDS),
             Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
         ),
     ),

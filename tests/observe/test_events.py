@@ -275,6 +275,8 @@ def test_the_events_and_spans_of_a_crash_and_of_a_bug(tmp_path):
     assert (again["decision"], again["charged"], again["restarts"], again["max_restarts"]) == ("restart", True, 1, 3)
     assert (stop["action"], stop["kind"], stop["exit_code"], stop["culprit_rank"]) == ("stop", "code", 65, 0)
     (recovered,) = (each for each in found if each["event"] == "recovered")
+    assert list(again["phases"]) == ["stop", "verdict"]
+    assert again["phases"]["stop"] == recovered["phases"]["stop"]
     assert recovered["cause"] == again["kind"]
     assert list(recovered["phases"]) == ["stop", "verdict", "rendezvous", "start", "first_step"]
     assert abs(sum(recovered["phases"].values()) - recovered["seconds"]) < 0.001
@@ -347,6 +349,7 @@ def test_the_events_of_a_hang(tmp_path):
     assert names(found)[at : at + 5] == ["round_over", "hang", "failure", "decision", "workers_stopped"]
     assert found[at]["cause"] == "stalled"
     assert found[at + 1]["culprits"] == [1]
+    assert found[at + 1]["seconds"] >= 3
     assert (found[at + 2]["kind"], found[at + 3]["culprit_rank"]) == ("hang", 1)
     assert names(found)[-3:] == ["recovered", "workers_stopped", "agent_ended"]
     assert found[-3]["cause"] == "hang"

@@ -71,6 +71,8 @@ def _check(args: argparse.Namespace) -> None:
     sources = [bool(args.files), bool(args.rdzv_endpoint), bool(args.url)]
     if sum(sources) != 1 or (args.rdzv_endpoint and not args.rdzv_id) or (args.url and args.rdzv_id):
         raise UsageError("timeline: expected files of events, or --rdzv-endpoint and --rdzv-id of a job, or --url of an agent")
+    if args.files and any((args.ca, args.cert, args.user, args.password_file)):
+        raise UsageError("timeline: --ca, --cert, --user and --password-file belong to --url")
     if Path(args.output).suffix.lower() not in _KINDS:
         raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(_KINDS)}")
 

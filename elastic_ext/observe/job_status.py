@@ -165,6 +165,8 @@ def _node(status: JobStatus, id_: str, told: tuple[NodeReport, float | None] | N
         return NodeStatus(shown(id_), shown(name), SILENT if in_round else WAITS, rank, first, workers)
     report, seen_s = told
     later = seen_s or 0.0
+    if node is not None and not in_round and report.round < status.header.round:  # it was in a round, and now waits for another
+        report = replace(report, node_rank=-1, base_rank=-1)
     return NodeStatus(
         id=shown(id_),
         name=shown(report.name),

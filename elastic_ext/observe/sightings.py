@@ -20,4 +20,5 @@ class Sightings:
         }
 
     def age_s(self, id_: str, now: float) -> float | None:
-        return round(now - self._first[id_][1], 3) if id_ in self._first else None
+        seen = self._first.get(id_)  # at once: another thread may read a newer status
+        return round(now - seen[1], 3) if seen is not None else None

@@ -64,6 +64,14 @@ def test_nodes_by_rank_with_ages_of_the_reader():
     assert shown.job.state == "running"
 
 
+def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
+    first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
+    spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)
+    shown = built(job(reports={id_: NodeText(node_report.encode(each), 1) for id_, each in (("a", first), ("b", spare))}))
+    assert [(each.id, each.node_rank) for each in shown.nodes] == [("a", 0), ("b", -1)]
+    assert (shown.job.step, shown.job.steps_per_s) == (500, 2.0)
+
+
 def test_a_node_that_tells_nothing_and_one_that_tells_rubbish_are_said_to():
     shown = built(job(reports={"b": NodeText('{"schema":99}', 1)}))
     assert [(each.id, each.state) for each in shown.nodes] == [("a", "silent"), ("b", "waits")]
@@ -151,6 +159,25 @@ def test_sightings_age_until_a_node_tells_something_new():
     seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 1)}), 100.0)
     seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 2)}), 130.0)
     assert [seen.age_s(each, 131.0) for each in ("a", "b", "c")] == [31.0, 1.0, None]
+
+
+class Replaced(str):
+    """A node's id; whoever looks for it finds that another thread has read a status without it."""
+
+    def __new__(cls, text, seen):
+        made = super().__new__(cls, text)
+        made.seen = seen
+        return made
+
+    def __hash__(self):
+        self.seen.read(job(), 131.0)
+        return super().__hash__()
+
+
+def test_sightings_may_be_replaced_while_somebody_asks():
+    seen = Sightings()
+    seen.read(job(reports={"a": NodeText("x", 1)}), 100.0)
+    assert seen.age_s(Replaced("a", seen), 131.0) == 31.0
 
 
 # The lines.

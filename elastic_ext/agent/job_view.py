@@ -102,6 +102,10 @@ class JobView:
             self._tell_and_look()
         except Exception:  # the top of a thread
             logger.exception("status: the thread has failed, and the status of other nodes is no longer shown")
+            with self._changed:
+                self._fault = self._fault or "the thread that reads of them has failed: see the agent's log"
+                self._wanted = False
+                self._changed.notify_all()
 
     def _tell_and_look(self) -> None:
         due = time.monotonic() + random.uniform(SETTLE_S, REPORT_S)  # agents that start together write apart

@@ -107,10 +107,10 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.journal = Journal(spec, settings, handler, metrics)
+        after_journal = stack.enter_context(ExitStack())
+        self.journal = stack.enter_context(Journal(spec, settings, handler, metrics))
         self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)
-        stack.callback(self.observation.close)  # it may linger: the journal has ended by then
-        stack.enter_context(self.journal)
+        after_journal.callback(self.observation.close)  # it may linger
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -158,8 +158,8 @@ class JobCompanions:
         left: tuple[str, ...] = ()
         kill_at = math.inf if copy_s is None else time.monotonic() + copy_s
         self.journal.clean = clean
-        self.warm_starts.close()
         try:
+            self.warm_starts.close()
             if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait

@@ -88,9 +88,13 @@ class Observation(Companion):
         self._serving: Serving | None = None
         if not settings.metrics:
             return
-        self._job = JobView(handler, metrics)
-        shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, self._job.document)
-        self._serving = Serving(shown, settings, metrics.labels, wakeup)
+        self._job = job = JobView(handler, metrics)
+        shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
+        try:
+            self._serving = Serving(shown, settings, metrics.labels, wakeup)
+        except BaseException:
+            job.close(0.0)
+            raise
 
     @property
     def url(self) -> str | None:

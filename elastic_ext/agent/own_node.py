@@ -136,7 +136,7 @@ class OwnNode:
             if self._points or self._metrics.state.name == families.RUNNING:
                 self._points.add(spent.spent.seconds, now)
             if self._last is not None:
-                report = after(self._last[1], report, now - self._last[0])
+                report = after(self._last[1], report, max(0.0, now - self._last[0]))
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
             report = replace(report, rounds=self._history.spans(now))

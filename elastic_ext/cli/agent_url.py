@@ -42,7 +42,7 @@ class AgentUrl:
             if cert is not None:
                 context.load_cert_chain(cert)
         except (OSError, ValueError) as error:  # an SSLError is an OSError
-            raise UsageError(f"status: {cert or ca}: expected PEM: {error}") from error
+            raise UsageError(f"{cert or ca}: expected PEM: {error}") from error
         if user is not None:
             login = base64.b64encode(f"{user}:{_password(user, password_file)}".encode()).decode()
             self._headers["Authorization"] = f"Basic {login}"
@@ -71,7 +71,7 @@ def _password(user: str, file: str | None) -> str:
         try:
             return user_files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
         except (OSError, ValueError) as error:
-            raise UsageError(f"status: --password-file: {error}") from error
+            raise UsageError(f"--password-file: {error}") from error
     if not sys.stdin.isatty():
-        raise UsageError(f"status: the password of {user}: expected --password-file, or a terminal to ask on")
+        raise UsageError(f"the password of {user}: expected --password-file, or a terminal to ask on")
     return getpass.getpass(f"password of {user}: ")

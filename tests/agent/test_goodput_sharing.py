@@ -152,14 +152,19 @@ def test_an_agent_that_is_told_to_leave_does_not_wait_for_etcd(mine, job, interr
     left = threading.Event()
     if interrupted:
         monkeypatch.setattr(mine._thread, "join", interrupt)
-    companions = cast("JobCompanions", SimpleNamespace(observation=SimpleNamespace(goodput=mine)))
+    told: list[BaseException] = []
+    companions = SimpleNamespace(
+        journal=SimpleNamespace(end=told.append), observation=SimpleNamespace(goodput=mine, show_last=lambda left_s: None)
+    )
+    ending = SystemExit(1)
 
     def leave() -> None:
         with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
-            JobCompanions.leave(companions, cast("Rendezvous", SimpleNamespace(leave=left.set)))
+            JobCompanions.leave(cast("JobCompanions", companions), cast("Rendezvous", SimpleNamespace(leave=left.set)), ending)
 
     assert ends(leave)
     assert left.is_set()
+    assert told == [ending]
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 10), (100, 10), (512, 51.2)])

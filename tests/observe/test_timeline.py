@@ -245,6 +245,20 @@ def test_agents_that_end_alike_have_one_mark():
     assert (mark.kind, mark.reason) == ("error", "RendezvousClosedError; likewise b, c, d and 2 more")
 
 
+@pytest.mark.parametrize(("event", "kind"), [("node_refused", "refused"), ("node_drained", "drained")])
+def test_a_node_that_is_sent_away_says_why(event, kind):
+    first, second = Agent("a"), Agent("b")
+    for rank, agent in enumerate((first, second)):
+        agent.at(0, "agent_started")
+        agent.joins(1, 1, rank)
+    second.at(5, "workers_stopped")
+    second.at(5.5, event, reason="its fan is loud")
+    second.at(6, "agent_ended", state="error", error="NodeRefused")
+    first.at(9, "agent_ended", state="succeeded")
+    (mark,) = of_events.course(read(first, second)).marks
+    assert (mark.row, mark.kind, mark.reason) == (1, kind, "its fan is loud")
+
+
 def test_two_agents_of_a_host_side_by_side_have_a_row_each():
     agents = [Agent("a", pid) for pid in (1, 2)]
     for rank, agent in enumerate(agents):

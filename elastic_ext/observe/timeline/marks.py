@@ -12,7 +12,8 @@ from elastic_ext.observe.timeline.course import MEMBERSHIP
 from elastic_ext.observe.timeline.lines import Line
 from elastic_ext.observe.timeline.walk import Walk
 
-NODE_LOST, REFUSED, ERROR = "node lost", "refused", "error"
+NODE_LOST, ERROR = "node lost", "error"
+SENT_AWAY = {"node_refused": "refused", "node_drained": "drained"}  # by event
 SILENT = "nothing more was heard of it: it was killed, or its host was lost"
 CLOSED = "closed"
 
@@ -209,9 +210,9 @@ class Ends:
     def _end(self, index: int, agent: Agent, explained: Set[tuple[int, int]]) -> tuple[str, str] | None:
         """Return kind and reason of an agent's end that is its own; None if there is none."""
         last = agent.lines[-1]
-        refused = next((line for line in agent.lines if line.name == "node_refused"), None)
-        if refused is not None:
-            return REFUSED, refused.text("reason")
+        away = next((line for line in agent.lines if line.name in SENT_AWAY), None)
+        if away is not None:
+            return SENT_AWAY[away.name], away.text("reason")
         if last.name == "agent_ended" and last.text("state") == "error" and (index, last.round) not in explained:
             return ERROR, last.text("error") or "its agent ended with an error"
         if not self._walks[index].ended and self.gone_at(index) is not None:

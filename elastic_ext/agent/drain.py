@@ -65,7 +65,7 @@ def plan(seen: Seen) -> Plan:
     """Decide on the next step."""
     if seen.asks and not seen.asked:
         return Plan(Step.ASK, "asking the job for a checkpoint")
-    if seen.asked and seen.result is None:
+    if seen.asked and seen.result is None and not seen.published:  # only one rank has to report it, maybe on another node
         return Plan(Step.WAIT, "waiting for the checkpoint that was asked for")
     if seen.local:
         if seen.published:

@@ -135,6 +135,16 @@ def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
 
 
 @pytest.mark.long
+def test_only_rank_0_reports_the_checkpoint(job):
+    """As a script may: the node that leaves learns of it from checkpoint_dir."""
+    jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks0", leader="n1")
+    said(job.drain("n2", "--timeout=30"), 0, "round 2 runs with 1 node")
+    assert jobs["n2"].finish().returncode == 69
+    (job.folder / "stop").touch()
+    assert jobs["n1"].finish().returncode == 0
+
+
+@pytest.mark.long
 def test_a_spare_steps_in(job):
     """The leader leaves. Without a spare: refused. Nothing is charged, and whoever should learns the reason."""
     jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")

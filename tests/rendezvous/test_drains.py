@@ -86,6 +86,7 @@ def test_as_many_are_released_as_can_be_spared():
         (Seen(asks=True, reported=True), Step.ASK),  # that one may be older than the steps since
         (Seen(asks=True, asked=True), Step.WAIT),
         (Seen(asks=True, asked=True, reported=True), Step.WAIT),
+        (Seen(asks=True, asked=True, published=True), Step.GO),  # rank 0 alone reports it, on another node
         (Seen(asks=True, asked=True, result=SaveResult.SAVED), Step.GO),
         (Seen(asks=True, asked=True, result=SaveResult.FAILED), Step.WAIT),
         (Seen(asks=True, asked=True, result=SaveResult.FAILED, reported=True), Step.GO),

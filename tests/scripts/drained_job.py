@@ -40,10 +40,11 @@ while True:
     if rank == 0:
         with open(f"{folder}/steps", "a") as file:
             file.write(f"{attempt} {world} {step} {weight.item():.12f}\n")
-    if how == "asks" and elastic_ext.save_requested():
+    if how in ("asks", "asks0") and elastic_ext.save_requested():
         begin = time.monotonic()
         save()
-        elastic_ext.report_saved(step, time.monotonic() - begin)
+        if how == "asks" or rank == 0:
+            elastic_ext.report_saved(step, time.monotonic() - begin)
     elif how == "saves" and step % 40 == 0:
         save()
     if sums[1]:

@@ -49,7 +49,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
-    for drain in header.drains:
+    for drain in (each for each in header.drains if not each.released):  # of a released one the refusal tells, until --undo
         refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
     return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
 

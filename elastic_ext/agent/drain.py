@@ -14,6 +14,7 @@ from enum import Enum
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.saves import SaveOnDemand, SaveResult
+from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -143,6 +144,7 @@ class DrainWatch(Companion):
         self._directory: Directory | None = None
         self._reported = 0  # checkpoints that the workers had reported when it began
         self._before = 0  # the job's last save on demand then
+        self._goal: int | None = None  # the step of the first checkpoint in local_dir since: later ones do not move it
         self._asked = False
         self._last: Plan | None = None
 
@@ -158,7 +160,7 @@ class DrainWatch(Companion):
         seen = self._look(workers)
         decided = plan(seen)
         if decided != self._last:
-            logger.warning("drain (%s): %s", drain.reason, decided.reason)
+            logger.warning("drain (%s): %s", shown(drain.reason), decided.reason)
         self._last = decided
         if decided.step is Step.ASK:
             self._asked = True
@@ -172,7 +174,7 @@ class DrainWatch(Companion):
 
     def _begin(self, drain: Drain, workers: LocalWorkers) -> None:
         self._end()
-        self._drain, self._asked, self._last = drain, False, None
+        self._drain, self._asked, self._last, self._goal = drain, False, None, None
         self._reported = sum(row.saves for row in workers.read_progress())
         self._before = self._job.save_wanted
         if self._settings.checkpoint_dir is not None:
@@ -181,7 +183,8 @@ class DrainWatch(Companion):
     def _look(self, workers: LocalWorkers) -> Seen:
         rows = workers.read_progress()
         local = self._settings.local_dir is not None
-        saved_at = max((row.saved_step for row in rows if row.saved_step is not None), default=None)
+        reported = sum(row.saves for row in rows) > self._reported
+        saved = [row.saved_step for row in rows if row.saved_step is not None]
         result = None
         if self._saves is not None and self._asked and self._job.save_wanted > self._before:
             result = self._saves.update(workers)
@@ -189,10 +192,21 @@ class DrainWatch(Companion):
             asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),
             asked=self._asked,
             result=result,
-            reported=sum(row.saves for row in rows) > self._reported,
-            published=self._directory is not None and self._directory.newer_than(saved_at if local else None),
+            reported=reported,
+            published=self._published(max(saved, default=None) if local else None, reported),
             local=local,
         )
+
+    def _published(self, saved_at: int | None, reported: bool) -> bool:
+        """Return whether `checkpoint_dir` holds a new checkpoint. saved_at: the newest in `local_dir`; None: there is none.
+
+        reported: it is from after the request. If workers save there faster than it is copied, the newest never gets there.
+        """
+        if self._goal is None and reported:
+            self._goal = saved_at
+        if self._directory is None or (saved_at is not None and self._goal is None):
+            return False
+        return self._directory.newer_than(self._goal)
 
     def _step(self, workers: LocalWorkers) -> int | None:
         steps = [row.saved_step for row in workers.read_progress() if row.saved_step is not None]

@@ -133,7 +133,8 @@ DONE = (dataclasses.replace(DRAIN, released=True, step=40),)
             "n2 is free; the job has ended",
         ),
         (RAN, Header(3, State.CLOSED, reason="a bug"), OTHERS, (), Ending.NO_JOB, "the job has ended: a bug"),
-        (RAN, None, OTHERS, (), Ending.NO_JOB, "the job is gone"),
+        (RAN, None, OTHERS, (), None, ""),  # its nodes write a lost header again
+        (RAN, None, frozenset(), (), Ending.NO_JOB, "the job is gone"),
     ],
 )
 def test_how_a_drain_has_ended(asked, header, nodes, done, ending, said):

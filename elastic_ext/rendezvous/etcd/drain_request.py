@@ -78,6 +78,8 @@ class Seen:
 def outcome(asked: Asked, seen: Seen) -> Outcome | None:
     """Return the outcome; None while the drain is under way."""
     header = seen.header
+    if header is None and seen.nodes:
+        return None  # a lost header: the nodes write it again, with its drains
     if header is None or header.state in OVER:
         ended = f"the job has ended: {header.reason}" if header is not None else "the job is gone"
         well = header is not None and header.state is State.DONE
@@ -121,7 +123,7 @@ def drain(client: EtcdClient, run_id: str, request: Request, timeout_s: float, t
     except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except EtcdError as error:
-        return Outcome(Ending.LATE, f"{error}; nothing tells whether the node leaves: ask `elastic-ext status`")
+        return Outcome(Ending.NO_JOB, f"{error}; nothing tells whether the node leaves: ask `elastic-ext status`")
 
 
 def undo(client: EtcdClient, run_id: str, name: str) -> str:

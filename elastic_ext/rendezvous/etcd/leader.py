@@ -183,7 +183,7 @@ class Leader:
             {id_: view.nodes[id_].report for id_ in action.nodes},
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
-            len(view.nodes),
+            len(set(view.nodes) - drains.released(view.header)),
             rounds.reaches(view),
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):

@@ -123,6 +123,7 @@ def copier_of(agent: int) -> int:
     return found
 
 
+@pytest.mark.long
 def test_a_copy_that_hangs_does_not_come_before_them(tmp_path):
     (tmp_path / "job.py").write_text(SAVES)
     paths = {"local_dir": "local", "checkpoint_dir": "remote", "events_file": "events", "metrics_file": "job.prom"}

@@ -31,9 +31,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     web.add_argument("--password-file", metavar="FILE", help="its first line is the password; else you are asked")
 
 
-def given(args: argparse.Namespace) -> bool:
-    """Return whether the user has named a job, if only in part."""
-    return bool(args.url or args.rdzv_endpoint or args.rdzv_id)
+def check_web(args: argparse.Namespace, command: str) -> None:
+    """Raise UsageError if what only an agent may ask for is given without one."""
+    if not args.url and any(_web(args)):
+        raise UsageError(
+            f"{command}: --ca, --cert, --user and --password-file belong to --url; etcd's are settings, as for torchrun"
+        )
+
+
+def _web(args: argparse.Namespace) -> tuple[str | None, str | None, str | None, str | None]:
+    return args.ca, args.cert, args.user, args.password_file
 
 
 def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
@@ -41,12 +48,8 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     of_etcd = (args.rdzv_endpoint, args.rdzv_id)
     if bool(args.url) == any(of_etcd) or any(of_etcd) != all(of_etcd):
         raise UsageError(f"{command}: expected a job with --rdzv-endpoint and --rdzv-id, or --url of an agent")
-    web = (args.ca, args.cert, args.user, args.password_file)
-    if not args.url and any(web):
-        raise UsageError(
-            f"{command}: --ca, --cert, --user and --password-file belong to --url; etcd's are settings, as for torchrun"
-        )
-    return AgentUrl(args.url, *web) if args.url else None
+    check_web(args, command)
+    return AgentUrl(args.url, *_web(args)) if args.url else None
 
 
 @contextlib.contextmanager

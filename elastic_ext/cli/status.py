@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source, job_text
 from elastic_ext.cli.job_text import Terminal
@@ -22,7 +22,7 @@ from elastic_ext.rendezvous.job_state import NoSuchJob
 WATCH_S = 2.0  # between two looks
 LOST_S = 60.0  # without an answer, after which `--watch` gives up: longer than an election in etcd
 MOST_NODES = 40  # rows on a terminal; those that do not run come first
-EX_UNAVAILABLE, EX_INTERRUPTED = 69, 130
+EX_INTERRUPTED = 130
 # By the state of the job.
 EXIT_CODES = {"running": 0, "succeeded": 0, "failed": 1, "recovering": 2, "starting": 2, "forming": 2, "ended": 3}
 MEANINGS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.base import user_files
-from elastic_ext.base.errors import EX_CONFIG, UsageError
+from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import job_source
@@ -22,7 +22,6 @@ from elastic_ext.observe.timeline.lines import Fault, Line
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
 STDIN = "-"
 MOST_FAULTS = 20  # lines named; the rest is counted
-EX_UNAVAILABLE = 69
 MISSING = "timeline: drawing needs matplotlib: pip install 'elastic_ext[timeline]'"
 
 
@@ -71,8 +70,7 @@ def _check(args: argparse.Namespace) -> None:
     sources = [bool(args.files), bool(args.rdzv_endpoint), bool(args.url)]
     if sum(sources) != 1 or (args.rdzv_endpoint and not args.rdzv_id) or (args.url and args.rdzv_id):
         raise UsageError("timeline: expected files of events, or --rdzv-endpoint and --rdzv-id of a job, or --url of an agent")
-    if args.files and any((args.ca, args.cert, args.user, args.password_file)):
-        raise UsageError("timeline: --ca, --cert, --user and --password-file belong to --url")
+    job_source.check_web(args, "timeline")
     if Path(args.output).suffix.lower() not in _KINDS:
         raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(_KINDS)}")
 

@@ -3,17 +3,20 @@
     python benchmarks/scrape_load.py [--repeat 5] [--seconds 10]
 
 The storm is workers/scrape_storm.py: 1,000 scrapes a second, 500 connections that ask nothing, a slow reader, rubbish, what looks
-like TLS, and headers of 10 MB. The job is one agent with one worker of one thread, so of two cores it leaves one to the agent and
-the storm. The storm is a process of its own with nice 19: it gets what the others leave, and on a busy machine reaches less;
-the table says how much. What the agent does for it is not nice, and is what this measures.
+like TLS, and headers of 10 MB. The job is one agent with one worker of one thread. Three kinds of runs take turns, also at being
+first: quiet; a storm at the agent's port (storm); and the same storm beside the job, at a server that has its answer ready
+(workers/plain_server.py) and nothing to do with the job (control). On a machine of two cores the storm's clients alone take CPU
+time from the training: the control says how much. The clients have nice 19; neither server has.
 
-Both kinds of runs take turns, also at being first. Throughput is the median of the rates that the script prints in the given
-seconds, after a warm-up. The ratio is the median of the ratios of the pairs. Agent's CPU: of the agent's own process.
+Throughput is the median of the rates that the script prints in the given seconds, after a warm-up. A ratio is the median of the
+ratios of the pairs; the one that counts is that of storm to control. Agent's CPU: of its own process. Leaked: descriptors and
+threads that the agent has more than before the storm, once its clients have been dropped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -21,31 +24,37 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
-from overhead import EVERY, SCRIPT, cpu_s, scrape
+from overhead import EVERY, SCRIPT, cpu_s, paired, scrape, turns
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
 
-STORM = Path(__file__).parent / "workers" / "scrape_storm.py"
-LEAST_RATIO = 0.97  # of the throughput under the storm to that without it
+WORKERS = Path(__file__).parent / "workers"
+SIDES = ("quiet", "storm", "control")
+LEAST_RATIO = 0.97  # of the throughput under the storm to that of the control
+MAX_CPU = 0.25  # of a core, of the agent in a storm of 10 s: the server's share and burst, and the agent's own work
 WARM_UP = 5  # printed rates
 START_S = 120.0
 STORM_SPARE_S = 30.0  # until the storm's last clients have their answers
+DROPPED_S = 15.0  # until the agent has dropped the last client; it does so after 10 s
 
 
 @dataclass(frozen=True)
 class Run:
-    """tokens_s: the median rate. agent_cpu: share of a core. storm: what came; None: there was none."""
+    """tokens_s: the median rate. agent_cpu: share of a core. storm: what came; None: nothing. leaked: descriptors, threads."""
 
     tokens_s: float
     agent_cpu: float
     storm: dict[str, float] | None
+    leaked: tuple[int, int]
 
 
 class Rates:
@@ -80,8 +89,52 @@ class Rates:
         self._thread.join()
 
 
-def one_run(with_storm: bool, seconds: float) -> Run:
-    """Raises RuntimeError if the job does not train."""
+def held(pid: int) -> tuple[int, int]:
+    """How many descriptors and threads a process has."""
+    descriptors, threads = (sum(1 for _ in Path(f"/proc/{pid}", each).iterdir()) for each in ("fd", "task"))
+    return descriptors, threads
+
+
+def leaked(pid: int, before: tuple[int, int]) -> tuple[int, int]:
+    """What a process holds more than before, once the storm's clients are gone."""
+    end = time.monotonic() + DROPPED_S
+    while True:
+        more = held(pid)[0] - before[0], held(pid)[1] - before[1]
+        if max(more) <= 0 or time.monotonic() > end:
+            return more
+        time.sleep(0.2)  # nothing tells of it
+
+
+@contextlib.contextmanager
+def plain_server(size: int) -> Iterator[int]:
+    """A server with an answer of this size, in bytes; yields its port."""
+    command = [sys.executable, str(WORKERS / "plain_server.py"), str(size)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            yield int(server.stdout.readline())
+        finally:
+            server.stdin.close()
+
+
+def storm_of(kind: str, port: int, seconds: float) -> dict[str, float] | None:
+    """Let the time of one measurement pass, with what comes in it. port: the agent's."""
+    if kind == "quiet":
+        return idle_for(seconds)
+    if kind == "storm":
+        return run_storm(port, seconds)
+    with plain_server(page_size(port)) as plain:
+        return run_storm(plain, seconds)
+
+
+def page_size(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        return len(answer.read())
+
+
+def one_run(kind: str, seconds: float) -> Run:
+    """kind: one of SIDES. Raises RuntimeError if the job does not train."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         command = [
@@ -96,13 +149,15 @@ def one_run(with_storm: bool, seconds: float) -> Run:
             rates = Rates(job)
             try:
                 rates.wait(WARM_UP)
+                scrape(port)  # the first opens what stays open
+                before = held(job.pid)
                 began, cpu = time.monotonic(), cpu_s(job.pid)
-                storm = run_storm(port, seconds) if with_storm else idle_for(seconds)
+                storm = storm_of(kind, port, seconds)
                 ended, cpu = time.monotonic(), cpu_s(job.pid) - cpu
                 scrape(port)  # the agent still answers
                 if not (seen := rates.between(began, ended)):
                     raise RuntimeError(f"no rates in {ended - began:.1f} s; exit code {job.poll()}")
-                return Run(measure.median(seen) or 0.0, cpu / (ended - began), storm)
+                return Run(measure.median(seen) or 0.0, cpu / (ended - began), storm, leaked(job.pid, before))
             finally:
                 end(job)
                 rates.close()
@@ -118,7 +173,7 @@ def end(job: subprocess.Popen[str]) -> None:
 
 
 def run_storm(port: int, seconds: float) -> dict[str, float]:
-    command = ["nice", "-n", "19", sys.executable, str(STORM), str(port), str(seconds)]
+    command = ["nice", "-n", "19", sys.executable, str(WORKERS / "scrape_storm.py"), str(port), str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds + STORM_SPARE_S, check=True)
     return {str(name): float(value) for name, value in json.loads(done.stdout).items()}
 
@@ -133,6 +188,7 @@ def side(runs: list[Run]) -> dict[str, Any]:
         "tokens_s": measure.rounded(measure.median([run.tokens_s for run in runs]), 0),
         "all_tokens_s": [round(run.tokens_s) for run in runs],
         "agent_cpu": measure.rounded(measure.median([run.agent_cpu for run in runs]), 4),
+        "leaked": max(max(run.leaked) for run in runs),
         "scrapes_s": measure.rounded(measure.median([run.storm["per_second"] for run in runs if run.storm is not None]), 0),
     }
 
@@ -144,27 +200,32 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()
-    runs: dict[str, list[Run]] = {"quiet": [], "storm": []}
+    runs: dict[str, list[Run]] = {each: [] for each in SIDES}
     jobs.adopt_orphans()
     for number in range(args.repeat):
-        for name in sorted(runs, reverse=number % 2 == 1):
-            runs[name].append(one_run(name == "storm", args.seconds))
-            print(name, asdict(runs[name][-1]), file=sys.stderr, flush=True)
-    ratio = measure.median([storm.tokens_s / quiet.tokens_s for storm, quiet in zip(runs["storm"], runs["quiet"], strict=True)])
-    sides = {name: side(each) for name, each in runs.items()}
+        for each in turns(SIDES, number):
+            runs[each].append(one_run(each, args.seconds))
+            print(each, asdict(runs[each][-1]), file=sys.stderr, flush=True)
+    ratio = paired(runs["storm"], runs["control"])
+    of_quiet = {each: paired(runs[each], runs["quiet"]) for each in ("storm", "control")}
+    sides = {each: side(found) for each, found in runs.items()}
     record = {
         "benchmark": "scrape_load",
         "sides": sides,
         "storms": [run.storm for run in runs["storm"]],
+        "controls": [run.storm for run in runs["control"]],
         "ratio": measure.rounded(ratio),
-        "kept": (ratio or 0) >= LEAST_RATIO,
+        "of_quiet": {each: measure.rounded(found) for each, found in of_quiet.items()},
+        "kept": ratio >= LEAST_RATIO and sides["storm"]["agent_cpu"] <= MAX_CPU and sides["storm"]["leaked"] <= 0,
         "machine": machine,
     }
     shown = [
-        ["tokens/s", *(measure.shown(sides[name]["tokens_s"], 0) for name in runs)],
-        ["of the quiet job's", "1", measure.shown(ratio, 3)],
-        ["scrapes/s", *(measure.shown(sides[name]["scrapes_s"], 0) for name in runs)],
-        ["agent's CPU (% of a core)", *(measure.shown(100 * sides[name]["agent_cpu"], 1) for name in runs)],
+        ["tokens/s", *(measure.shown(sides[each]["tokens_s"], 0) for each in SIDES)],
+        ["of the quiet job's", "1", *(measure.shown(of_quiet[each], 3) for each in SIDES[1:])],
+        ["storm / control", "-", measure.shown(ratio, 3), "1"],
+        ["scrapes/s", *(measure.shown(sides[each]["scrapes_s"], 0) for each in SIDES)],
+        ["agent's CPU (% of a core)", *(measure.shown(100 * sides[each]["agent_cpu"], 1) for each in SIDES)],
+        ["leaked descriptors or threads", *(str(sides[each]["leaked"]) for each in SIDES)],
     ]
 
     def draw(figure: Any) -> None:
@@ -173,7 +234,7 @@ def main() -> int:
         axes.set(ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py under a storm")
         axes.spines[["top", "right"]].set_visible(False)
 
-    measure.publish(args.results, record, measure.table(["", "quiet", "storm"], shown), draw)
+    measure.publish(args.results, record, measure.table(["", *SIDES], shown), draw)
     return 0 if record["kept"] else 1
 
 

@@ -1,22 +1,26 @@
-"""The generated tables of elastic_ext/REFERENCE.md, and the schema of events. `make reference` writes them; test_reference.py
-compares them.
+"""The generated tables of elastic_ext/REFERENCE.md, and the schemas of JSON that others read. `make reference` writes them;
+test_reference.py compares them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import types
 from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.base import goodput
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.observe import event_table, families
+from elastic_ext.observe import event_table, families, job_document
 from tests.jobs import ROOT
 
 PAGE = ROOT / "elastic_ext" / "REFERENCE.md"
 EVENT_SCHEMA = ROOT / "elastic_ext" / "observe" / "events.schema.json"
+JOB_SCHEMA = ROOT / "elastic_ext" / "observe" / "job.schema.json"
 
 TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
 
@@ -24,7 +28,7 @@ EXIT_CODES = {
     0: "the job is done",
     policy.EX_FAILED: "the budget is spent, or nothing is known about the failure",
     policy.EX_CODE: "a bug in the code or the data: do not retry",
-    policy.EX_NODE: "this node is bad: replace it",
+    policy.EX_NODE: "this node is bad, or was told to leave (`elastic-ext drain`): replace it",
     policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
     "only in this node's `local_dir`",
     policy.EX_CONFIG: "wrong usage or configuration; nothing was started",
@@ -87,6 +91,35 @@ def event_schema() -> str:
     return json.dumps(event_table.schema(), indent=1) + "\n"
 
 
+def job_schema() -> str:
+    """The JSON Schema of /job.json and `elastic-ext status --json`, by the dataclasses."""
+    found: dict[str, Any] = {}
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "The status of a job, schema 1"}
+    whole |= schema_of(job_document.Document, found)
+    whole["properties"]["schema"] = {"const": job_document.SCHEMA}
+    return json.dumps({**whole, "$defs": found}, indent=1) + "\n"
+
+
+def schema_of(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """The schema of values of this type. found: gets those of the dataclasses in it, by name."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return schema_of(arguments[0], found)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [schema_of(each, found) for each in arguments]}
+    if origin is tuple:
+        return {"type": "array", "items": schema_of(arguments[0], found)}
+    if not dataclasses.is_dataclass(hint):
+        return {"type": {str: "string", int: "integer", float: "number", type(None): "null"}[hint]}
+    hints = get_type_hints(hint, include_extras=True)
+    properties = {name: schema_of(of, found) for name, of in hints.items()}
+    made = {"type": "object", "required": list(hints), "properties": properties}
+    if hint is job_document.Document:
+        return made
+    found[hint.__name__] = {"description": inspect.cleandoc(hint.__doc__ or "").split("\n\n")[0], **made}
+    return {"$ref": f"#/$defs/{hint.__name__}"}
+
+
 TABLES = {
     "goodput states": goodput_states,
     "settings": settings,
@@ -109,3 +142,4 @@ def generated(page: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(generated(PAGE.read_text()))
     EVENT_SCHEMA.write_text(event_schema())
+    JOB_SCHEMA.write_text(job_schema())

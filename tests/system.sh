@@ -1,9 +1,11 @@
 #!/bin/sh
 # Install what the tests need from Debian, only what is missing. No service of these packages is left running or enabled.
 set -eu
-NEEDED="prometheus:prometheus promtool:prometheus" # PROGRAM:PACKAGE
+NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium" # PROGRAM:PACKAGE
 SERVICES="prometheus"
-POLICY=/usr/sbin/policy-rc.d # asked by each package before it starts a service; 101: no
+POLICY=${POLICY:-/usr/sbin/policy-rc.d} # asked by each package before it starts a service; 101: no
+KEPT="$POLICY.kept"                     # the machine's own meanwhile
+MARK="made by tests/system.sh"          # in the one of here: a run that was killed leaves it
 
 packages=
 for each in $NEEDED; do
@@ -17,13 +19,17 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     echo "make system: elsewhere install what has the programs; the tests that need them are skipped without" >&2
     exit 1
 fi
-if [ ! -e "$POLICY" ]; then
-    trap 'rm -f "$POLICY"' EXIT
-    trap 'exit 130' INT # dash leaves out what EXIT is to do if a signal ends it
-    trap 'exit 143' TERM HUP
-    printf '#!/bin/sh\nexit 101\n' >"$POLICY"
-    chmod 755 "$POLICY"
-fi
+ours() { grep -qs "$MARK" "$POLICY"; }
+put_back() {
+    if ours; then rm -f "$POLICY"; fi
+    if [ -e "$KEPT" ] || [ -L "$KEPT" ]; then mv -f "$KEPT" "$POLICY"; fi
+}
+trap put_back EXIT
+trap 'exit 130' INT # dash leaves out what EXIT is to do if a signal ends it
+trap 'exit 143' TERM HUP
+if ! ours && { [ -e "$POLICY" ] || [ -L "$POLICY" ]; }; then mv -f "$POLICY" "$KEPT"; fi
+printf '#!/bin/sh\n# %s\nexit 101\n' "$MARK" >"$POLICY"
+chmod 755 "$POLICY"
 export DEBIAN_FRONTEND=noninteractive
 apt-get -qq update
 apt-get -qq install -y --no-install-recommends $packages

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "base": "",
     ".": "base",
     "etcd": "base",
-    "observe": "base",
+    "observe": "base failures rendezvous",
     "failures": "base",
     "workers": "base",
     "training": "base workers",
@@ -23,14 +23,18 @@ MAY_IMPORT = {
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "agent": ". base checkpoints failures observe own_etcd rendezvous workers",
-    "cli": ". base checkpoints etcd failures own_etcd rendezvous workers",
+    "cli": ". base checkpoints etcd failures observe own_etcd rendezvous workers",
 }
 
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *("failures/classify.py", "failures/history.py", "failures/matching.py", "failures/policy.py", "failures/rules.py"),
-    *("failures/cuts.py", "rendezvous/rounds.py"),
+    *("failures/cuts.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/early.py", "own_etcd/endpoint.py", "own_etcd/lifetime.py", "own_etcd/replacement.py"),
+    *(
+        f"observe/timeline/{name}.py"
+        for name in ("axis", "clocks", "course", "lines", "marks", "of_document", "of_events", "walk")
+    ),
     *("workers/hangs/detector.py", "workers/hangs/schedule.py", "workers/hangs/unanswered.py", "workers/hangs/waits.py"),
 )
 

@@ -131,6 +131,15 @@ def test_doctor(tmp_path):
     assert re.search(r"(?m)^ok +torch ", done.stdout)
 
 
+def test_timeline(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'elastic_ext[timeline]'")
+    (commands,) = [command for command in COMMANDS if command.startswith("elastic-ext timeline")]
+    shutil.copy(ROOT / "tests" / "data" / "timeline_events.jsonl", tmp_path / "n0.jsonl")
+    command = commands.splitlines()[0].replace("/shared/events", str(tmp_path))
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=shell(tmp_path), timeout=60, check=True)
+    assert "was killed by SIGKILL" in (tmp_path / "life.html").read_text()
+
+
 def test_a_save_is_asked_for(server, tmp_path):
     (command,) = [command for command in COMMANDS if command.startswith("elastic-ext checkpoints save")]
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job1", "--rdzv-backend=ext_etcd"]
@@ -169,7 +178,8 @@ def test_links_lead_somewhere():
 
 
 def test_every_command_is_covered():
-    covered = ("make demo", "curl ", "elastic-ext checkpoints save", "elastic-ext doctor")
+    commands = ("checkpoints save", "doctor", "drain", "status", "timeline")
+    covered = ("make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert len(README.splitlines()) < 200

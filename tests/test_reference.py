@@ -17,6 +17,10 @@ def test_the_schema_of_events_is_the_codes():
     assert reference.EVENT_SCHEMA.read_text() == reference.event_schema(), "make reference writes it"
 
 
+def test_the_schema_of_a_jobs_status_is_the_codes():
+    assert reference.JOB_SCHEMA.read_text() == reference.job_schema(), "make reference writes it"
+
+
 def test_every_exit_code_has_a_meaning():
     assert {*reference.EXIT_CODES, 2, *(128 + code for code in reference.EXIT_CODES)} >= reference.policy.STOP_CODES
 

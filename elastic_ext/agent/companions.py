@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
+import time
 from contextlib import ExitStack
 
 import torch
@@ -15,6 +17,7 @@ from elastic_ext.agent import launch, trainjob
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.journal import Journal
+from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
 from elastic_ext.base.settings import Settings
@@ -22,7 +25,6 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier
 from elastic_ext.failures.host import HostProbe
-from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.workers.hangs.flight_recorder import FlightRecorder
@@ -49,26 +51,6 @@ class Copying(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self._copier.look_now()  # a worker may have saved just before it ended
-
-
-class Recoveries(Companion):
-    """Tells the metrics when all workers of a round have made a step."""
-
-    def __init__(self, metrics: AgentMetrics) -> None:
-        self._metrics = metrics
-        self._told = False
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._told = False
-
-    def check(self, workers: LocalWorkers) -> None:
-        rows = workers.read_progress() if not self._told else []
-        if rows and all(row.first_step_ns for row in rows):
-            self._told = True
-            self._metrics.first_steps(max(row.first_step_ns for row in rows) / 1e9, max(row.loading_s for row in rows))
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        self.check(workers)
 
 
 class EvidenceGathering(Companion):
@@ -125,9 +107,10 @@ class JobCompanions:
         """
         self.token = secrets.token_hex(16)
         self.wakeup = stack.enter_context(Wakeup())
-        self.observation = Observation(metrics, settings, handler, self.wakeup)
-        stack.callback(self.observation.close)  # it may linger: the journal has ended by then
-        self.journal = stack.enter_context(Journal(spec, settings, handler))
+        after_journal = stack.enter_context(ExitStack())
+        self.journal = stack.enter_context(Journal(spec, settings, handler, metrics))
+        self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)
+        after_journal.callback(self.observation.close)  # it may linger
         stack.enter_context(bridge_torchelastic(metrics))
         logs.run_dir = launch.make_run_dir(spec.local_world_size)
         stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
@@ -151,18 +134,19 @@ class JobCompanions:
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, self.journal.of_copies(metrics))
         self.round_companions: list[Companion] = [
-            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, Recoveries(metrics), self.observation,
-            self.journal, *trainjob.reporting(settings, os.environ, lambda: handler.round - 1),
+            Reaping(self.reaper, handler), EvidenceGathering(self.host), self.warm_starts, self.observation,
+            self.journal, *([Copying(self.copier)] if self.copier is not None else []),
+            *trainjob.reporting(settings, os.environ, lambda: handler.round - 1, lambda: self.observation.gauges(0)),
         ]  # fmt: skip
-        if self.copier is not None:
-            self.round_companions.append(Copying(self.copier))
 
-    def leave(self, handler: Rendezvous) -> None:
-        """Leave the job to the other nodes, after this agent's last word to it."""
+    def leave(self, handler: Rendezvous, error: BaseException) -> None:
+        """Leave the job to the other nodes, after this agent's last words. error: what ends it."""
         try:
+            self.journal.end(error)  # not after the copies of checkpoints, which may take all the time until it is killed
             self.observation.goodput.close(HURRIED_SHARE_S)
         finally:  # even if another signal ends the wait
             handler.leave()
+        self.observation.show_last(HURRIED_SHARE_S)
 
     def finish(self, clean: bool, copy_s: float | None) -> tuple[str, ...]:
         """End the processes that this agent started; return the checkpoints that exist on this node only.
@@ -172,14 +156,21 @@ class JobCompanions:
             copy_s: seconds that copying checkpoints may still take; None means as long as it makes progress.
         """
         left: tuple[str, ...] = ()
+        kill_at = math.inf if copy_s is None else time.monotonic() + copy_s
         self.journal.clean = clean
-        self.warm_starts.close()
         try:
+            self.warm_starts.close()
             if self.copier is not None:  # before the reaper is closed, which would end the copier
                 left = self.copier.close(copy_s)
         finally:  # even if a signal ended the wait
             self.reaper.close(clean)
+        last_words = self.journal.last_words
+        last_words.begin(LAST_WORDS_S if copy_s is None else min(HURRIED_S, kill_at - time.monotonic()))
         for companion in self.round_companions:
-            companion.job_ended(clean and not left, hurry=copy_s is not None)
-        self.observation.show_last()
+            companion.job_ended(clean and not left)
+        self.observation.goodput.end()
+        for companion in self.round_companions:
+            companion.flush(last_words.left_s())
+        self.observation.goodput.close(last_words.left_s())
+        self.observation.show_last(last_words.left_s())
         return left

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import redacted
 from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
@@ -113,7 +113,8 @@ def _end_after_success() -> None:
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     global _succeeded
     _succeeded = False
-    _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
+    if not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
+        _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = exit_code_of(error)
     if code is not None:
         end(code)
@@ -141,10 +142,10 @@ def end(code: int) -> NoReturn:
 
 def _may_end_at_once() -> bool:
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return _is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
+    return is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
 
 
-def _is_launcher() -> bool:
+def is_launcher() -> bool:
     """Return whether the main program of this process is torchrun or our agent's, rather than a program that starts a job."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)

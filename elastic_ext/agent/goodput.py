@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.goodput import Position, Shared, Spent
 from elastic_ext.observe import families
 from elastic_ext.observe.goodput import Ledger, Look, WorkerTime
 from elastic_ext.observe.goodput_collector import goodput_status
@@ -21,9 +22,10 @@ from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-SHARE_S = 60.0  # between two writes to etcd or the file, and a second more per host
+SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
+WRITES_PER_S = 10.0  # of all agents of a job together
+AT_ROUNDS_END = 10  # so many agents, about, write at once: all nodes write other records then, and a recovery waits for those
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
-LAST_SHARE_S = 3.0  # how long the end of an agent waits for a write that is under way
 
 
 def worker_time(progress: Progress) -> WorkerTime:
@@ -39,10 +41,17 @@ def worker_time(progress: Progress) -> WorkerTime:
         steps=progress.steps,
         step_s=stepping_s / (progress.steps - 1) if progress.steps > 1 else math.inf,
         finished=progress.phase == "exit" and not progress.ends_with,
+        failed_at=progress.ended_ns / 1e9,
         saves=progress.saves,
+        saved=Position(progress.saved_step, progress.saved_after) if progress.saved_step is not None else None,
         tokens=progress.tokens,
         flops=progress.flops,
     )
+
+
+def share_every_s(nodes: int) -> float:
+    """Return the mean time between two writes of an agent, in a job of so many."""
+    return max(SHARE_S, nodes / WRITES_PER_S)
 
 
 class Goodput:
@@ -55,8 +64,10 @@ class Goodput:
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
         self._given, self._job = Spent(), Shared(Spent())
-        self._changed, self._first, self._closed = threading.Event(), threading.Event(), False
+        self._changed, self._first = threading.Event(), threading.Event()
+        self._ended = self._closed = False
         self._thread: threading.Thread | None = None
+        self._nodes = 1
 
     # What the agent does.
 
@@ -65,7 +76,8 @@ class Goodput:
         with self._lock:
             workers = self._workers()  # before the clock is read: no worker can then have settled more
             self._ledger.enter(state, time.monotonic(), workers)
-        if state == families.RUNNING:  # not before: a recovery does not wait for it, nor does etcd have less to do then
+        # Some agents share now, so that whoever is new in the next round learns how far this one has come.
+        if state == "stop" and random.random() < AT_ROUNDS_END / self._nodes:
             self._changed.set()
 
     def decided(self, kind: str) -> None:
@@ -73,11 +85,12 @@ class Goodput:
         with self._lock:
             self._ledger.decide(hung=kind == kinds.HANG)
 
-    def round_begins(self, table: ProgressTable | None, step: int | None) -> None:
+    def round_begins(self, table: ProgressTable | None, step: int | None, nodes: int) -> None:
         """Tell the workers of the next round, before they start, which of their steps are not new.
 
-        table: None if they report no progress. step: that they resume from; None if unknown.
+        table: None if they report no progress. step: that they resume from; None if unknown. nodes: of the round.
         """
+        self._nodes = nodes
         if self._share is not None and self._thread is None:
             self._begin_to_share()  # not before: the first node of a job deletes what an ended one left under its run id
         if self._thread is not None:
@@ -122,13 +135,18 @@ class Goodput:
         else:
             self._thread = thread
 
-    def close(self, limit_s: float = LAST_SHARE_S) -> None:
-        """Share for the last time and say where the time went. A second call does nothing. limit_s: for a write under way."""
+    def end(self) -> None:
+        """Share for the last time. Returns at once."""
+        self.enter(families.ENDED)
+        self._ended = True
+        self._changed.set()
+
+    def close(self, limit_s: float) -> None:
+        """The same, and wait for it; say where the time went. A second call does nothing. limit_s: for a write under way."""
         if self._closed:
             return
-        self.enter(families.ENDED)
         self._closed = True
-        self._changed.set()
+        self.end()
         if self._thread is not None:
             self._thread.join(limit_s)
         job = self.job()
@@ -138,7 +156,7 @@ class Goodput:
         failed = False
         while True:
             self._changed.clear()
-            closed = self._closed  # after that: `close` sets both
+            ended = self._ended  # after that: `end` sets both
             try:
                 self._share_once()
                 failed = False
@@ -150,9 +168,9 @@ class Goodput:
                 return
             finally:
                 self._first.set()
-            if closed:
+            if ended:
                 return
-            self._changed.wait(SHARE_S + self._job.hosts)
+            self._changed.wait(share_every_s(self._nodes) * random.uniform(0.5, 1.5))
 
     def _share_once(self) -> None:
         assert self._share is not None
@@ -160,7 +178,7 @@ class Goodput:
         shared = self._share(mine.since(self._given))
         with self._lock:
             self._given, self._job = mine, shared
-            self._ledger.reach(shared.spent.reached)
+            self._ledger.learn(shared.spent)
 
 
 class AccountedMetrics(AgentMetrics):
@@ -175,9 +193,9 @@ class AccountedMetrics(AgentMetrics):
         self.goodput.enter(state)
         super().enter(state)
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
+    def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        super().failed(kind, charged, limit)
+        super().failed(kind)
 
     def status(self) -> dict[str, object]:
         return {**super().status(), "goodput": goodput_status(self.goodput.look(), self.goodput.job())}

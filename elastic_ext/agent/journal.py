@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from signal import Signals
 from types import TracebackType
 
@@ -19,16 +19,19 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import exits, launch, report
 from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.last_words import LastWords
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base.errors import NodeRefused
+from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.observe import families
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.event_table import Source
 from elastic_ext.observe.events import Events
+from elastic_ext.observe.metrics import AgentMetrics
 from elastic_ext.observe.recovery_trace import Cause, Course, RecoveryTrace
 from elastic_ext.observe.spans import Spans
 from elastic_ext.rendezvous.handler import Rendezvous, RoundEnd
@@ -38,6 +41,14 @@ from elastic_ext.workers.hangs.detector import Stuck
 FIRST = "start"  # cause of the first round of an agent
 
 
+@dataclass
+class _Told:
+    """What was told last, since only changes are. members: nodes and workers of the last round. saved_step: of this round."""
+
+    members: tuple[int, int] | None = None
+    saved_step: int | None = None
+
+
 class Journal(Companion):
     """The events of one agent, from its start to its end, which it tells as a context manager.
 
@@ -45,19 +56,22 @@ class Journal(Companion):
         events: for other parts of the agent.
         warm: workers of this round that were warm standbys; set before they are told of as started.
         clean: whether the job has ended well.
+        last_words: for how long the end of the agent may wait.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
+        """metrics: are told of the first steps, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
         self._spans = Spans(elastic_ext.__version__, source)
-        self._handler, self._settings = handler, settings
+        self.last_words = LastWords()
+        self._handler, self._metrics = handler, metrics
+        self._ended = False
         self._trace = RecoveryTrace()
         self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
-        self._members: tuple[int, int] | None = None  # nodes and workers of the last round
-        self._saved_step: int | None = None
+        self._told = _Told()
         self.events.emit(
             "agent_started",
             version=elastic_ext.__version__,
@@ -72,13 +86,22 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, NodeRefused):
+        self.end(error)
+        self.events.close(self.last_words.left_s())
+        self._spans.close(self.last_words.left_s())
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell that the agent ends, and why. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        if isinstance(error, NodeDrained):
+            self.events.emit("node_drained", reason=error.reason, step=error.step)
+        elif isinstance(error, NodeRefused):
             self.events.emit("node_refused", reason=str(error))
         code, state = ended(error, exits.verdict_code(), self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
         self.events.emit("agent_ended", exit_code=code, state=state, error=None if error is None else type(error).__name__)
-        self.events.close()
-        self._spans.close()
 
     # The loop calls these.
 
@@ -96,7 +119,7 @@ class Journal(Companion):
         resumed.log()
         cause, self._trace.cause = self._trace.cause, None
         members = group.group_world_size, group.workers[0].world_size
-        before, self._members = self._members, members
+        before, self._told.members = self._told.members, members
         self.events.emit(
             "round_started",
             nodes=members[0],
@@ -113,19 +136,26 @@ class Journal(Companion):
                 world_size_before=before[1],
                 world_size=members[1],
             )
-        if self._settings.checkpoint_dir is not None:
+        if self._handler.settings.checkpoint_dir is not None:
             chosen = resumed.checkpoint
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
+
+    def of_etcd(self, outage: Outage) -> None:
+        """Tell that etcd does not answer, or does so again. Any thread may call this."""
+        if outage.over:
+            self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
+        else:
+            self.events.emit("etcd_unavailable", endpoint=outage.endpoint, seconds=outage.seconds)
 
     def round_over(self, over: RoundEnd) -> None:
         """Tell that the workers of this node must stop, though none of them has failed."""
         self._trace.stopped_for(Cause(reason=over.reason))
         self.events.emit("round_over", cause=over.kind.value, reason=over.reason)
 
-    def hung(self, culprits: Mapping[int, Stuck]) -> None:
-        """Tell whom the others wait for. culprits: by local rank."""
-        found = culprits.values()
-        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found])
+    def hung(self, culprits: Mapping[int, Stuck], since: float | None) -> None:
+        """Tell whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
+        found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
+        self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Tell of a failure on this node and of the verdict; return the text for the log. See `report.failure_text`."""
@@ -154,13 +184,13 @@ class Journal(Companion):
         return report.remote_failure_text(verdict)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
-        response = (decision.response or decision.action).value
-        self._trace.stopped_for(Cause(decision.kind, response, decision.reason))
+        phases = self._trace.seconds(time.monotonic())
+        self._trace.stopped_for(Cause(decision.kind, decision.word, decision.reason))
         if decision.delay_s > 0:
             self.begin(families.BACKOFF)
         self.events.emit(
             "decision",
-            decision=response,
+            decision=decision.word,
             action=decision.action.value,
             kind=decision.kind,
             rule=decision.rule,
@@ -171,6 +201,7 @@ class Journal(Companion):
             restarts=verdict.restarts,
             max_restarts=verdict.limit,
             delay=decision.delay_s,
+            phases=phases,
             exit_code=decision.exit_code,
         )
 
@@ -204,8 +235,8 @@ class Journal(Companion):
         self._look_for_first_steps()
         saved = [progress for progress in workers.read_progress() if progress.saved_step is not None]
         newest = max(saved, key=lambda progress: progress.saved_ns, default=None)
-        if newest is not None and newest.saved_step is not None and newest.saved_step != self._saved_step:
-            self._saved_step = newest.saved_step
+        if newest is not None and newest.saved_step is not None and newest.saved_step != self._told.saved_step:
+            self._told.saved_step = newest.saved_step
             self.events.emit("checkpoint_saved", step=newest.saved_step, seconds=newest.save_s)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -213,14 +244,15 @@ class Journal(Companion):
         exits_ = workers.processes.exits
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
         self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
-        self._workers = self._saved_step = None
+        self._workers = self._told.saved_step = None
 
     def _look_for_first_steps(self) -> None:
         """Tell once per round when all workers of this node have made a step."""
-        first_ns = [progress.first_step_ns for progress in self._workers.read_progress()] if self._workers is not None else []
-        if not first_ns or not all(first_ns):
+        rows = self._workers.read_progress() if self._workers is not None else []
+        if not rows or not all(row.first_step_ns for row in rows):
             return
-        self._workers, at = None, max(first_ns) / 1e9
+        self._workers, at = None, max(row.first_step_ns for row in rows) / 1e9
+        self._metrics.first_steps(at, max(row.loading_s for row in rows))
         self.events.emit("first_step", seconds=max(0.0, at - self._began))
         self._recovered(self._trace.first_steps(at))
 
@@ -276,4 +308,6 @@ def ended(error: BaseException | None, verdict_code: int | None, clean: bool) ->
     code = exits.exit_code_of(error)
     if code is None:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if isinstance(error, NodeDrained):
+        return code, "drained"
     return code, "signalled" if isinstance(error, SignalException) else "error"

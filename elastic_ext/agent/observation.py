@@ -1,36 +1,42 @@
-"""What an agent shows of itself and its workers, from its start to the last scrape."""
+"""What an agent shows of itself, its workers and its job: metrics and pages."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
+from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.agent.job_view import JobView
+from elastic_ext.agent.own_node import Place
+from elastic_ext.agent.serving import Serving
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import discovery, families, gate, gpus, pages, textfile
+from elastic_ext.observe import families, gpus, pages, textfile
 from elastic_ext.observe.etcd_health import EtcdHealth
-from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.goodput_collector import GoodputCollector
 from elastic_ext.observe.incidents import Incidents
-from elastic_ext.observe.linger import LastScrape
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.script_metrics import ScriptMetrics
-from elastic_ext.observe.server import MetricsServer
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
+
+OUTAGE_SHARE = 0.5  # of lease_ttl: when that has passed without an answer, this node may soon be taken for lost
 
 
 def make_metrics(
@@ -50,49 +56,49 @@ def make_metrics(
     return metrics
 
 
-def check(settings: Settings) -> None:
-    """Raise UsageError if the server could not do what the settings demand."""
-    if settings.metrics and settings.metrics_web_config is not None:
-        gate.load(settings.metrics_web_config)
-
-
 class Observation(Companion):
-    """Serves the metrics from construction to `close`.
+    """Shows what happens, from construction to `close`.
 
     Attributes:
         goodput: where the time goes.
         url: address of the metrics; None if they are not served.
     """
 
-    def __init__(self, metrics: AccountedMetrics, settings: Settings, handler: Rendezvous, wakeup: Wakeup) -> None:
-        """wakeup: signals wake it."""
-        self._metrics, self._settings, self._handler, self._wakeup = metrics, settings, handler, wakeup
+    def __init__(
+        self,
+        metrics: AccountedMetrics,
+        settings: Settings,
+        handler: Rendezvous,
+        wakeup: Wakeup,
+        on_outage: Callable[[Outage], None],
+    ) -> None:
+        """wakeup: signals wake it. on_outage: see `EtcdHealth`."""
+        self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput
         self.goodput.share_with(handler.share_goodput)
         self._incidents = Incidents(handler.host, settings.refuse_node)
         metrics.registry.register(self._incidents)
         handler.on_verdict = self._count
-        etcd = EtcdHealth()
+        etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
-        self._last_scrape = LastScrape()
-        self._lingers = False
-        self._server: MetricsServer | None = None
-        self._unannounce: Callable[[], None] = lambda: None
         self._scripts: ScriptMetrics | None = None
-        self.url: str | None = None
+        self._job: JobView | None = None
+        self._serving: Serving | None = None
         if not settings.metrics:
             return
-        # The user must see a port that nobody chose, and torchrun shows only warnings.
-        announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-        shown = self._last_scrape.noting(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))
-        guard = Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
-        self._server = MetricsServer(shown, settings.metrics_host, settings.metrics_port, announce, guard)
-        self.url = self._server.url
-        if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
-            labels = {**metrics.labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
-            self._unannounce = discovery.announce(settings.metrics_discovery_dir, self._server.endpoint, labels)
+        self._job = job = JobView(handler, metrics)
+        shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
+        try:
+            self._serving = Serving(shown, settings, metrics.labels, wakeup)
+        except BaseException:
+            job.close(0.0)
+            raise
+
+    @property
+    def url(self) -> str | None:
+        return self._serving.url if self._serving is not None else None
 
     def read_scripts(self, run_dir: str) -> None:
         """Show the metrics that the scripts define, too, from files in the agent's private directory. Call this once."""
@@ -108,23 +114,43 @@ class Observation(Companion):
         """Return what a worker of the round that begins has to know; see workers.worker_env."""
         return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
 
+    def gauges(self, rank: int) -> Mapping[str, float]:
+        """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
+        return self._scripts.gauges(rank) if self._scripts is not None else {}
+
     def check(self, workers: LocalWorkers) -> None:
         if self._scripts is not None:
             self._scripts.look()
 
     def workers_ended(self, workers: LocalWorkers) -> None:
+        if self._job is not None:
+            self._job.workers_ended()  # their progress table can still be read
         if self._scripts is not None:
             self._scripts.round_ended()
 
+    def joined(self, group: WorkerGroup, round_: int, resumed_at: int | None) -> None:
+        """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""
+        self._metrics.round_started(round_, group.workers[0].world_size)
+        if self._job is not None:
+            first, workers = group.workers[0], group.spec.local_world_size
+            sizes = group.group_world_size, first.world_size
+            self._job.joined(Place(group.group_rank, first.global_rank, workers, resumed_at, *sizes))
+
+    def round_ended(self, why: str) -> None:
+        """Show why a round is over."""
+        if self._job is not None:
+            self._job.round_ended(why)
+
     def decided(self, verdict: JobVerdict, here: Decision) -> None:
         """Count a failure and the verdict of the job on it. here: the decision for this node."""
-        self._metrics.failed(here.kind, verdict.restarts, verdict.limit)
+        self._metrics.failed(here.kind)
         self._count(verdict)
 
     def _count(self, verdict: JobVerdict) -> None:
+        """Count a verdict of the job, also one on a failure of other nodes only; a second time it changes nothing."""
+        self._metrics.budget(verdict.restarts, verdict.limit)
         decision = verdict.decision
-        what = decision.response.value if decision.response is not None else decision.action.value
-        self._incidents.decided(verdict.round, what, decision.kind, verdict.host)
+        self._incidents.decided(verdict.round, decision.word, decision.kind, verdict.host)
 
     def acts(self, since: float | None) -> None:
         """Note that the agent acts on a failure here now. since: when it began, monotonic; None if that is unknown."""
@@ -137,7 +163,7 @@ class Observation(Companion):
 
     def linger_at_close(self) -> None:
         """Let `close` wait for a last scrape, if the user wants that. Leaves the job first: nobody may wait for this node."""
-        if self._settings.metrics_linger == 0 or self.url is None:
+        if self._settings.metrics_linger == 0 or self._serving is None or self.url is None:
             return
         try:
             self._handler.shutdown()  # as torch would next
@@ -146,24 +172,31 @@ class Observation(Companion):
         except Exception as error:  # noqa: BLE001 - torch tries again, and the result of the job matters more
             logger.warning("metrics: no wait for a last scrape (metrics_linger): the job could not be left: %s", error)
             return
-        self._lingers = self._handler.may_linger
-        if not self._lingers:
+        self._serving.lingers = self._handler.may_linger
+        if not self._serving.lingers:
             logger.warning(
                 "metrics: no wait for a last scrape (metrics_linger): the job's store, and its port, end with this agent"
             )
 
-    def show_last(self) -> None:
-        """Leave what the agent has counted last."""
+    def show_last(self, left_s: float) -> None:
+        """Leave what the agent has counted last. It may be called again if there is more. left_s: for the job to hear of it."""
         self._metrics.enter(families.ENDED)
-        self.goodput.close()
-        self._last_scrape.ended_at = time.monotonic()
+        if self._job is not None:
+            self._job.close(left_s, last_look=self._settings.metrics_linger > 0)
+        if self._serving is not None:
+            self._serving.ended()
         if self._settings.metrics_file is not None:
             textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
 
     def close(self) -> None:
-        """Serve no more, if need be after a last scrape; see `linger_at_close`."""
-        if self._lingers:
-            self._last_scrape.wait(self._settings.metrics_linger, self._wakeup)
-        self._unannounce()
-        if self._server is not None:
-            self._server.close()
+        """Show no more, if need be after a last scrape; see `linger_at_close`.
+
+        A signal ends that wait. In a launcher it does no more: the job is over, and so is what decides the exit code. A program
+        that has started the job gets it again, as if nobody had waited: from torch's handler that is a SignalException.
+        """
+        told = self._serving.close() if self._serving is not None else ()
+        if self._job is not None:
+            self._job.close(0.0)
+        if not exits.is_launcher():
+            for number in told:
+                signal.raise_signal(number)

@@ -84,11 +84,11 @@ def _create(
 
         known = settings.read(params.config, os.environ)
         begin(known)
-        from elastic_ext.agent import observation
+        from elastic_ext.agent import serving
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
 
-        observation.check(known)
+        serving.check(known)
         handler = handler_class()(params, known)
         torch_private.install_agent(Supervisor, handler)
         return handler

@@ -13,6 +13,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.companions import JobCompanions
+from elastic_ext.agent.drain import DrainWatch
 from elastic_ext.agent.hangs import HangHandling
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound
@@ -65,7 +66,7 @@ class RoundStart:
             if progress is not None:
                 undo.callback(progress.remove)
             told = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
-            companions.observation.goodput.round_begins(told, resumed.step)
+            companions.observation.goodput.round_begins(told, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, descriptors.restore_user_limit):
                 pids = start_processes()
@@ -131,7 +132,8 @@ class RoundStart:
         ending = EndingWorkers(progress, processes.pids, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        return RunningRound(workers, ending, warm, resumed, hangs, saves, companions.round_companions)
+        others = [DrainWatch(self._handler, saves, settings), *companions.round_companions]
+        return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 
     @property
     def _store_at(self) -> tuple[str, int]:

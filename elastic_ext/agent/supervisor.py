@@ -25,7 +25,7 @@ from elastic_ext.agent.start import RoundStart
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
-from elastic_ext.base.errors import BadCheckpoints, RoundOver, usage_errors_exit
+from elastic_ext.base.errors import BadCheckpoints, NodeDrained, RoundOver, usage_errors_exit
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals
 from elastic_ext.base.wakeup import readable
@@ -93,10 +93,11 @@ class Supervisor(TorchAgent):
             try:
                 result = super().run(role)
                 clean = result is not None and not result.is_failed()
-            except SignalException as error:
-                self._verdicts.publish_signal(error, self._companions.host)
+            except (SignalException, NodeDrained) as error:
+                self._verdicts.publish_leaving(error, self._companions.host)
+                self._close_round()
                 # The job stays open: the others form a round without this node at once, not only when its lease expires.
-                self._companions.leave(self._handler)
+                self._companions.leave(self._handler, error)
                 raise
             finally:
                 self._handler.on_event = self._handler.on_wait = lambda: None
@@ -223,7 +224,7 @@ class Supervisor(TorchAgent):
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
-        self._metrics.round_started(self._handler.round, self.group.workers[0].world_size)
+        self._companions.observation.joined(self.group, self._handler.round, self._resume.step)
         self._companions.journal.joined(self.group, self._resume)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from elastic_ext.agent import exits, report
 from elastic_ext.base import kinds
+from elastic_ext.base.errors import NodeDrained
 from elastic_ext.base.kinds import Kind
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
@@ -79,7 +80,14 @@ class Verdicts:
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
         return self.stop(verdict, verdict.decision, report.remote_failure(verdict))
 
-    def publish_signal(self, error: SignalException, host: HostProbe) -> None:
+    def publish_leaving(self, error: SignalException | NodeDrained, host: HostProbe) -> None:
+        """Publish the verdict of what has this agent leave a job that goes on."""
+        if isinstance(error, NodeDrained):
+            self._publish_drain(error)
+        else:
+            self._publish_signal(error, host)
+
+    def _publish_signal(self, error: SignalException, host: HostProbe) -> None:
         """Publish the verdict of a signal that ends this agent. The platform says who sent it, which decides the exit code."""
         if exits.verdict_code() is not None:
             return  # the job has already ended
@@ -89,6 +97,12 @@ class Verdicts:
         if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)
+
+    def _publish_drain(self, error: NodeDrained) -> None:
+        """Publish that an operator has told this node to leave, and log it: its one line in place of a traceback."""
+        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
+        code = self._publish(verdict, verdict.decision)
+        logger.warning("elastic_ext: %s; exit code %s", error, code)
 
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""

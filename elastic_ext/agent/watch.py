@@ -97,9 +97,11 @@ class RoundWatch:
         if over.kind is EndKind.STALLED:
             self._companions.observation.hung()
         if hung:
-            self._companions.observation.acts(self._running.quiet_since())
-            self._companions.journal.hung(self._running.examine_hung())
+            quiet_since = self._running.quiet_since()
+            self._companions.observation.acts(quiet_since)
+            self._companions.journal.hung(self._running.examine_hung(), quiet_since)
         self._stop(0.0 if hung else None)  # a worker that waits forever cannot end cleanly
+        self._companions.observation.round_ended(over.reason)
         if not hung and not postmortem.failed_by_itself(self._running.workers):
             return None
         self._companions.host.start_asking()

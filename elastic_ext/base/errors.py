@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from elastic_ext.base.printable import shown
 
+EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
 _PUBLIC = "elastic_ext.errors"  # the public module of some errors, which tracebacks, evidence and the users' rules show
 
@@ -51,6 +52,21 @@ class RanksMissing(ElasticExtError):
 
 class NodeRefused(ElasticExtError):
     """This host had to leave the job and may not come back yet."""
+
+
+class NodeDrained(NodeRefused):
+    """An operator has told this node to leave the job (`elastic-ext drain`).
+
+    Attributes:
+        reason: of the operator.
+        step: of the checkpoint that was saved before; None: unknown, or none was.
+    """
+
+    def __init__(self, reason: str, refused_s: int, step: int | None) -> None:
+        """refused_s: for how long this host may not come back."""
+        saved = f" after the checkpoint of step {step}" if step is not None else ""
+        super().__init__(f"told to leave the job{saved}: {reason}; this host may not come back for {refused_s} s")
+        self.reason, self.step = reason, step
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated
 
 from elastic_ext.base import records
-from elastic_ext.base.records import NameOrEmpty, Within
+from elastic_ext.base.records import Count, NameOrEmpty, Within
 
 SCHEMA = 1
 
@@ -57,6 +57,17 @@ class StateSeconds:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a checkpoint lies in the job. step: its own, as it was saved. at: optimizer steps of the job up to it."""
+
+    step: _Amount
+    at: _Amount
+
+
+KEPT_POSITIONS = 4  # of a sum; a job resumes from the newest checkpoint, or from one before, if that is damaged
+
+
+@dataclass(frozen=True)
 class Spent:
     """What one node, or all of them, have spent.
 
@@ -65,7 +76,8 @@ class Spent:
         starts: rounds whose workers have run.
         interruptions: those of them that did not end well.
         saves: committed checkpoints, as each node saw them.
-        reached: the highest step that was reached.
+        reached: the most optimizer steps of the job that were reached.
+        positions: of the newest checkpoints, in order.
     """
 
     seconds: tuple[StateSeconds, ...] = ()
@@ -73,6 +85,7 @@ class Spent:
     interruptions: _Amount = 0
     saves: _Amount = 0
     reached: _Amount = 0
+    positions: tuple[Position, ...] = ()
 
     @property
     def by_state(self) -> dict[str, float]:
@@ -104,6 +117,7 @@ class Spent:
             self.interruptions + other.interruptions,
             self.saves + other.saves,
             max(self.reached, other.reached),
+            newest_positions((*self.positions, *other.positions)),
         )
 
     def since(self, before: Spent) -> Spent:
@@ -115,6 +129,7 @@ class Spent:
             max(0, self.interruptions - before.interruptions),
             max(0, self.saves - before.saves),
             self.reached,
+            self.positions,
         )
 
 
@@ -122,8 +137,14 @@ class Spent:
 class Shared:
     """What the agents of a job have shared: the sum, over this many hosts."""
 
-    spent: Spent
-    hosts: int = 0
+    spent: Spent = field(default_factory=Spent)
+    hosts: Count = 0
+
+
+def newest_positions(positions: Iterable[Position]) -> tuple[Position, ...]:
+    """Return those of the newest checkpoints. One that is named again, later, was saved anew."""
+    by_step = {each.step: each for each in positions}
+    return tuple(sorted(by_step.values(), key=lambda each: each.at)[-KEPT_POSITIONS:])
 
 
 def seconds_of(by_state: Mapping[str, float]) -> tuple[StateSeconds, ...]:
@@ -162,6 +183,16 @@ def encode(record: HostRecord) -> str:
 def decode(text: str | bytes, what: str) -> HostRecord:
     """Read a record. what: its key or file, for error messages. Raises RecordError."""
     return records.read(HostRecord, text, what, SCHEMA)
+
+
+def encode_sum(shared: Shared) -> str:
+    """Return a sum as JSON."""
+    return json.dumps({"schema": SCHEMA, **records.plain(shared)}, separators=(",", ":"))
+
+
+def decode_sum(text: str | bytes, what: str) -> Shared:
+    """Read a sum. what: its key, for error messages. Raises RecordError."""
+    return records.read(Shared, text, what, SCHEMA)
 
 
 def total(found: Mapping[str, HostRecord]) -> Spent:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.cli import checkpoints, explain
+from elastic_ext.cli import checkpoints, drain, explain, status, timeline
 from elastic_ext.cli.terminal import print_error
 
 
@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 78 for wrong usage or input, with one line on stderr for each error; 1 if `checkpoints verify` or `cp` found
-        damage; 75 if `checkpoints save` got no save.
+        damage; 75 if `checkpoints save` got no save; 69 if `timeline` finds no such job; `status` and `drain` have codes of
+        their own (their MEANINGS).
     """
     log_records.install()
     args = parser().parse_args(argv)
@@ -39,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     options = _Parser(prog="elastic-ext", description="Tools for jobs that run under elastic_ext.")
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
     explain.add_command(commands)
+    status.add_command(commands)
+    timeline.add_command(commands)
+    drain.add_command(commands)
     checkpoints.add_command(commands)
     examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would know about its failures")
     examine.description = (

@@ -258,12 +258,12 @@ class Caller:
             connection = self.endpoints.current() if only is None else only.connection
             try:
                 answer = self._attempt(connection, send, run, leader)
-                self.observer.called(time.monotonic() - run.began, True)
+                self.observer.called(time.monotonic() - run.began, True, connection.name)
                 return answer
             except CallFailed as error:
                 failed = error.failure
                 if not self.closed.is_set():  # else it was canceled
-                    self.observer.called(time.monotonic() - run.began, failed.kind not in errors.TRANSIENT)
+                    self.observer.called(time.monotonic() - run.began, failed.kind not in errors.TRANSIENT, connection.name)
             except ValueError as error:
                 if not self.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
                     raise

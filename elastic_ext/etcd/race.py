@@ -97,8 +97,10 @@ def _first_answer(
             refused.add(connection)
             continue
         if not isinstance(answer, EtcdError):
-            if connection is not first and (first in failed or first in refused or not _answers_soon(answers, first)):
-                caller.endpoints.prefer(connection, instead_of=first, silent=first not in refused)
+            if connection is not first:
+                well = False if first in refused else None if first in failed else _answers_soon(answers, first)
+                if not well:
+                    caller.endpoints.prefer(connection, instead_of=first, silent=well is None)
             return answer
         running -= 1
         failed[connection] = answer
@@ -122,13 +124,13 @@ def _start(threads: Threads, run: Callable[[Connection], None], connection: Conn
     return 1
 
 
-def _answers_soon(answers: queue.SimpleQueue[_Answer[T]], first: Connection) -> bool:
-    """Return whether the first connection answers as well, within GRACE_S."""
+def _answers_soon(answers: queue.SimpleQueue[_Answer[T]], first: Connection) -> bool | None:
+    """Return whether the first connection answers well within GRACE_S, rather than with an error; None if it is silent."""
     end = time.monotonic() + GRACE_S
     while True:
         try:
             connection, answer = answers.get(timeout=left_s(end))
         except queue.Empty:
-            return False
+            return None
         if connection is first:
-            return not isinstance(answer, (EtcdError, RpcFailure))
+            return None if isinstance(answer, Unavailable) and answer.silent else not isinstance(answer, (EtcdError, RpcFailure))

@@ -23,7 +23,7 @@ class Circumstances:
     Attributes:
         nodes: number of nodes present now, including those with a report and spares.
         min_nodes: minimum number of nodes of the job.
-        lost: ids of the round's nodes that are gone or were cut off; they explain any cascade.
+        lost: ids of the round's nodes that are gone, were cut off or were told to leave; they explain any cascade.
         charges: restarts charged within the budget's window; None without a window, when all count.
         reaches: what nodes told of their connections while the job hung, by id, besides what the reports say: connections may be
             gone by the time of a report.
@@ -97,7 +97,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         past = history.precedents(now, ledger.failures, _budget(ledger, now, circumstances).charged)
         return _cut_off(reports, found, [each.lasting_cut for each in past])
     if circumstances.lost and report.follows:
-        reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost or cut off"
+        reason = f"{report.diagnosis.reason}: node {circumstances.lost[0]} was lost, cut off or told to leave"
         cause = replace(cause, response=Response.RESTART_FREE, reason=reason)
     return node, cause
 

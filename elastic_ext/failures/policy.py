@@ -105,6 +105,11 @@ class Decision:
     delay_s: Seconds = 0.0
     cold: bool = False
 
+    @property
+    def word(self) -> str:
+        """Return it in one word: the response of the job or, without one, the action of the agent."""
+        return str((self.response or self.action).value)
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -74,6 +74,19 @@ EVENTS: dict[str, Event] = {
         ),
     ),
     "node_refused": Event("The job does not take this node back yet.", (_REASON,)),
+    "node_drained": Event(
+        "This node leaves the job because an operator has told it to.",
+        (
+            _REASON,
+            Field(
+                "step",
+                INTEGER,
+                "step of the checkpoint that was saved before; null: unknown, or none was",
+                "steps",
+                optional=True,
+            ),
+        ),
+    ),
     "round_started": Event(
         "This node has joined a round and knows the checkpoint to resume from.",
         (
@@ -146,11 +159,28 @@ EVENTS: dict[str, Event] = {
             _REASON,
         ),
     ),
+    "etcd_unavailable": Event(
+        "`ext_etcd`: no member of etcd has answered for half of `lease_ttl`. Training goes on.",
+        (
+            Field("endpoint", TEXT, "address of the member that was asked last"),
+            Field("seconds", NUMBER, "since the first call that failed", _SECONDS),
+        ),
+    ),
+    "etcd_available": Event(
+        "`ext_etcd`: etcd answers again; only after `etcd_unavailable`.",
+        (
+            Field("endpoint", TEXT, "address of the member that answers"),
+            Field("seconds", NUMBER, "how long none did", _SECONDS),
+        ),
+    ),
     "hang": Event(
         "The job hangs, and this agent has looked at its workers.",
         (
             Field("culprits", INTEGERS, "ranks of this node that the others wait for, by what this node knows"),
             Field("reasons", TEXTS, "what each of them does"),
+            Field(
+                "seconds", NUMBER, "since a worker of this node last gave a sign of life; null: unknown", _SECONDS, optional=True
+            ),
         ),
     ),
     "failure": Event(
@@ -184,6 +214,7 @@ EVENTS: dict[str, Event] = {
             Field("restarts", INTEGER, "restarts charged so far, with this one"),
             Field("max_restarts", INTEGER, "budget of the job; -1: no limit, or not known to this verdict"),
             Field("delay", NUMBER, "wait before the restart", _SECONDS),
+            Field("phases", NUMBERS, "time by phase since the end of training on this node, as in `recovered`", _SECONDS),
             Field("exit_code", INTEGER, "exit code of this agent; null: it goes on", optional=True),
         ),
     ),
@@ -207,10 +238,10 @@ EVENTS: dict[str, Event] = {
         (Field("count", INTEGER, "how many"),),
     ),
     "agent_ended": Event(
-        "The last event of an agent that was not killed.",
+        "The agent ends; after a signal, copies of checkpoints that are still under way may follow.",
         (
             Field("exit_code", INTEGER, "exit code of the process, as far as the agent decides it"),
-            Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled` or `error` (any other exception)"),
+            Field("state", TEXT, "`succeeded`, `failed` (by a verdict), `signalled`, `drained` or `error` (any other exception)"),
             Field("error", TEXT, "the exception that ended it", optional=True),
         ),
     ),

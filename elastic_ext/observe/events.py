@@ -17,7 +17,6 @@ from elastic_ext.observe.outbox import MOST, Outbox
 logger = logging.getLogger(__name__)
 
 STDOUT = "stdout"
-FLUSH_S = 2.0  # for the last events; a file server that does not answer must not hold up a restart by the platform
 DROPPED = "events_dropped"
 
 
@@ -109,10 +108,10 @@ class Events:
         except ValueError as error:  # a mistake in this package, which tests find; the job matters more
             logger.error("events: %s; it is not written", error)
 
-    def close(self) -> None:
-        """Write what waits, for FLUSH_S at most; later events are not written."""
-        if self._outbox is not None and not self._outbox.close(FLUSH_S):
-            logger.warning("events: %s does not take the last events", self._path)
+    def close(self, limit_s: float) -> None:
+        """Write what waits, for limit_s seconds at most; later events are not written."""
+        if self._outbox is not None and not self._outbox.close(limit_s):
+            logger.warning("events: %s does not take the last events within %.1f s", self._path, limit_s)
 
     def _end(self) -> None:
         assert self._file is not None

@@ -110,6 +110,9 @@ JOB = {
         known=_known(*STATES),
         most=str(len(STATES)),
     ),
+    "elastic_ext_ended_timestamp_seconds": Family(
+        GaugeMetricFamily, "When the agent's part of the job ended; absent before that.", unit="seconds"
+    ),
     "elastic_ext_worker_starts": Family(
         CounterMetricFamily,
         "Workers started: warm (from a standby) or cold, with the reason for a cold start.",

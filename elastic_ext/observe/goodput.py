@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import Spent, seconds_of
+from elastic_ext.base.goodput import Position, Spent, seconds_of
 from elastic_ext.observe import families
 
 WAITS_FOR_NODES_S = 2.0  # a thousand nodes that are all there form a round in 1.3 s: what takes longer waits for some
@@ -38,8 +38,9 @@ class WorkerTime:
         spent: settled seconds, by state.
         now_in: the state of what is not settled.
         step_s: mean time from one step to the next; math.inf before the second.
-        finished: its script has ended well.
-        saves: committed checkpoints. tokens, flops: as the script reports them.
+        finished: its script has ended well. failed_at: when it ended otherwise; 0: it did not.
+        saves: committed checkpoints. saved: the last of them, after so many of this worker's steps.
+        tokens, flops: as the script reports them.
     """
 
     began_at: float = 0.0
@@ -48,9 +49,11 @@ class WorkerTime:
     steps: int = 0
     step_s: float = math.inf
     finished: bool = False
+    failed_at: float = 0.0
     saves: int = 0
     tokens: int = 0
     flops: float = 0.0
+    saved: Position | None = None
 
     def settled(self, since: float, until: float) -> dict[str, float]:
         """Return the settled seconds between two moments. What was settled before `since` is start-up, as far as there is any."""
@@ -115,17 +118,22 @@ class Ledger:
         self._counts = Spent()
         self._shown = dict(self._by_state)
         self._tails: list[Tail] = []
-        self._resumed_at: int | None = None
+        self._resumed_at: int | None = None  # optimizer steps of the job before this round's first
         self._tokens, self._flops = 0, 0.0
 
     def resume(self, step: int | None) -> int:
-        """Note where the next round starts; return how many of its steps are not new. step: None if it is not known."""
-        self._resumed_at = step
-        return max(0, int(self._counts.reached) - step) if step is not None else 0
+        """Note where the next round starts; return how many of its optimizer steps are not new.
 
-    def reach(self, step: float) -> None:
-        """Note that other agents of this job have reached this step."""
-        self._counts = replace(self._counts, reached=max(self._counts.reached, step))
+        step: of the checkpoint; None if it is not known.
+        """
+        self._resumed_at = position_of(step, self._counts.positions) if step is not None else None
+        return max(0, int(self._counts.reached) - self._resumed_at) if self._resumed_at is not None else 0
+
+    def learn(self, others: Spent) -> None:
+        """Note how far other agents of this job have come, and which checkpoints they have seen."""
+        counts = self._counts
+        positions = goodput.newest_positions((*others.positions, *counts.positions))
+        self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
     def enter(self, state: str, now: float, workers: Sequence[WorkerTime] | None = None) -> None:
         """Note what the agent does from now on.
@@ -160,6 +168,7 @@ class Ledger:
             settled = _mean(workers, self._since, now)
             unsettled_s += max(0.0, now - self._since - sum(settled.values()))
             counts = self._counted(workers or ())
+            self._counts = replace(self._counts, positions=counts.positions)  # the workers show only their last one
             tokens, flops = tokens + sum(each.tokens for each in workers or ()), flops + sum(each.flops for each in workers or ())
         else:
             settled = self._own(now)
@@ -187,6 +196,10 @@ class Ledger:
             settled, share = each.settled(self._since, now), 1 / len(workers or ())
             self._add(settled, share)
             left_s = max(0.0, ran_s - sum(settled.values()))
+            if each.failed_at:  # from then on the process only ends
+                ending_s = min(left_s, max(0.0, now - each.failed_at))
+                self._add({goodput.STOPPING: ending_s}, share)
+                left_s -= ending_s
             self._tails.append(Tail(each.now_in, left_s, each.step_s, rest, share))
         counts = self._counted(workers or ())
         self._counts = replace(counts, starts=counts.starts + 1, interruptions=counts.interruptions + (not well))
@@ -200,11 +213,32 @@ class Ledger:
         steps = max(each.steps for each in workers)
         reached = self._resumed_at + steps if self._resumed_at is not None else 0
         saves = max(each.saves for each in workers)
-        return replace(self._counts, saves=self._counts.saves + saves, reached=max(self._counts.reached, reached))
+        before, counts = self._resumed_at, self._counts
+        saved = [each.saved for each in workers if each.saved is not None] if before is not None else []
+        positions = (*counts.positions, *(Position(each.step, (before or 0) + each.at) for each in saved))
+        return replace(
+            counts,
+            saves=counts.saves + saves,
+            reached=max(counts.reached, reached),
+            positions=goodput.newest_positions(positions),
+        )
 
     def _add(self, by_state: Mapping[str, float], share: float = 1.0) -> None:
         for state, seconds in by_state.items():
             self._by_state[state] += seconds * share
+
+
+def position_of(step: int, known: Sequence[Position]) -> int:
+    """Return how many optimizer steps of the job are in the checkpoint of this step.
+
+    Scripts number their checkpoints as they like: by optimizer step, by iteration with two optimizers, by epoch. What was seen of
+    others tells how many optimizer steps a number stands for; if nothing was, one.
+    """
+    by_step = {each.step: each.at for each in known}
+    if step in by_step:
+        return int(by_step[step])
+    nearest = min((each for each in known if each.step > 0), key=lambda each: abs(each.step - step), default=Position(1, 1))
+    return round(step * nearest.at / nearest.step)
 
 
 def _mean(workers: Sequence[WorkerTime] | None, since: float, until: float) -> dict[str, float]:

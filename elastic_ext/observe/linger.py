@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -47,39 +47,47 @@ class LastScrape:
         if (wakeup := self._wakeup) is not None:
             wakeup.set()
 
-    def wait(self, timeout_s: float, wakeup: Wakeup) -> None:
+    def wait(self, timeout_s: float, wakeup: Wakeup) -> Sequence[int]:
         """Wait until it has come, for timeout_s at most, or until a signal tells this process to end.
 
-        The signal does nothing else: what ends this process, and its exit code, are settled. wakeup: signals wake it.
+        wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
-        with _harmless_signals():
+        with _harmless_signals() as told:
             if not self._seen.is_set():  # shown, because the agent seems to hang
                 logger.warning(
                     "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
                 )
             while not self._seen.is_set() and (left_s := deadline - time.monotonic()) > 0:
                 readable(wakeup, left_s)
-                told = wakeup.clear().intersection(SIGNALS)
+                wakeup.clear()
                 if told:
-                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(min(told)).name)
+                    logger.info("metrics: %s ends the wait for a last scrape", signal.Signals(told[0]).name)
                     break
             else:
                 if not self._seen.is_set():
                     logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
         self._wakeup = None
+        return told
 
 
 @contextmanager
-def _harmless_signals() -> Iterator[None]:
-    """Inside this context these signals only wake. Only the main thread may change that; agents of other threads get none."""
+def _harmless_signals() -> Iterator[list[int]]:
+    """Inside this context these signals only wake, and go into the list that it yields; those that are ignored stay so.
+
+    Only the main thread may change that; agents of other threads get none.
+    """
+    told: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield told
         return
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    # None: a handler that is not Python's, and could not be put back.
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
     try:
-        yield
+        for number in before:
+            signal.signal(number, lambda number, _: told.append(number))
+        yield told
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            signal.signal(number, handler)

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
+from elastic_ext.observe.agent_state import AgentState
 from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
 from elastic_ext.observe.recovery import Recovery
 
@@ -82,6 +83,9 @@ class UnixClock:
             self._ahead_s = ahead_s
         return round(monotonic_s + self._ahead_s, 3)
 
+    def at_if_any(self, monotonic_s: float | None) -> float | None:
+        return self.at(monotonic_s) if monotonic_s is not None else None
+
 
 class AgentMetrics(Collector):
     """The metrics of one agent, in its own registry, with those of its process. Any thread may call any method.
@@ -94,6 +98,9 @@ class AgentMetrics(Collector):
         cold_reasons: all reasons for a cold start.
         gpus: returns at once the UUID of each worker's GPU, by local rank, "" if unknown. Called at each scrape.
         progress: called at each scrape, in the scrape's thread. It should not raise, which would fail the whole scrape.
+
+    Attributes:
+        progress: as given. state: what the agent does.
     """
 
     def __init__(
@@ -110,7 +117,7 @@ class AgentMetrics(Collector):
         info = {"version": version, "torch": torch, "run_id": run_id, "node": node or platform.node()}
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
-        self._progress = progress
+        self.progress = progress
         self._clock = UnixClock()
         # Re-entrant: a signal handler that calls put_metric may interrupt the thread that holds the lock.
         self._lock = threading.RLock()
@@ -118,11 +125,10 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery = Recovery()
+        self._recovery, self._full = Recovery(), False
         self._phases = {phase: Histogram() for phase in PHASES}
         self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
-        self._full = False
-        self._state = ""
+        self.state = AgentState()
         self.enter("rendezvous")
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -139,27 +145,32 @@ class AgentMetrics(Collector):
             values = self._values["elastic_ext_agent_state"]
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
-            self._state = state
-            self._recovery.entered(state, time.monotonic())
+            self.state.enter(state, now := time.monotonic())
+            self._recovery.entered(state, now)
+            if state == families.ENDED:
+                self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
     def not_ready(self) -> str:
         """Return why the workers of this node do not run now; "" if they do."""
-        return "" if self._state == families.RUNNING else f"not ready: {self._state}"
+        return "" if self.state.name == families.RUNNING else f"not ready: {self.state.name}"
 
     def status(self) -> dict[str, object]:
         """Return what /status.json shows."""
         with self._lock:
             number, world = (int(self._values[f"elastic_ext_{name}"][()]) for name in ("round", "world_size"))
-        return {"schema": 1, **self._info, "state": self._state, "round": number, "world_size": world}
+        return {"schema": 1, **self._info, "state": self.state.name, "round": number, "world_size": world}
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
         self._add("elastic_ext_restarts", (kind if kind in RESTART_KINDS else OTHER,))
 
-    def failed(self, kind: str, charged: int, limit: int) -> None:
-        """Count a failure. kind: of the diagnosis. charged, limit: restarts of the job's budget; a negative limit is none."""
+    def failed(self, kind: str) -> None:
+        """Count a failure. kind: of the diagnosis."""
+        self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
+
+    def budget(self, charged: int, limit: int) -> None:
+        """Set what a verdict says of the job's budget of restarts. A negative limit is none."""
         with self._lock:
-            self._add("elastic_ext_failures", (kind if kind in KINDS else OTHER,))  # the kind may come from another agent
             if charged or limit >= 0:  # else the verdict of one node, which does not know the job's budget
                 self._values["elastic_ext_restarts_charged"][()] = charged
             if limit >= 0:
@@ -226,10 +237,8 @@ class AgentMetrics(Collector):
             self._add("elastic_ext_checkpoint_copies", (COPIED,), int(complete))
             self._add("elastic_ext_checkpoint_copies", (FAILED,), int(failed))
             self._values["elastic_ext_checkpoint_copy_lag_steps"] = {(): lag_steps} if lag_steps is not None else {}
-            waiting = self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"]
-            waiting.clear()
-            if lag_s > 0:
-                waiting[()] = self._clock.at(now - lag_s)
+            waits: dict[Labels, float] = {(): self._clock.at(now - lag_s)} if lag_s > 0 else {}
+            self._values["elastic_ext_checkpoint_uncopied_since_timestamp_seconds"] = waits
             if complete:
                 self._values["elastic_ext_checkpoint_last_copy_timestamp_seconds"][()] = self._clock.at(now)
 
@@ -279,7 +288,7 @@ class AgentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
-        workers = self._progress()
+        workers = self.progress()
         whole = len(workers) == self._values["elastic_ext_workers"]["running",]  # others are still in their bootstrap
         if workers and whole and all(each.first_step_at is not None for each in workers):
             self.first_steps(max(each.first_step_at or 0.0 for each in workers), max(each.loading_s for each in workers))
@@ -318,19 +327,16 @@ class AgentMetrics(Collector):
             cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
             add("_steps", labels, each.steps)
             add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
-            add("_last_step_timestamp_seconds", labels, self._unix(each.last_step_at))
+            add("_last_step_timestamp_seconds", labels, self._clock.at_if_any(each.last_step_at))
             add("_step_skew_ratio", labels, each.skew)
             add("_saved_step", labels, each.saved_step)
-            add("_last_save_timestamp_seconds", labels, self._unix(each.saved_at))
+            add("_last_save_timestamp_seconds", labels, self._clock.at_if_any(each.saved_at))
             add("_checkpoint_saves", (*labels, SAVED), each.saves)
             add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
             add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
             add_times("_checkpoint_load_seconds", labels, each.loads, each.loading_s)
             add_times("_checkpoint_verify_seconds", labels, each.checks, each.checking_s)
         yield from found.values()
-
-    def _unix(self, monotonic_s: float | None) -> float | None:
-        return self._clock.at(monotonic_s) if monotonic_s is not None else None
 
 
 class Histogram:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib import resources
 
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
 from elastic_ext.observe.cpu_budget import CpuBudget
 
-METRICS, HEALTH, READY, STATUS = "/metrics", "/healthz", "/readyz", "/status.json"
+METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/status.json", "/job.json"
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
-CPU_SHARE = 0.1  # of a core, for making the page of the metrics: some 20 times a second with two workers
-CPU_BURST_S = 0.5
+CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times a second with two workers
+CPU_BURST_S = 0.1
 
 # What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
 _OPENMETRICS = "application/openmetrics-text"
 _FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
 _ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
+_PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,36 @@ def _known_format(accept: str) -> str:
     return ""
 
 
-def of_agent(registry: CollectorRegistry, not_ready: Callable[[], str], status: Callable[[], Mapping[str, object]]) -> Pages:
+def of_job(document: Callable[[], bytes]) -> Pages:
+    """Return the page of the whole job, and the document that it polls."""
+    html = resources.files(__package__).joinpath("job.html").read_text("utf-8")
+    headers = (f"Content-Security-Policy: {_policy(html)}", *_PRIVATE)
+    page = Page(HTTPStatus.OK, HTML, html.encode(), headers)
+    return {"/": lambda _: page, JOB: lambda _: Page(HTTPStatus.OK, JSON, document(), _PRIVATE)}
+
+
+def _policy(html: str) -> str:
+    """Return what a browser may do for the page: run its own script and style, ask this agent, nothing else."""
+    of_script, of_style = (
+        base64.b64encode(hashlib.sha256(html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0].encode()).digest()).decode()
+        for tag in ("script", "style")
+    )
+    own = f"script-src 'sha256-{of_script}'; style-src 'sha256-{of_style}'; connect-src 'self'"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def of_agent(
+    registry: CollectorRegistry,
+    not_ready: Callable[[], str],
+    status: Callable[[], Mapping[str, object]],
+    job: Callable[[], bytes] | None = None,
+) -> Pages:
     """Return all pages of an agent.
 
     Args:
         not_ready: why its workers do not run now; "" if they do.
-        status: what the agent knows of its node and the job, as JSON has it.
+        status: what the agent knows of its node, as JSON has it.
+        job: the status of the whole job as JSON; None: `/` only lists the other pages.
     """
 
     def ready(_: str) -> Page:
@@ -110,6 +138,8 @@ def of_agent(registry: CollectorRegistry, not_ready: Callable[[], str], status: 
         STATUS: lambda _: Page(HTTPStatus.OK, JSON, json.dumps(status()).encode()),
         **of_metrics(registry),
     }
+    if job is not None:
+        return {**of_job(job), **pages}
     links = "".join(f'<li><a href="{path}">{path[1:]}</a>' for path in pages)
     index = f"<!DOCTYPE html><title>elastic_ext</title><ul>{links}</ul>\n".encode()
     return {"/": lambda _: Page(HTTPStatus.OK, HTML, index), **pages}

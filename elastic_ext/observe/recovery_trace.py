@@ -5,6 +5,7 @@ Counts as `recovery.Recovery` does: if the workers fail again before their first
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_ext.observe.families import FIRST_STEP, MEMBERSHIP
@@ -54,10 +55,14 @@ class Course:
 
     def seconds(self) -> dict[str, float]:
         """Return how long each phase took in all."""
-        found: dict[str, float] = {}
-        for each in self.phases:
-            found[each.name] = found.get(each.name, 0.0) + each.end - each.begin
-        return found
+        return _seconds(self.phases)
+
+
+def _seconds(phases: Iterable[Phase]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in phases:
+        found[each.name] = found.get(each.name, 0.0) + each.end - each.begin
+    return found
 
 
 class RecoveryTrace:
@@ -102,6 +107,10 @@ class RecoveryTrace:
             return None
         self._next("", max(at, self._since))
         return self._ended(recovered=True)
+
+    def seconds(self, now: float) -> dict[str, float]:
+        """Return how long each phase of the recovery that is under way took so far."""
+        return _seconds([*self._phases, *([Phase(self._current, self._since, now)] if self._current else [])])
 
     def given_up(self, now: float) -> Course | None:
         """Note that the agent ends. Return the recovery that was under way; it ended when the workers ran again, if they did.

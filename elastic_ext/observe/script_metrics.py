@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -87,15 +87,19 @@ class ScriptMetrics(Collector):
         os.mkdir(directory, 0o700)
         self._directory = directory
         self._lock = threading.Lock()
-        self._round = NO_ROUND
+        self._round = self._begun = NO_ROUND  # that whose gauges are shown; the last one that began
         self._processes: dict[str, _Process] = {}  # by file name
         self._ended: dict[SeriesKey, Values] = {}
+        self._left: dict[tuple[int, str], Values] = {}  # gauges of ended processes of the round, by rank and name
         self._known = _Known()
         self._looked_at = 0.0
 
     def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
         """Return what a worker has to know; see workers.worker_env. From now on the gauges of this round are shown."""
-        self._round = round
+        with self._lock:
+            if round != self._begun:
+                self._left.clear()
+            self._round = self._begun = round
         return {"metrics": os.path.join(self._directory, f"{round}.{local_rank}.{rank}")}
 
     def round_ended(self) -> None:
@@ -103,6 +107,23 @@ class ScriptMetrics(Collector):
         with self._lock:
             self._round = NO_ROUND
             self._look()
+
+    def gauges(self, rank: int) -> dict[str, float]:
+        """Return the gauges without labels of this rank in this round, or until the next one begins, in the last one."""
+        with self._lock:
+            self._look()
+            found = {name: values for (whose, name), values in self._left.items() if whose == rank}
+            for process in self._processes.values():
+                if process.round == self._begun and process.rank == rank:
+                    for name, values in self._gauges_of(process):
+                        found[name] = set_last(found.get(name), values)
+        return {name: values[0] for name, values in found.items()}
+
+    def _gauges_of(self, process: _Process) -> Iterator[tuple[str, Values]]:
+        """Yield those of a process that have no labels."""
+        for (name, labels), values in process.values.items():
+            if not labels and self._known.definitions[name].kind == GAUGE:
+                yield name, values
 
     def look(self) -> None:
         """Take in what ended processes have left, unless that was done lately. Cheap enough for the agent's loop."""
@@ -151,6 +172,9 @@ class ScriptMetrics(Collector):
             self._read(process)
             if not runs:
                 del self._processes[name]
+                if process.round == self._begun:
+                    for gauge, values in self._gauges_of(process):
+                        self._left[process.rank, gauge] = set_last(self._left.get((process.rank, gauge)), values)
                 for key, values in process.values.items():
                     if self._known.definitions[key[0]].kind != GAUGE:
                         self._ended[key] = added(self._ended.get(key), values)

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 NAME = "elastic_ext"
 EXPORTER = "OTEL_TRACES_EXPORTER"
 ASKED_BY = (EXPORTER, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-FLUSH_S = 2.0  # for the last spans
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # names of the entry points
 
@@ -69,10 +68,10 @@ class Spans:
         if self._outbox is not None:
             self._outbox.put((course, time.time() - time.monotonic()))
 
-    def close(self) -> None:
-        """Send what waits, for FLUSH_S at most."""
-        if self._outbox is not None and not self._outbox.close(FLUSH_S):
-            logger.warning("OpenTelemetry: the last spans could not be sent within %g s", FLUSH_S)
+    def close(self, limit_s: float) -> None:
+        """Send what waits, for limit_s seconds at most."""
+        if self._outbox is not None and not self._outbox.close(limit_s):
+            logger.warning("OpenTelemetry: the last spans could not be sent within %.1f s", limit_s)
 
     def _send(self, item: tuple[Course, float]) -> None:
         course, ahead_s = item

@@ -11,13 +11,17 @@ process of a job should post.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 
 INT32_MAX = (1 << 31) - 1  # of estimatedRemainingSeconds; a greater number has the whole post refused
+MAX_TEXT = 64  # characters of a metric's name and value; a longer one has the whole post refused
+MAX_GAUGES = 32  # of the script; the format takes 256 metrics, and the status lives in the cluster's etcd
 NOT_DONE = 99  # the highest percentage of a job that has not ended well
 
 
@@ -71,8 +75,12 @@ class TrainerStatus:
         return json.dumps({"trainerStatus": status}).encode()
 
 
-def status_of(training: Training, state: State, now: float) -> TrainerStatus:
-    """Return the status to post. now: Unix time in seconds.
+def status_of(training: Training, state: State, now: float, gauges: Mapping[str, float]) -> TrainerStatus:
+    """Return the status to post.
+
+    Args:
+        now: Unix time in seconds.
+        gauges: what the script shows of itself, by name, e.g. its loss. The first MAX_GAUGES are posted.
 
     The percentage stays below 100 until the job has ended well. So it does with Hugging Face's callback, whose names of metrics
     these are. The time that is left does not count restarts that are still to come.
@@ -80,7 +88,8 @@ def status_of(training: Training, state: State, now: float) -> TrainerStatus:
     total = {"total_steps": training.total} if training.total is not None else {}
     step_s = {"step_seconds": f"{training.step_s:.6g}"} if training.step_s is not None else {}
     metrics = {"current_step": training.step, **total, **step_s, "restarts": training.restarts}
-    shown = tuple((name, str(value)) for name, value in metrics.items())
+    fitting = {name: f"{value:.6g}" for name, value in gauges.items() if name not in metrics and len(name) <= MAX_TEXT}
+    shown = *((name, str(value)) for name, value in metrics.items()), *itertools.islice(fitting.items(), MAX_GAUGES)
     return TrainerStatus(now, _percentage(training, state), _remaining_s(training, state), shown)
 
 

@@ -110,13 +110,17 @@ class Poster:
             self._changed = True
             self._news.notify()
 
-    def close(self, wait_s: float) -> None:
-        """Post a change that is not posted yet; give up after `wait_s` seconds."""
+    def end(self) -> None:
+        """Post a change that is not posted yet, now, and nothing more. Returns at once."""
         with self._news:
             self._closed = True
             self._news.notify()
+
+    def close(self, wait_s: float) -> None:
+        """The same, and wait for it; give up after `wait_s` seconds."""
+        self.end()
         if not self._ended.wait(wait_s):
-            logger.info("the last TrainJob status was not posted within %g s", wait_s)
+            logger.info("the last TrainJob status was not posted within %.1f s", wait_s)
             self._request.abort()
 
     def _run(self) -> None:

@@ -17,7 +17,8 @@ from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
-from elastic_ext.rendezvous.round_records import EndKind
+from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.round_records import Drain, EndKind
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
@@ -126,6 +127,13 @@ class Rendezvous(Protocol):
     def announce_leaving(self, reason: str) -> None:
         """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
+    @property
+    def drain(self) -> Drain | None:
+        """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """Tell that a checkpoint was published since the drain with this number was asked for. step: None if unknown."""
+
     def share_goodput(self, spent: Spent) -> Shared:
         """Add what this agent has spent since the last call; return the sum of the job as far as known. For a thread of its own.
 
@@ -152,6 +160,15 @@ class Rendezvous(Protocol):
     @property
     def may_linger(self) -> bool:
         """Whether this process may stay after `shutdown`: it holds nothing that the next start of the job needs."""
+
+    def show(self, report: str, last: bool) -> None:
+        """Show what this node tells of itself to whoever asks for the job's status. From a thread that may wait for seconds.
+
+        last: nothing follows. Raises ElasticExtError, OSError: the report is not shown.
+        """
+
+    def status(self) -> JobStatus:
+        """Return what can be known of the whole job, for people. As for `show`, from a thread that may wait."""
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

@@ -70,6 +70,10 @@ class LedgerFile:
     """A job's ledger on the local disk, or in memory if no path is given.
 
     Invariant: at any instant the file holds the whole old ledger or the whole new one.
+
+    Attributes:
+        ledger: a new one, if the file held that of a job that ended for good.
+        job_ended: whether it did. Somebody has looked at that job then, and what else it left counts no more, either.
     """
 
     def __init__(self, path: str | None, run_id: str) -> None:
@@ -80,10 +84,12 @@ class LedgerFile:
             raise UsageError(
                 f"ledger_file={path}: expected a regular file or a new path; this is a directory, a pipe or a device"
             )
-        self.ledger = self._read()
+        found = self._read()
+        self.job_ended = bool(found.verdicts) and not found.verdicts[-1].keeps_ledger
+        self.ledger = Ledger() if self.job_ended else found
 
     def _read(self) -> Ledger:
-        """Read the ledger. Ignore one of another run, or of a job that ended for good: somebody has looked at it."""
+        """Read the ledger. Ignore one of another run."""
         if self._path is None or not self._path.exists():
             return Ledger()
         if not self._path.is_file():  # reading a pipe would never end
@@ -91,11 +97,10 @@ class LedgerFile:
             return Ledger()
         try:
             record = json.loads(user_files.read_text(str(self._path), LEDGER_BYTES))
-            ledger = decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
+            return decode_ledger(record["ledger"]) if record["run_id"] == self._run_id else Ledger()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, RecordError) as error:
             logger.warning("ledger_file %s cannot be used; starting a new ledger: %s", self._path, printable(str(error)))
             return Ledger()
-        return Ledger() if ledger.verdicts and not ledger.verdicts[-1].keeps_ledger else ledger
 
     def write(self, ledger: Ledger) -> None:
         """Replace the ledger. If the file cannot be written, log that and keep the ledger in memory."""

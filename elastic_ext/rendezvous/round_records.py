@@ -61,6 +61,8 @@ class Node:
         quiet: the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not.
         addresses: its own that its workers use meanwhile.
         silent: other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
+        drained: number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
+        drained_at: step of that checkpoint; -1: unknown.
     """
 
     after: Count
@@ -83,6 +85,32 @@ class Node:
     quiet: Count = 0
     addresses: tuple[Name, ...] = ()
     silent: tuple[Name, ...] = ()
+    drained: Count = 0
+    drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A node that an operator has told to leave the job.
+
+    Attributes:
+        node, host: its id, and the name by which its host is refused afterwards.
+        number: `Header.drains_made` when it was asked for.
+        reason: of the operator, for people.
+        refused_s: for how long the host may not come back.
+        now: it does not wait for a checkpoint.
+        released: the leader has let the node go: no round has it any more.
+        step: of the checkpoint that was published before it was released; -1: unknown, or none was.
+    """
+
+    node: Name
+    host: Name
+    number: Count
+    reason: str = ""
+    refused_s: Annotated[int, Within(1, 10**9)] = 3600
+    now: bool = False
+    released: bool = False
+    step: Annotated[int, Within(-1, 2**63 - 1)] = -1
 
 
 @dataclass(frozen=True)
@@ -103,6 +131,8 @@ class Header:
             chosen. A new round begins with "", so that no choice outlives its round.
         job: name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
         end: how the round ended; None: as `state` says. Older versions do not write it.
+        drains: nodes that are to leave the job; those that have left stay here until the next round is sealed.
+        drains_made: number of changes to `drains` in this job.
     """
 
     round: Count = 0
@@ -119,6 +149,8 @@ class Header:
     resume: str = ""
     job: str = ""
     end: EndKind | None = None
+    drains: tuple[Drain, ...] = ()
+    drains_made: Count = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +180,9 @@ class Assignment:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: a leader of thousands of nodes writes thousands of records
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"), default=records.plain
+)  # made once: a leader of thousands of nodes writes thousands of records
 
 
 def encode(record: Node | Header | Assignment) -> bytes:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.failures import cuts
 from elastic_ext.failures.cuts import Reach, Silent
+from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
@@ -110,7 +111,15 @@ class Conclude:
     reason: str
 
 
-Action = Wait | Seal | End | Conclude
+@dataclass(frozen=True)
+class Release:
+    """Let these nodes, which an operator drains, leave the job, and refuse their hosts."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+Action = Wait | Seal | End | Conclude | Release
 
 
 def next_action(view: View, limits: Limits, now: float) -> Action:
@@ -134,9 +143,9 @@ def reports(view: View) -> tuple[str, ...]:
 
 
 def lost(view: View) -> tuple[str, ...]:
-    """Return the ids of members of the round that are gone, or have stopped their workers because they were cut off."""
-    number = view.header.round
-    return tuple(id_ for id_ in view.members if id_ not in view.nodes or view.nodes[id_].cut == number)
+    """Return the ids of members of the round that are gone, were released, or have stopped their workers as they were cut off."""
+    number, leaving = view.header.round, drains.released(view.header)
+    return tuple(id_ for id_ in view.members if id_ not in view.nodes or id_ in leaving or view.nodes[id_].cut == number)
 
 
 def reaches(view: View) -> dict[str, Reach]:
@@ -154,10 +163,10 @@ _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
 
-def _age(header: Header) -> tuple[int, int, bool, int]:
+def _age(header: Header) -> tuple[int, int, bool, int, int]:
     """Return a key that grows with each new header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
-    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save
+    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save, header.drains_made
 
 
 def precedes(found: Header, known: Header) -> bool:
@@ -219,13 +228,32 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         if view.finished_at is not None and now < view.finished_at + CLAIMS_S:
             return Wait("claims of a stall may be from the time before other workers finished", view.finished_at + CLAIMS_S)
         return End(State.BROKEN, reason, EndKind.STALLED)
+    if done:
+        return Wait("running")
+    if (drained := _drains(view, limits, view.members)) is not None:
+        return drained
     room = limits.max_nodes - len(view.members)
-    joining = waiting(view)[: max(room, 0)]
-    if not joining or done:
+    leaving = drains.asked(view.header)
+    joining = [id_ for id_ in waiting(view) if id_ not in leaving][: max(room, 0)]
+    if not joining:
         return Wait("running")
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
     return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
+
+
+def _drains(view: View, limits: Limits, running: Mapping[str, int]) -> Action | None:
+    """Return what is to be done for nodes that an operator drains; None: nothing now. running: members whose workers run."""
+    if not view.header.drains:
+        return None
+    if ids := drains.may_go(view.header, view.nodes, running, limits.min_nodes):
+        return Release(ids, f"{_named(ids)} may leave: {_reasons(view.header, ids)}")
+    going = [id_ for id_ in running if id_ in drains.released(view.header)]
+    return End(State.BROKEN, f"{_named(going)} drained: {_reasons(view.header, going)}") if going else None
+
+
+def _reasons(header: Header, ids: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(each.reason for each in header.drains if each.node in ids))
 
 
 def _hangs(view: View) -> str | None:
@@ -257,11 +285,14 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
         if silent and now < settled:
             return Wait(f"{_named(silent)} may have failed too", settled)
         return Conclude(failed, f"workers of {_named(failed)} failed")
-    present = waiting(view)
-    here = set(present)
+    if (drained := _drains(view, limits, {})) is not None:
+        return drained
+    here = set(waiting(view))
     coming = [id_ for id_ in view.members if id_ in view.nodes and id_ not in here]
     if coming:
         return Wait(f"waiting for {_named(coming)} to stop all workers")
+    leaving = drains.released(view.header)
+    present = [id_ for id_ in waiting(view) if id_ not in leaving]
     if len(present) < limits.min_nodes:
         return Wait(f"{len(present)} of at least {limits.min_nodes} nodes have joined")
     if len(present) < limits.max_nodes and view.header.state is State.FORMING:
@@ -309,7 +340,9 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
     first = nodes[0]
     header = Header(number, State.RUNNING, len(nodes), base, first.address, first.port, action.reason, name)
     local = all(node.local for node in nodes)
-    return replace(header, local=local, job=view.header.job or name), assignments
+    left = drains.remaining(view.header, view.nodes)
+    made = view.header.drains_made
+    return replace(header, local=local, job=view.header.job or name, drains=left, drains_made=made), assignments
 
 
 def _count(number: int) -> str:

@@ -69,14 +69,14 @@ class Phase:
     def __enter__(self) -> Phase:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        _enter(self._before)
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        _enter(self._before, failed=kind is not None)
 
 
-def _enter(phase_: int) -> None:
+def _enter(phase_: int, failed: bool = False) -> None:
     worker = this_worker()
     if worker is not None:
-        worker.row.enter_phase(phase_)
+        worker.row.enter_phase(phase_, failed)
 
 
 MOST_FLOPS = 1e21  # of one call: days of a GPU. The agent's word for the sum holds 1.8e25

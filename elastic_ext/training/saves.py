@@ -38,6 +38,13 @@ def save_requested() -> bool:
     return boundaries is not None and boundaries.reach_next()
 
 
+def note_save_begins(step: int) -> None:
+    """Note that the state of this step is what will be saved. Without it, `report_saved` takes the state of its own moment."""
+    boundaries = _this_workers_boundaries()
+    if boundaries is not None:
+        boundaries.begins(step)
+
+
 def report_saved(step: int, seconds: float) -> None:
     """Report that a checkpoint is complete on its storage. One rank must call this; all ranks should.
 
@@ -66,6 +73,7 @@ class _StepBoundaries:
         self._number = 0  # the number of this boundary
         self._answered = 0  # the last request that this process has acted on
         self._answered_at = 0.0  # time.monotonic()
+        self._begun: tuple[int, int] | None = None  # step of the save that began last, and the optimizer steps by then
 
     def reach_next(self) -> bool:
         """Count a boundary; return whether all ranks save at it."""
@@ -115,10 +123,16 @@ class _StepBoundaries:
             self._store = round_store.connect(*self._worker.store)
         return self._store
 
+    def begins(self, step: int) -> None:
+        """See `note_save_begins`."""
+        self._begun = step, self._worker.row.steps
+
     def saved(self, step: int, seconds: float) -> None:
         """Report a save; see `report_saved`. A save that was already under way does not answer the last request."""
         answers = time.monotonic() - seconds >= self._answered_at - CLOCK_S
-        self._worker.row.report_saved(step, seconds, self._answered if answers else None)
+        begun, row = self._begun, self._worker.row
+        after = begun[1] if begun is not None and begun[0] == step else row.steps
+        row.report_saved(step, seconds, self._answered if answers else None, after)
 
     def failed(self) -> None:
         """Report a failed save; see `report_save_failed`."""

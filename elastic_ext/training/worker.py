@@ -17,6 +17,9 @@ from elastic_ext.workers import progress_layout, worker_env
 logger = logging.getLogger(__name__)
 
 
+_WORKING = tuple(map(progress_layout.PHASES.index, ("step", "eval")))
+
+
 class ProgressRow:
     """This worker's row of the progress table. Each value is one 64-bit word, written with a single store."""
 
@@ -55,11 +58,12 @@ class ProgressRow:
         """The current phase, an index into `progress_layout.PHASES`."""
         return self._words[progress_layout.PHASE]
 
-    def enter_phase(self, phase: int) -> None:
-        """End the current phase, which is a sign of progress, and begin another."""
+    def enter_phase(self, phase: int, failed: bool = False) -> None:
+        """End the current phase, which is a sign of progress, and begin another. failed: an exception ends it."""
         now_ns = time.monotonic_ns()
         progress_layout.note_sign(self._words, now_ns)  # this sign belongs to the phase that ends
-        progress_layout.settle(self._words, now_ns)
+        if not (failed and self.phase in _WORKING):  # else it may have waited for a lost peer: see progress_layout.end
+            progress_layout.settle(self._words, now_ns)
         self._words[progress_layout.PHASE_SINCE_NS] = now_ns
         self._words[progress_layout.PHASE] = phase
 
@@ -69,9 +73,13 @@ class ProgressRow:
         return self._words[progress_layout.DOING]
 
     def begin_doing(self, doing: int) -> None:
-        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread."""
-        progress_layout.settle(self._words, time.monotonic_ns())
-        self._words[progress_layout.DOING] = doing
+        """Settle the time so far; count it as `doing` from now on, whatever the phase says. Only for the training thread.
+
+        In the exit handlers of a script that has failed this does nothing: see `progress_layout.end`.
+        """
+        if not self._words[progress_layout.ENDS_WITH]:
+            progress_layout.settle(self._words, time.monotonic_ns())
+            self._words[progress_layout.DOING] = doing
 
     def add_tokens(self, count: int) -> None:
         self._words[progress_layout.TOKENS] += count
@@ -84,9 +92,18 @@ class ProgressRow:
         self._words[progress_layout.ASKS_FOR_SAVES] = 1
         return self._words[progress_layout.SAVE_WANTED]
 
-    def report_saved(self, step: int, seconds: float, answered: int | None) -> None:
-        """Report a complete checkpoint of `step`, which took `seconds`. answered: the request that it answers, if any."""
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._words[progress_layout.STEPS]
+
+    def report_saved(self, step: int, seconds: float, answered: int | None, after: int) -> None:
+        """Report a complete checkpoint of `step`, which took `seconds`.
+
+        answered: the request that it answers, if any. after: how many optimizer steps of this worker are in it.
+        """
         words = self._words
+        words[progress_layout.SAVED_AFTER] = after
         words[progress_layout.SAVED_STEP] = step + 1
         words[progress_layout.SAVE_NS] = took_ns = max(1, int(seconds * 1e9))
         words[progress_layout.SAVES_NS] += took_ns

@@ -27,7 +27,7 @@ class Progress:
         stacks_armed: the signal that dumps the worker's stacks has a handler. Without one, the signal would kill the worker.
         asks_for_saves: the script asks at its step boundaries whether to save (see `elastic_ext.training.saves`).
         saves: checkpoints that the worker has seen committed.
-        saved_step, save_s: step and duration in seconds of the last one.
+        saved_step, save_s: step and duration in seconds of the last one. saved_after: its `steps` when that save began.
         saved_ns: time.monotonic_ns() of its commit; 0: none yet.
         saving_s: duration of all of them, in seconds.
         save_kept, save_failed: numbers of the last save on demand that was committed, and of the last that failed.
@@ -57,6 +57,7 @@ class Progress:
     asks_for_saves: bool = False
     saves: int = 0
     saved_step: int | None = None
+    saved_after: int = 0
     save_s: float | None = None
     saved_ns: int = 0
     saving_s: float = 0.0
@@ -125,6 +126,7 @@ class ProgressTable:
             asks_for_saves=bool(row[layout.ASKS_FOR_SAVES]),
             saves=row[layout.SAVES],
             saved_step=row[layout.SAVED_STEP] - 1 if row[layout.SAVED_STEP] else None,
+            saved_after=row[layout.SAVED_AFTER],
             save_s=row[layout.SAVE_NS] / 1e9 if row[layout.SAVE_NS] else None,
             saved_ns=row[layout.SAVED_AT_NS],
             saving_s=row[layout.SAVES_NS] / 1e9,

@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 4. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 5. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 4
+VERSION = 5
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -75,9 +75,10 @@ SPENT = BEGAN_NS + 2  # first field: settled nanoseconds, one field per account
 DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if it is told; 0: the phase tells
 TOKENS = DOING + 1  # tokens reported by the script
 MEGAFLOPS = DOING + 2  # millions of floating-point operations reported by the script
+SAVED_AFTER = DOING + 3  # STEPS when the last committed save began
 
 # Written by the agent.
-AGENT_FIELDS = DOING + 3
+AGENT_FIELDS = DOING + 4
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # the first so many steps were already done before the restart
 
@@ -114,3 +115,13 @@ def settle(row: memoryview, now_ns: int) -> None:
     spent = SPENT + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
     row[spent] += max(0, now_ns - row[SETTLED_NS])  # less than 0 only if another thread has just settled
     row[SETTLED_NS] = now_ns
+
+
+def end(row: memoryview, now_ns: int) -> None:
+    """End the script's part in the row. What a failed one did last stays unsettled: perhaps it has waited for a lost peer."""
+    if row[ENDS_WITH]:
+        row[DOING] = 1 + account(row[DOING], row[PHASE], row[STEPS], row[REPEATED])
+    else:
+        settle(row, now_ns)
+        row[DOING] = 0
+    row[PHASE] = PHASES.index("exit")

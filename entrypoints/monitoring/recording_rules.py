@@ -75,6 +75,8 @@ LABELLED = (
     Rule(NEWEST, f"topk by ({AGENT}) (1, timestamp(elastic_ext_info)) > bool 0"),
     *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}", living=True)) for name in GAUGES),
     *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}", living=False)) for name in COUNTERS),
+    # Also what agents have left: when they ended.
+    Rule(labelled("ended_timestamp_seconds"), with_job("elastic_ext_ended_timestamp_seconds{0}", living=False)),
     # Left at the scrape, not now: the agent has extended the lease since.
     Rule("agent:elastic_ext_etcd_lease_left_seconds:labelled", with_job(f"({LEASE} - timestamp({LEASE}))", living=True)),
 )

@@ -10,7 +10,10 @@ import signal
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +21,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ext.base import goodput
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
 
@@ -30,28 +35,44 @@ STATES = {"load": goodput.LOAD, "data": goodput.DATA, "save": goodput.SAVE}
 
 @dataclass
 class Trace:
-    """Seconds by state, the mean over ranks. unfinished_s: at most what ranks spent on a step that none of them finished."""
+    """What workers have noted.
+
+    Attributes:
+        seconds: by state, the mean over workers.
+        steps: of all of them. repeated: those of them that were done in an earlier round.
+        unfinished_s: at most what a worker spent on steps that none of them finished: one in each round that did not end well.
+    """
 
     seconds: dict[str, float]
     steps: int
+    repeated: int
     unfinished_s: float
 
 
-def traced(folder: Path) -> Trace:
-    lines = [[line.split() for line in path.read_text().splitlines()] for path in folder.glob("trace.*")]
-    rounds = sorted({int(round_) for spans in lines for round_, *_ in spans})
-    done = [(int(round_), int(step)) for spans in lines for round_, name, step, *_ in spans if name == "step"]
+def spans_in(paths: Iterable[Path]) -> list[list[list[str]]]:
+    return [[line.split() for line in path.read_text().splitlines()] for path in paths]
+
+
+def traced(folder: Path, agent: str = "trace") -> Trace:
+    """What the workers of one agent have noted. Which of their steps were done before, all notes tell."""
+    lines, everyones = spans_in(folder.glob(f"{agent}.*")), spans_in(folder.glob("trace*.*"))
+    rounds = sorted({int(round_) for spans in everyones for round_, *_ in spans})
+    done = [(int(round_), int(step)) for spans in everyones for round_, name, step, *_ in spans if name == "step"]
     reached = {each: max(step for round_, step in done if round_ < each) for each in rounds[1:]}
     found: dict[str, float] = defaultdict(float)
-    longest_s, steps = 0.0, 0
+    steps = repeated = 0
     for round_, name, step, began, ended in (span for spans in lines for span in spans):
-        seconds = float(ended) - float(began)
         lost = name == "step" and int(step) <= reached.get(int(round_), 0)
-        if name == "step":
-            longest_s, steps = max(longest_s, seconds), steps + 1
+        steps, repeated = steps + (name == "step"), repeated + lost
         if name != "crash":
-            found[goodput.LOST if lost else STATES.get(name, goodput.PRODUCTIVE)] += seconds / len(lines)
-    return Trace(found, steps, longest_s)
+            state = goodput.LOST if lost else STATES.get(name, goodput.PRODUCTIVE)
+            found[state] += (float(ended) - float(began)) / len(lines)
+    ends = [(round_, float(ended)) for spans in lines for round_, name, _, _, ended in spans if name == "step"]
+    longest_s = max(other - one for (before, one), (round_, other) in pairwise(ends) if before == round_)
+    interrupted = {span[0] for spans in lines for span in spans} - {
+        span[0] for spans in lines for span in spans if span[1] == "end"
+    }
+    return Trace(found, steps, repeated, longest_s * len(interrupted))
 
 
 @dataclass
@@ -149,3 +170,71 @@ def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, serve
     productive_s = first[goodput.PRODUCTIVE] + second[goodput.PRODUCTIVE]
     # With the time between the two agents, in which torchrun imports torch.
     assert both_s < productive_s / second["elastic_ext_goodput_ratio"] < time.monotonic() - began
+
+
+class Night:
+    """The agents of a job on two hosts, and what each has counted."""
+
+    def __init__(self, folder: Path, etcd: str, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        conf = f"checkpoint_dir={folder / 'checkpoints'},lease_ttl=4,hang_timeout=4,stop_grace=2"
+        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd}", "--rdzv-id=night", "--nnodes=2", "--nproc-per-node=1"]
+        script = SCRIPTS / "traced_night.py"
+        self.command = [*AGENT, *where, "--max-restarts=9", f"--rdzv-conf={conf}", script, folder]
+        self.jobs: dict[str, Job] = {}
+
+    def start(self, agent: str) -> None:
+        own = {"NODE_NAME": agent[0], "METRICS_FILE": str(self.folder / f"last-{agent}"), "EVENTS_FILE": str(self.events(agent))}
+        variables = {**VARIABLES, **{f"ELASTIC_EXT_{name}": value for name, value in own.items()}}
+        self.jobs[agent] = self.stack.enter_context(Job(self.command, self.folder, AGENT=agent, **variables))
+
+    def events(self, agent: str) -> Path:
+        return self.folder / f"events-{agent}"
+
+    def waits(self, agent: str, round_: int) -> None:
+        self.jobs[agent].wait_for(f"waits in round {round_}")
+
+    def scrape(self, agent: str) -> dict[str, float]:
+        (found,) = self.jobs[agent].wait_for(r"metrics (http://[^,\s]+),")
+        return scrape(found[1] + "/metrics").values
+
+    def last(self, agent: str) -> dict[str, float]:
+        return series((self.folder / f"last-{agent}").read_text())
+
+    def wall_s(self, first: str, last: str) -> float:
+        """From the start of the first agent of a host to the end of its last, by their events."""
+        lines = [json.loads(self.events(agent).read_text().splitlines()[at]) for agent, at in ((first, 0), (last, -1))]
+        assert [each["event"] for each in lines] == ["agent_started", "agent_ended"]
+        began, ended = (datetime.fromisoformat(each["time"]).timestamp() for each in lines)
+        return ended - began
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_night_with_a_crash_a_lost_node_a_hang_and_a_preemption(tmp_path, server: EtcdServer):
+    with ExitStack() as stack:
+        night = Night(tmp_path, server.endpoint, stack)
+        night.start("a")
+        night.start("b")
+        night.waits("b", 1)  # after the crash in round 0
+        counted = {"b": night.scrape("b")}
+        night.jobs["b"].process.kill()
+        night.start("b2")
+        night.waits("a", 3)  # after the hang in round 2
+        night.jobs["a"].process.terminate()
+        night.jobs["a"].finish()
+        night.start("a2")
+        assert [night.jobs[name].finish().returncode for name in ("a2", "b2")] == [0, 0]
+    counted |= {agent: night.last(agent) for agent in ("a", "b2", "a2")}
+    traces = {agent: traced(tmp_path, f"trace-{agent}") for agent in counted}
+    for agent, seconds in counted.items():
+        check_agrees(seconds, traces[agent])
+    assert sum(trace.repeated for trace in traces.values()) == 24  # four times three steps on each of two nodes
+    hung = {agent for agent, seconds in counted.items() if seconds[goodput.HANG] > 2}
+    assert hung == {"a", "b2"}
+    with EtcdClient(server.endpoint) as client:
+        kept = client.get_prefix(JobKeys("night").goodput).kvs
+    hosts = {kv.key.decode()[-1]: goodput.decode(kv.value, "").spent for kv in kept}
+    walls = {"a": night.wall_s("a", "a2"), "b": night.wall_s("b", "b2")}
+    for host, spent in hosts.items():
+        assert spent.total_s == pytest.approx(walls[host], rel=0.01)

@@ -177,7 +177,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
         token="t",
         observation=SimpleNamespace(
             message=lambda round, local_rank, rank: {"metrics": f"{round}.{local_rank}.{rank}"},
-            goodput=SimpleNamespace(round_begins=lambda table, step: None),
+            goodput=SimpleNamespace(round_begins=lambda table, step, nodes: None),
         ),
         copier=SimpleNamespace(abandon_newer_than=lambda path: told.append(path)),
         flight_recorder=None,
@@ -186,7 +186,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path):
     )
     spec = SimpleNamespace(local_world_size=2, max_restarts=5, entrypoint=sys.executable, args=("train.py",))
     workers = [SimpleNamespace(global_rank=6), SimpleNamespace(global_rank=7)]
-    group = SimpleNamespace(spec=spec, master_addr="host", master_port=1, workers=workers)
+    group = SimpleNamespace(spec=spec, master_addr="host", master_port=1, workers=workers, group_world_size=4)
     handler = SimpleNamespace(round=4, launch="l")
 
     def start_processes():

@@ -49,9 +49,10 @@ def test_a_crash_a_restart_and_the_end(tmp_path, trainer):
     assert {(post.wrong, post.token, post.agent, post.metrics["total_steps"]) for post in posts} == {("", "token", OURS, "20")}
     stopped = [post for post in posts if post.metrics["restarts"] == "0"][-1]
     assert (stopped.percentage, stopped.remaining_s, stopped.metrics["current_step"]) == (35, None, "7"), posts
+    assert stopped.metrics["loss"] in (f"{1 / 7:.6g}", f"{1 / 8:.6g}")  # it is set before the step
     *_, before, last = posts
     assert (before.percentage, before.remaining_s) == (99, 0)
-    assert (last.percentage, last.remaining_s, last.metrics["restarts"]) == (100, 0, "1")
+    assert (last.percentage, last.remaining_s, last.metrics["restarts"], last.metrics["loss"]) == (100, 0, "1", "0.05")
     assert [post for post in posts if post.percentage == 100] == [last]
     assert "TrainJob" not in done.err
 

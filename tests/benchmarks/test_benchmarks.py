@@ -186,22 +186,31 @@ def test_classification(tmp_path):
 
 @pytest.mark.long
 def test_scrape_load(tmp_path):
-    command = "import sys; sys.path.insert(0, sys.argv[1]); import scrape_load; print(scrape_load.one_run(True, 2.0))"
-    done = subprocess.run(
-        [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-    )
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import scrape_load; print(scrape_load.one_run(sys.argv[2], 2.0))"
     import scrape_load
 
-    seen = eval(done.stdout.splitlines()[-1], {"Run": scrape_load.Run})
-    assert seen.tokens_s > 0
-    assert seen.storm["scrapes"] > 0
+    for kind in ("storm", "control"):
+        done = subprocess.run(
+            [sys.executable, "-c", command, str(BENCHMARKS), kind], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+        seen = eval(done.stdout.splitlines()[-1], {"Run": scrape_load.Run})
+        assert seen.tokens_s > 0
+        assert seen.storm["scrapes"] > seen.storm.get("failed", 0)
+        assert max(seen.leaked) <= 0
+
+
+def test_the_sides_of_a_comparison_take_turns():
+    import overhead
+
+    orders = ["".join(overhead.turns("abc", number)) for number in range(6)]
+    assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
 
 
 @pytest.mark.long
 def test_overhead(tmp_path):
     import overhead
 
-    command = "import sys; sys.path.insert(0, sys.argv[1]); import overhead; print(overhead.one_run('warm', 4))"
+    command = "import sys; sys.path.insert(0, sys.argv[1]); import overhead; print(overhead.one_run('ours', 4))"
     done = subprocess.run(
         [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )

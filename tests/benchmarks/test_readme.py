@@ -113,6 +113,15 @@ def overhead(record: dict[str, Any]) -> Rows:
         memory = f"{side['standby_mb']:.0f} MB" if side["standby_mb"] is not None else "-"
         yield [name, f"{side['tokens_s']:,.0f}", f"{100 * side['agent_cpu']:.2f} %", memory]
     yield ["ours / stock", f"{record['ratio']:.3f}", "", ""]
+    yield ["ours / `metrics=off`", f"{record['ratio_off']:.4f}", "", ""]
+
+
+def scrape_load(record: dict[str, Any]) -> Rows:
+    of_quiet = {"quiet": 1.0, **record["of_quiet"]}
+    for name, side in record["sides"].items():
+        scrapes = f"{side['scrapes_s']:.0f}" if side["scrapes_s"] is not None else "-"
+        yield [name, f"{side['tokens_s']:,.0f}", f"{of_quiet[name]:.3f}", f"{100 * side['agent_cpu']:.1f} %", scrapes]
+    yield ["storm / control", f"{record['ratio']:.3f}", "", "", ""]
 
 
 def verdict(record: dict[str, Any]) -> Rows:
@@ -148,7 +157,7 @@ def checkpoints(record: dict[str, Any]) -> Rows:
 
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
     **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
-    **{table.__name__: table for table in (steady_state, overhead, verdict, code_bug_waste, classification)},
+    **{table.__name__: table for table in (steady_state, overhead, scrape_load, verdict, code_bug_waste, classification)},
     **{table.__name__: table for table in (checkpoint_stall, checkpoints)},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -81,7 +82,7 @@ def test_the_relabelling_of_the_pod_monitor_is_prometheus_own(tmp_path):
 def test_the_page_names_the_alerts_and_its_links_lead_somewhere():
     page = (MONITORING / "README.md").read_text()
     assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == ALERTS
-    assert all((MONITORING / target).exists() for target in re.findall(r"\]\(([^)]+)\)", page))
+    assert all((MONITORING / target).exists() for target in re.findall(r"\]\(([^)#]+)", page))
 
 
 def test_a_missing_program_skips_or_fails(monkeypatch):
@@ -104,7 +105,41 @@ def test_a_machine_without_the_programs_is_told_what_to_do(tmp_path):
         [tmp_path / "sh", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 1
-    assert "apt-get install --no-install-recommends prometheus" in done.stderr
+    assert re.search(r"apt-get install --no-install-recommends .*\bprometheus\b", done.stderr)
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in *install*) "$POLICY" prometheus start && echo started || echo "answer $?" ;; esac
+case "$*" in *install*$KILL*) kill -9 $PPID ;; esac
+"""  # for apt-get: asks as a package would, and may have the run killed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_no_service_starts_and_the_machines_own_policy_is_kept(tmp_path):
+    for name in ("sh", "id", "sort", "tr", "rm", "mv", "chmod", "grep"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / name).symlink_to(found)
+    (tmp_path / "apt-get").write_text(STAND_IN)
+    (tmp_path / "apt-get").chmod(0o755)
+    policy = tmp_path / "policy-rc.d"
+
+    def run(kill: str = "never") -> str:
+        env = {"PATH": str(tmp_path), "POLICY": str(policy), "KILL": kill}
+        script = Path(__file__).parents[1] / "system.sh"
+        return subprocess.run(
+            [tmp_path / "sh", script], env=env, stdout=subprocess.PIPE, text=True, timeout=30, check=False
+        ).stdout
+
+    assert run() == "answer 101\n"
+    assert not policy.exists()
+    policy.symlink_to("own")  # which says yes
+    (tmp_path / "own").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "own").chmod(0o755)
+    for kill in ("never", "", "never"):  # a run that is killed leaves it to the next one
+        assert run(kill) == "answer 101\n"
+        assert (policy.is_symlink() and policy.resolve() == tmp_path / "own") == (kill == "never")
+    assert sorted(each.name for each in tmp_path.glob("policy*")) == ["policy-rc.d"]
 
 
 WAITS = """

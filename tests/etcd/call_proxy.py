@@ -28,6 +28,7 @@ class CallProxy(grpc.GenericRpcHandler):
         self._refused: dict[str, tuple[grpc.StatusCode, str]] = {}
         self._peer = ""
         self._refused_peers: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self._late_peer = ""
         self.holding = threading.Event()
 
     def __enter__(self) -> CallProxy:
@@ -54,6 +55,11 @@ class CallProxy(grpc.GenericRpcHandler):
         """Answer each call with an error, on the connection of the last call. A load balancer may have a bad member behind it."""
         self._refused_peers[self._peer] = (code, text)
 
+    def refuse_late(self, code: grpc.StatusCode, text: str) -> None:
+        """The same, but not before `release`."""
+        self._late_peer = self._peer
+        self.refuse_connection(code, text)
+
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         name = details.method.rpartition("/")[2]
         metadata = [(key, value) for key, value in details.invocation_metadata if key in _PASSED]
@@ -75,8 +81,10 @@ class CallProxy(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(one)
 
     def _delay(self, name: str, context: grpc.ServicerContext) -> None:
-        self._peer = context.peer()
-        if (refusal := self._refused_peers.get(self._peer) or self._refused.pop(name, None)) is not None:
+        self._peer = peer = context.peer()
+        if peer == self._late_peer:
+            self._released.wait()
+        if (refusal := self._refused_peers.get(peer) or self._refused.pop(name, None)) is not None:
             context.abort(*refusal)
         if name == self._held:
             self.holding.set()

@@ -303,6 +303,23 @@ def test_an_error_brings_in_the_spare_connection_at_once(
         assert client._caller.threads.join(10)  # the loser asks no more: it might grant a second lease
 
 
+def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
+    server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(race, "SPARE_SHARE", 0.001)
+    monkeypatch.setattr(race, "GRACE_S", 20.0)  # until the error comes
+    answers_soon = race._answers_soon
+    with CallProxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=20) as client:
+        monkeypatch.setattr(race, "_answers_soon", lambda *given: (proxy.release(), answers_soon(*given))[1])
+        client.put(prefix, "1")
+        first, silent = client._endpoints.current(), []
+        client._endpoints.observe(silent.append)
+        proxy.refuse_late(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+        assert client.get(prefix).kv is not None
+        assert client._endpoints.current() is not first
+        assert silent == []
+
+
 def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
     """The watches' stream then leaves it, long before gRPC's pings would notice."""
     with EtcdClient(proxy.endpoint, timeout_s=1) as client:

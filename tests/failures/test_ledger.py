@@ -69,7 +69,7 @@ def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
     _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=("c",)), 1)
     assert (charged.decision.response, charged.restarts) == (Response.RESTART, 1)
     assert (free.decision.response, free.restarts) == (Response.RESTART_FREE, 0)
-    assert "node c was lost or cut off" in free.decision.reason
+    assert "node c was lost, cut off or told to leave" in free.decision.reason
 
 
 def test_a_real_cause_beside_a_lost_node_is_still_the_cause():

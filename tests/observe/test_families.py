@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import urllib.request
@@ -9,7 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from elastic_ext.etcd import Unavailable
 from elastic_ext.observe.etcd_health import EtcdHealth
+from elastic_ext.observe.etcd_outage import Outage, OutageWatch
 from elastic_ext.observe.incidents import Incidents
 from tests.etcd.conftest import until
 from tests.etcd_client import EtcdClient
@@ -131,6 +134,8 @@ def test_a_node_that_is_replaced(tmp_path, server):
             values = scrape(job.wait_for(URL)[0][1])
             assert values["elastic_ext_refused_nodes"] == 1
             assert values["elastic_ext_node_strikes"] == 0
+            assert values["elastic_ext_restarts_charged"] >= 1
+            assert values["elastic_ext_max_restarts"] > 1
             replaced = [value for series, value in values.items() if 'total{decision="replace_node"' in series]
             assert sum(replaced) == 1
         nodes.open_gate()
@@ -139,21 +144,53 @@ def test_a_node_that_is_replaced(tmp_path, server):
 
 @pytest.mark.long
 def test_an_outage_of_etcd(tmp_path, server):
-    with start(tmp_path, server, checkpoint_dir=str(tmp_path / "remote"), hang="off") as job:
+    settings = {
+        "checkpoint_dir": str(tmp_path / "remote"),
+        "hang": "off",
+        "lease_ttl": "2",
+        "events_file": str(tmp_path / "events"),
+    }
+
+    def told() -> list[dict]:
+        events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+        return [each for each in events if each["event"].startswith("etcd_")]
+
+    with start(tmp_path, server, **settings) as job:
         ((target,),) = [each.groups() for each in job.wait_for(URL)]
         job.wait_for("attempt 1")
         server.kill()
         until(lambda: scrape(target)[f'{CALLS}{{outcome="failed"}}'] >= 1)
-        down = scrape(target)
+        until(told)
         server.start()
         until(lambda: scrape(target)[RECONNECTS] >= 1)
         lease = "elastic_ext_etcd_lease_expiry_timestamp_seconds"
-        until(lambda: scrape(target)[lease] > down[lease])
+        until(lambda: scrape(target)[lease] > time.time())
+        until(lambda: len(told()) == 2)
         assert job.process.poll() is None
+    assert [(each["event"], each["endpoint"]) for each in told()] == [
+        ("etcd_unavailable", server.endpoint),
+        ("etcd_available", server.endpoint),
+    ]
+    assert 1 <= told()[0]["seconds"] <= told()[1]["seconds"]
+
+
+def test_an_outage_is_told_of_once_it_has_lasted_and_once_at_its_end():
+    watch = OutageWatch(5.0)
+    assert watch.called(0.0, 1.0, True, "a") is None
+    assert watch.called(0.5, 5.9, False, "a") is None  # late: 4.9 s without an answer
+    assert watch.called(5.9, 6.0, True, "b") is None
+    assert watch.called(12.0, 12.5, False, "a") is None
+    assert watch.called(12.5, 16.9, False, "b") is None
+    assert watch.called(17.0, 17.5, False, "a") == Outage(False, "a", 5.5)
+    assert watch.called(18.0, 30.0, False, "b") is None
+    assert watch.called(30.0, 32.0, True, "b") == Outage(True, "b", 20.0)
+    assert watch.called(29.0, 34.0, False, "a") is None  # late
+    assert watch.called(34.0, 35.0, True, "b") is None
 
 
 def test_the_client_tells_of_lost_connections(server):
-    health = EtcdHealth()
+    outages: list[Outage] = []
+    health = EtcdHealth(0.1, outages.append)
     values = Values(health)
     with EtcdClient(server.endpoint) as client:
         client.observe(health)
@@ -163,11 +200,15 @@ def test_the_client_tells_of_lost_connections(server):
             assert values()[RECONNECTS] == 0
             server.kill()
             until(lambda: values()[RECONNECTS] == 0 and client._endpoints.current().answered_at < 0)
+            with pytest.raises(Unavailable):
+                client.get("/some", timeout_s=0.5)
             server.start()
             until(lambda: values()[RECONNECTS] == 1)
             client.put("/some", b"2")
             assert watch.get(30)
     assert values()['elastic_ext_etcd_calls_total{outcome="ok"}'] >= 2
+    assert [(each.over, each.endpoint) for each in outages] == [(False, server.endpoint), (True, server.endpoint)]
+    assert 0.1 <= outages[0].seconds <= outages[1].seconds
 
 
 class Values:

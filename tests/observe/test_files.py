@@ -60,7 +60,7 @@ def agent() -> AgentMetrics:
 
 def test_the_node_exporters_file_holds_the_last_metrics_and_names_their_agent(tmp_path):
     path, metrics = tmp_path / "job.prom", agent()
-    metrics.failed("code", 0, -1)
+    metrics.failed("code")
     textfile.write(str(path), metrics.registry, {**metrics.labels, "pid": "7"})
     samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
     assert {tuple(sample.labels[name] for name in ("run_id", "node", "pid")) for sample in samples} == {("job1", "n0", "7")}

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.base import goodput
-from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Spent, seconds_of
+from elastic_ext.base.goodput import DETECTION, HANG, LOST, PRODUCTIVE, SAVE, STARTUP, STOPPING, Position, Spent, seconds_of
 from elastic_ext.observe import families
-from elastic_ext.observe.goodput import Ledger, WorkerTime, advised_interval
+from elastic_ext.observe.goodput import Ledger, WorkerTime, advised_interval, position_of
 from elastic_ext.workers import progress_layout as layout
 
 RUNNING = families.RUNNING
@@ -54,6 +54,14 @@ class Training:
         if phase is not None:
             row[layout.PHASE] = layout.PHASES.index(phase)
 
+    def fail(self, slot: int = 0) -> None:
+        self.rows[slot][layout.ENDS_WITH], self.rows[slot][layout.ENDED_AT_NS] = 1, int(self.now * 1e9)
+        layout.end(self.rows[slot], int(self.now * 1e9))  # type: ignore[arg-type]
+
+    def save(self, step: int, after: int) -> None:
+        for row in self.rows:
+            row[layout.SAVED_STEP], row[layout.SAVED_AFTER] = step + 1, after
+
     def step(self, seconds: float, count: int = 1) -> None:
         for _ in range(count):
             self.now += seconds
@@ -79,7 +87,9 @@ class Training:
         steps, stepping_s = row[layout.STEPS], (row[layout.LAST_STEP_NS] - row[layout.FIRST_STEP_NS]) / 1e9
         step_s = stepping_s / (steps - 1) if steps > 1 else math.inf
         finished = layout.PHASES[row[layout.PHASE]] == "exit"
-        return WorkerTime(row[layout.BEGAN_NS] / 1e9, spent, layout.ACCOUNTS[account], steps, step_s, finished)
+        failed_at, began_at = row[layout.ENDED_AT_NS] / 1e9, row[layout.BEGAN_NS] / 1e9
+        saved = Position(row[layout.SAVED_STEP] - 1, row[layout.SAVED_AFTER]) if row[layout.SAVED_STEP] else None
+        return WorkerTime(began_at, spent, layout.ACCOUNTS[account], steps, step_s, finished, failed_at, saved=saved)
 
     def seconds(self) -> dict[str, float]:
         look = self.ledger.at(self.now, self.times())
@@ -96,6 +106,7 @@ events = st.one_of(
     st.tuples(st.just("phase"), st.tuples(st.integers(0, 1), st.sampled_from(layout.PHASES))),
     st.tuples(st.just("resume"), st.one_of(st.none(), st.integers(0, 5))),
     st.tuples(st.just("decide"), st.booleans()),
+    st.tuples(st.just("fail"), st.integers(0, 1)),
 )
 
 
@@ -119,6 +130,9 @@ def test_all_time_is_counted_once_and_no_counter_falls(happened):
             case "resume":
                 if job.state != RUNNING:
                     job.resume(value)
+            case "fail":
+                if job.rows[value][layout.BEGAN_NS]:
+                    job.fail(value)
             case "decide":
                 job.ledger.decide(hung=value)
         look = job.ledger.at(job.now, job.times())
@@ -155,9 +169,57 @@ def test_without_a_known_step_behind_nothing_is_lost(resumed, lost_s):
     assert job.seconds().get(LOST, 0) == lost_s
 
 
+@pytest.mark.parametrize("save_seen", [True, False])
+@pytest.mark.parametrize(("first", "per_number"), [(0, 1), (0, 2), (0, 100), (50, 1)])
+def test_checkpoints_may_be_numbered_as_one_likes(first, per_number, save_seen):
+    """By iterations with two optimizers, by epochs of 100 steps. Of 600 steps the last 300 are done again, and nothing else.
+
+    save_seen: that of the checkpoint that is resumed from; else only an earlier one.
+    """
+    job = Training()
+    job.run(resumed=first)
+    job.step(1.0, count=299)
+    if not save_seen:
+        job.save(first + 200 // per_number if per_number == 1 else 200 // per_number, after=200)
+        job.seconds()
+    else:
+        job.save(first + 300 // per_number, after=300)
+    job.step(1.0, count=300)
+    job.enter("stop")
+    job.run(resumed=first + 300 // per_number)
+    job.step(1.0, count=400)
+    assert job.seconds()[LOST] == 299  # all but the first, which is part of the start
+
+
+def test_a_checkpoint_before_the_last_one_is_known_too():
+    """The last one may be damaged. The numbers say nothing of the steps: each look at the workers counts."""
+    job = Training()
+    job.run()
+    for number, steps in ((1, 9), (7, 40), (8, 30)):
+        job.step(1.0, count=steps)
+        job.save(number, after=1 + int(job.seconds()[PRODUCTIVE]))
+        job.seconds()
+    job.enter("stop")
+    job.run(resumed=7)
+    job.step(1.0, count=50)
+    assert job.seconds()[LOST] == 29  # of 30, the first is part of the start
+    other = Ledger(0)
+    other.learn(job.ledger.at(job.now, job.times()).spent)  # an agent that takes over
+    assert other.resume(8) == job.rows[0][layout.STEPS] - 30
+
+
+@pytest.mark.parametrize(
+    ("step", "known", "at"),
+    [(0, [], 0), (7, [], 7), (0, [Position(0, 99)], 99), (3, [Position(2, 200), Position(9, 1000)], 300)],
+)
+def test_what_a_number_stands_for(step, known, at):
+    """An epoch that counts from 0, too."""
+    assert position_of(step, known) == at
+
+
 def test_another_nodes_progress_counts():
     job = Training()
-    job.ledger.reach(3)
+    job.ledger.learn(Spent(reached=3))
     job.run(resumed=0)
     job.step(2.0, count=4)
     assert job.seconds() == {STARTUP: 1, LOST: 4, PRODUCTIVE: 4}
@@ -198,6 +260,20 @@ def test_the_phase_at_the_end_of_a_round(phase, hung, expected):
     job.enter("stop")
     job.ledger.decide(hung)
     assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, **expected}
+
+
+@pytest.mark.parametrize(("hung", "state"), [(False, DETECTION), (True, HANG)])
+def test_a_step_that_an_exception_ends_was_no_work(hung, state):
+    """The script has waited for a peer until its collective gave up."""
+    job = Training()
+    job.run()
+    job.step(2.0, count=2)
+    job.now += 600
+    job.fail()
+    job.now += 1
+    job.enter("stop")
+    job.ledger.decide(hung)
+    assert job.seconds() == {STARTUP: 1, PRODUCTIVE: 4, LOST: 2, state: 598, STOPPING: 1}
 
 
 @pytest.mark.parametrize(("hung", "state"), [(False, STARTUP), (True, HANG)])
@@ -324,6 +400,15 @@ def test_no_advice_without_enough_data(too_little, why):
     found = advised_interval(too_little, 1)
     assert found.seconds is None
     assert why in found.reason
+
+
+@pytest.mark.parametrize(("times", "advised"), [(1, False), (2, False), (3, True)])
+def test_the_counts_are_those_of_the_job_however_many_hosts_saw_them(times, advised):
+    one_host = spent(interruptions=times, saves=times, productive=1000, checkpoint_save=1)
+    whole = one_host.plus(one_host).plus(one_host).plus(one_host)
+    found = advised_interval(whole, 4)
+    assert (found.seconds is not None) == advised
+    assert advised or f"{times} interruptions and {times} saves so far" in found.reason
 
 
 def test_the_states_of_workers_are_those_of_the_ledger():

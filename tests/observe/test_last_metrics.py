@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from pathlib import Path
 
@@ -30,19 +31,23 @@ def start(tmp_path: Path, **settings: object) -> tuple[Gate, Job]:
 
 
 def test_an_agent_leaves_a_file_and_is_found_as_long_as_it_runs(tmp_path):
-    file, found = tmp_path / "job.prom", tmp_path / "sd"
+    file, found, began = tmp_path / "job.prom", tmp_path / "sd", time.time()
     gate, started = start(tmp_path, file=file, discovery_dir=found)
     with started as job:
         job.wait_for("waits")
         (named,) = [json.loads(each.read_text()) for each in found.iterdir()]
         (target,) = named[0]["targets"]
-        assert 'elastic_ext_agent_state{state="running"} 1.0' in scrape(target)
+        seen = scrape(target)
+        assert 'elastic_ext_agent_state{state="running"} 1.0' in seen
+        assert "\nelastic_ext_ended_timestamp_seconds " not in seen
         gate.open()
         assert job.finish().returncode == 65
     labels, last = named[0]["labels"], file.read_text()
     whose = f'node="{labels["node"]}",pid="{job.process.pid}",run_id="{labels["run_id"]}"'
     assert f'elastic_ext_failures_total{{kind="code",{whose}}} 1.0' in last
     assert f'elastic_ext_agent_state{{{whose},state="ended"}} 1.0' in last
+    (ended,) = [float(line.split()[1]) for line in last.splitlines() if line.startswith("elastic_ext_ended_timestamp_seconds{")]
+    assert began < ended <= time.time()
     assert list(found.iterdir()) == []
 
 

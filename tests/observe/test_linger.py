@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -59,6 +60,36 @@ def test_a_signal_ends_it_and_nothing_else(tmp_path, script, code, number):
     assert done.returncode == code
     assert "nobody has scraped" not in done.err
     assert "SignalException" not in done.all
+
+
+PROGRAM = """
+import sys
+import elastic_ext.agent.plugin
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+if __name__ == "__main__":
+    config = LaunchConfig(1, 1, 1, run_id="job", rdzv_backend="ext_c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    try:
+        elastic_launch(config, sys.executable)("-c", "pass")
+        print("over", flush=True)
+    except SignalException as error:
+        print("told", error.sigval.name, flush=True)
+    sys.exit(7)
+"""
+
+
+def test_a_program_that_starts_a_job_learns_of_the_signal(tmp_path):
+    """Torch's handler would raise its exception; here it does so after the wait."""
+    with start(tmp_path, PROGRAM, [sys.executable]) as job:
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
+        job.wait_for(LINGERS)
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 7, done.all
+    assert done.out.split("\n")[0] == "told SIGTERM", done.all
+    with pytest.raises(OSError):
+        get(target)
 
 
 @pytest.mark.long

@@ -120,27 +120,19 @@ def drips(port: int, count: int) -> Iterator[None]:
         process.stdin.close()
 
 
-@contextmanager
-def serving(workers: int) -> Iterator[MetricsServer]:
-    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(workers)]
-    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
-    started = MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))
-    try:
-        yield started
-    finally:
-        started.close()
-
-
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    with serving(2) as started:
+    told = [WorkerProgress(number, number, 1, 1.0, 1.0, 1.0, 1, 1.0) for number in range(2)]
+    metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=lambda: told)
+    with closing(MetricsServer(pages.of_agent(metrics.registry, metrics.not_ready, metrics.status))) as started:
         yield started
 
 
 @pytest.fixture
 def server_of_a_long_page() -> Iterator[MetricsServer]:
-    """Of 7 MB: more than the buffers of a connection hold."""
-    with serving(20_000) as started:
+    """Of 7 MB: more than the buffers of a connection hold. It costs nothing to make, so that its cost keeps nobody out."""
+    page = pages.Page(HTTPStatus.OK, pages.TEXT, b"elastic_ext_round 1\n" * 350_000)
+    with closing(MetricsServer({pages.METRICS: lambda _: page})) as started:
         yield started
 
 

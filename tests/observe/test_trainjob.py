@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.observe import trainjob_posts
-from elastic_ext.observe.trainjob import State, TrainerStatus, Training, status_of
+from elastic_ext.observe.trainjob import MAX_GAUGES, State, TrainerStatus, Training, status_of
 from elastic_ext.observe.trainjob_posts import Poster, target_of
 from tests.observe.trainer_server import PATH, TrainerServer, make_certificates, wrong
 
 NOW = 1_763_800_000.7
 SECRET = "eyJhbGciOi.payload.signature"
-STATUS = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW)
+STATUS = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW, {})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ STATUS = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW)
     ],
 )
 def test_what_is_known_is_in_the_status_and_nothing_else(training, state, percentage, remaining_s):
-    status = status_of(training, state, NOW)
+    status = status_of(training, state, NOW, {})
     assert (status.percentage, status.remaining_s) == (percentage, remaining_s)
     assert wrong(status.body()) == ""
     shown = json.loads(status.body())["trainerStatus"]
@@ -58,6 +59,14 @@ def test_what_the_controller_refuses_is_seen():
         TrainerStatus(NOW, None, None, (("loss", "1" * 65),)),
     ):
         assert wrong(status.body())
+
+
+def test_the_gauges_of_the_script_are_bounded_and_ours_win():
+    gauges = {"restarts": 7.0, "x" * 65: 1.0, "loss": 0.123456789, "worst": math.nan, **{f"g{n}": float(n) for n in range(300)}}
+    shown = status_of(Training(1, 10, 1.0, 0), State.TRAINING, NOW, gauges).metrics
+    assert len(shown) == 4 + MAX_GAUGES
+    assert [name for name, _ in shown[:6]] == ["current_step", "total_steps", "step_seconds", "restarts", "loss", "worst"]
+    assert [value for _, value in shown[3:7]] == ["0", "0.123457", "nan", "0"]
 
 
 @pytest.fixture(scope="module")

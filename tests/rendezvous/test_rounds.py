@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.cuts import Reach, Silent
-from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State, decode, encode
-from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Seal, View, Wait, lost, next_action
+from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
 
 
 def node(after=0, workers=2, **more):
@@ -34,9 +34,11 @@ ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes (including a) failed"
 
 
-def test_lost_are_members_that_are_gone_and_those_that_were_cut_off_in_this_round():
+def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut_off_in_this_round():
     nodes = {"a": FOLLOWS, "b": node(after=3, cut=3), "c": node(after=3, cut=2), "d": node(after=3, cut=3)}
     assert lost(view(BROKEN, nodes, "abce")) == ("b", "e")
+    left = dataclasses.replace(BROKEN, drains=(Drain("a", "a", 1, released=True), Drain("c", "c", 1)))
+    assert lost(view(left, nodes, "abce")) == ("a", "b", "e")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,49 @@ def test_next_action_after_an_outage(seen, now, action):
     assert next_action(seen, LIMITS, now) == action
 
 
+ASKED = dataclasses.replace(RUNNING, drains=(Drain("a", "a", 1, "fan"),), drains_made=1)
+FREED = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", released=True),), drains_made=2)
+IS_OVER = {"state": State.BROKEN}
+THREE = {"a": node(), "b": node(), "c": node()}
+ABC = {"a": node(3), "b": node(3), "c": node(3)}
+LEAVE = Release(("a",), "node a may leave: fan")
+
+
+@pytest.mark.parametrize(
+    ("seen", "action"),
+    [
+        (view(ASKED, THREE, "abc"), Wait("running")),
+        (view(ASKED, {**THREE, "a": node(drained=1)}, "abc"), LEAVE),
+        (view(ASKED, {**THREE, "a": node(drained=1, done=3)}, "abc"), Wait("running")),  # the job is about to end
+        (view(ASKED, {"a": node(drained=1), "b": node()}, "ab"), Wait("running")),  # the others would be too few
+        (view(ASKED, {"b": node(), "c": node(), "a": node()}, "bc"), LEAVE),  # a spare: at once, and it does not join first
+        (view(ASKED, {"b": node(), "c": node()}, "bc"), LEAVE),  # it is gone: the host is refused all the same
+        (view(FREED, THREE, "abc"), End(State.BROKEN, "node a drained: fan")),
+        (view(FREED, {"b": node(), "c": node(), "a": node()}, "bc"), Wait("running")),
+        # Between two rounds nothing can be lost.
+        (view(dataclasses.replace(ASKED, **IS_OVER), ABC, "abc"), LEAVE),
+        (view(dataclasses.replace(ASKED, **IS_OVER), {**ABC, "b": node()}, "abc"), LEAVE),
+        (view(dataclasses.replace(ASKED, **IS_OVER), {"a": node(3), "b": node(3)}, "ab"), Seal(("a", "b"), "2 nodes joined")),
+        (view(dataclasses.replace(FREED, **IS_OVER), ABC, "abc"), Seal(("b", "c"), "2 nodes joined")),
+        (
+            view(dataclasses.replace(FREED, **IS_OVER), {**ABC, "a": node()}, "abc"),
+            Wait("waiting for node a to stop all workers"),
+        ),
+    ],
+)
+def test_next_action_for_nodes_that_are_to_leave(seen, action):
+    assert next_action(seen, LIMITS, 0) == action
+
+
+def test_a_drain_outlives_its_round_until_the_node_is_gone():
+    over = dataclasses.replace(ASKED, state=State.BROKEN)
+    header, _ = rounds.seal(view(over, {"a": node(3), "b": node(3)}, "ab"), Seal(("a", "b"), ""))
+    assert (header.drains, header.drains_made) == (ASKED.drains, 1)
+    header, _ = rounds.seal(view(over, {"b": node(3), "c": node(3)}, "b"), Seal(("b", "c"), ""))
+    assert header.drains == ()
+    assert decode(Header, encode(FREED), "k") == FREED
+
+
 @pytest.mark.parametrize("waits", [node(after=7), node(round=7)])
 def test_a_number_that_any_node_has_been_in_is_not_used_again(waits):
     seen = view(Header(1, State.BROKEN), {"a": node(1), "b": waits}, "a")
@@ -214,6 +259,8 @@ JOB = Header(3, State.RUNNING, seal="s", job="j")
         (JOB, dataclasses.replace(JOB, state=State.CLOSED), True),
         (dataclasses.replace(JOB, state=State.BROKEN), dataclasses.replace(JOB, state=State.BROKEN, verdict="v"), True),
         (JOB, dataclasses.replace(JOB, save=1), True),
+        (JOB, dataclasses.replace(JOB, drains_made=1), True),
+        (dataclasses.replace(JOB, drains_made=1), JOB, False),
         (JOB, dataclasses.replace(JOB, round=4, seal="t"), True),
         (dataclasses.replace(JOB, state=State.BROKEN), JOB, False),
         (dataclasses.replace(JOB, round=4, seal="t"), JOB, False),
@@ -329,7 +376,7 @@ class Job(RuleBasedStateMachine):
 
     @rule(id_=IDS, workers=st.integers(1, 4))
     def start(self, id_, workers):
-        if id_ not in self.store and id_ not in self.away:
+        if id_ not in self.store and id_ not in self.away and drains.of_node(self.header, id_) is None:
             self.clock += 1
             self.store[id_], self.joined[id_] = node(self.header.round, workers), self.clock
             self.known[id_] = self.header
@@ -407,6 +454,9 @@ class Job(RuleBasedStateMachine):
             if header.round != self.reporting[id_] or header.verdict:
                 self.store[id_] = dataclasses.replace(self.store[id_], after=self.reporting.pop(id_))
             return
+        if id_ not in self.running and id_ in drains.released(header):
+            self.crash(id_)
+            return
         ours = mine is not None and mine.of(header)
         if id_ not in self.running and header.state is State.RUNNING and ours and self.store[id_].after < header.round:
             self.running[id_] = header.round
@@ -418,6 +468,23 @@ class Job(RuleBasedStateMachine):
         elif header.state is not State.RUNNING and ours and self.store[id_].after < header.round:
             # Its round was over before it began here: it must say so, or the leader would wait for it to stop workers.
             self.store[id_] = dataclasses.replace(self.store[id_], after=header.round)
+
+    @precondition(lambda self: self.header.state in (State.RUNNING, State.BROKEN))
+    @rule(id_=IDS, now=st.booleans())
+    def drain(self, id_, now):
+        """An operator has a node leave. It reads the nodes as they are."""
+        asked = drains.Request(id_, "fan", 60, now)
+        self.header = drains.admit(asked, self.header, set(self.store), {}, self.limits.min_nodes).header
+
+    @rule(id_=IDS)
+    def undo(self, id_):
+        self.header = drains.withdrawn(self.header, id_)
+
+    @rule(id_=IDS)
+    def publish(self, id_):
+        """Workers publish a checkpoint."""
+        if id_ in self.running and id_ in self.store and (drain := drains.of_node(self.known[id_], id_)) is not None:
+            self.store[id_] = dataclasses.replace(self.store[id_], drained=drain.number)
 
     @rule(id_=IDS)
     def finish(self, id_):
@@ -495,6 +562,10 @@ class Job(RuleBasedStateMachine):
         if isinstance(action, End):
             if self.header.state is State.RUNNING:
                 self.write_header(dataclasses.replace(self.header, state=action.state, reason=action.reason))
+        elif isinstance(action, Release):
+            self.header = drains.release(self.header, action.nodes, seen.nodes)
+            staying = set(seen.nodes) - drains.released(self.header)
+            assert len(staying) >= self.limits.min_nodes or not set(action.nodes) & set(seen.nodes)
         elif isinstance(action, Conclude):
             assert all(self.seen[id_].reported == self.header.round for id_ in action.nodes)
             self.write_header(dataclasses.replace(self.header, verdict="restart"))
@@ -511,6 +582,8 @@ class Job(RuleBasedStateMachine):
 
     def check_sealed(self, seen, action, header, parts):
         assert self.limits.min_nodes <= len(parts) <= self.limits.max_nodes
+        assert not drains.released(seen.header) & set(parts)
+        assert all(id_ in seen.nodes for id_ in drains.asked(header))
         assert set(parts) == set(action.order) == {id_ for id_ in parts if id_ in seen.nodes}
         ordered = sorted(parts.values(), key=lambda part: part.rank)
         assert [part.rank for part in ordered] == list(range(len(parts)))

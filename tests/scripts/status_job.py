@@ -19,11 +19,13 @@ dist.init_process_group("gloo")
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], 0.1)
 elastic_ext.report_total_steps(total)
+loss = elastic_ext.metrics.gauge("loss", "Of the last step.")
 for step in range((elastic_ext.resume_step() or 0) + 1, total + 1):
     if attempt == 0 and os.environ.get("KILL") == f"{rank}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
     weight.grad = torch.ones(1)
     dist.all_reduce(weight.grad)
+    loss.set(1 / step if rank == 0 else 7)
     optimizer.step()
     if rank == 0 and step % 5 == 0:
         torch.save({"step": step}, f"{folder}/new")

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing, UsageError
 from elastic_ext.training import saves, worker
-from elastic_ext.workers import worker_env
+from elastic_ext.training.progress import doing
+from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.progress import ProgressTable
 from elastic_ext.workers.wake_pipe import WakePipe
 
@@ -54,6 +56,34 @@ def as_worker(monkeypatch, description):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(worker, "_workers", {})
+
+
+@pytest.mark.parametrize(("phase", "settled"), [("step", False), ("eval", False), ("data", True), ("checkpoint", True)])
+def test_work_that_an_exception_ends_is_not_settled(table, as_worker, phase, settled):
+    """Its worker has perhaps waited for a lost peer, which the agent finds out; an exit handler that saves changes nothing."""
+    row = table._rows[1]
+    row[progress_layout.STEPS] = 5
+    with suppress(ConnectionResetError), elastic_ext.phase(phase):
+        before = table.read(1).spent_ns
+        raise ConnectionResetError
+    assert (table.read(1).spent_ns != before) == settled
+    row[progress_layout.ENDS_WITH], ended = 1, table.read(1)
+    progress_layout.end(row, time.monotonic_ns())
+    with doing("checkpoint_save"):
+        pass
+    assert (table.read(1).spent_ns, table.read(1).account) == (ended.spent_ns, "productive")
+
+
+def test_a_save_tells_after_how_many_steps_it_began(table, as_worker):
+    """However many follow until it is complete."""
+    row = table._rows[1]
+    row[progress_layout.STEPS] = 5
+    saves.note_save_begins(50)
+    row[progress_layout.STEPS] = 8
+    elastic_ext.report_saved(50, 0.5)
+    assert (table.read(1).saved_step, table.read(1).saved_after) == (50, 5)
+    elastic_ext.report_saved(80, 0.5)  # of a script that saves by itself, and trains on afterwards
+    assert table.read(1).saved_after == 8
 
 
 def test_reports_are_in_the_workers_row(table, as_worker):

@@ -177,6 +177,7 @@ class Checkpointer:
         if self._results.skip(step):
             return
         began = time.monotonic()
+        saves.note_save_begins(step)
         staged, refused = self._stager.stage(step, accumulation)
         manifest = Manifest(
             step=step,

@@ -11,7 +11,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
 from elastic_ext.rendezvous import judging
-from elastic_ext.rendezvous.goodput_file import GoodputFile
+from elastic_ext.rendezvous.goodput_folder import GoodputFolder
 
 
 class AgentLedger:
@@ -27,8 +27,11 @@ class AgentLedger:
         self.max_restarts = 0
         self._settings = settings
         self._min_nodes = min_nodes
-        self.goodput = GoodputFile(settings.ledger_file, run_id, host)
         self._file = judging.LedgerFile(settings.ledger_file, run_id)
+        self.goodput = GoodputFolder(settings.ledger_file, run_id, host)
+        if self._file.job_ended:
+            self.goodput.drop()
+            self._file.write(Ledger())  # once is enough: an agent that comes later must not delete what this one keeps
         self._charged_at: list[float] = []  # monotonic; one per charged restart
         self.begin(self._file.ledger)
 

@@ -21,6 +21,8 @@ from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
 from elastic_ext.rendezvous.handler import RoundEnd
+from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.round_records import Header, State
 
 if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
@@ -29,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "ext_c10d"
 ALL_DONE_S = 300.0  # torch's exit_barrier_timeout
+
+# By what a status cannot show of a job over several nodes.
+UNKNOWN = {
+    "nodes": "torch's store holds no reports of the other nodes: ask each agent's own page",
+    "failures": "only verdicts that this node has heard; another node may know a later one",
+}
 
 
 class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
@@ -186,6 +194,13 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         self._nodes.events.leaving(self.host)
 
     @property
+    def drain(self) -> None:
+        """Return None: torch's store lies in an agent, and no command can reach it as a part of the job."""
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """Do nothing: no node is drained."""
+
+    @property
     def link_fds(self) -> tuple[int, ...]:
         return ()
 
@@ -194,6 +209,14 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def last_will(self) -> None:
         """Return None: nobody else can take a node out of torch's rendezvous."""
+
+    def show(self, report: str, last: bool) -> None:
+        """Do nothing: torch's store must not hear of every node every few seconds, and nobody could list the keys."""
+
+    def status(self) -> JobStatus:
+        unknown = {} if isinstance(self._nodes, OneMachine) else dict(UNKNOWN)
+        header = Header(self.round, State.RUNNING if self.round else State.FORMING, job=self.launch)
+        return JobStatus(self._run_id, header, {}, {}, self._ledger.ledger, {}, unknown=unknown)
 
     def leave(self) -> None:
         self._nodes.leave()

@@ -17,15 +17,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_ext.base.errors import NodeRefused, UsageError
+from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
 from elastic_ext.base.last_will import LastWill
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import EtcdClient, EtcdError, QuotaExceeded
+from elastic_ext.etcd import EtcdClient, EtcdError, Put, QuotaExceeded
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
-from elastic_ext.rendezvous import run_id
+from elastic_ext.rendezvous import drains, run_id
 from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous.etcd import job_status
 from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
@@ -37,6 +38,7 @@ from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
+from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import Limits
@@ -102,6 +104,7 @@ class JobConnection:
 
         Raises:
             JobStopped: a verdict has ended the job.
+            NodeDrained: an operator has this node leave.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
@@ -115,6 +118,8 @@ class JobConnection:
                 joined = participant.joined
                 if joined is not None and joined[0].round > after:
                     return joined
+                if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
+                    raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
@@ -183,6 +188,20 @@ class JobConnection:
         if lease_id is None:
             return None
         return self._will(lease_id)
+
+    def show(self, report: str, last: bool) -> None:
+        """Write what this node tells of itself; if the job has ended, so that it outlives the node. Raises EtcdError."""
+        participant, keys = self.participant, JobKeys(self.run_id)
+        header = participant.header
+        ended = header.state in (State.CLOSED, State.DONE)
+        over = last and (ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
+        lease_id = participant.header_record.lease_id if over else participant.lease[0]
+        if lease_id:  # else it is not in the job, or not any more
+            participant.client.txn([], [Put(keys.report(self.node_id), report, lease_id=lease_id)])
+
+    def status(self) -> JobStatus:
+        """Return the state of the job in etcd. Raises UsageError."""
+        return job_status.read(self.participant.client, self.run_id)
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

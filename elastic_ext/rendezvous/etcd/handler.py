@@ -18,16 +18,17 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, EtcdClient
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, encode_report
-from elastic_ext.rendezvous import foreign_agent
+from elastic_ext.rendezvous import drains, foreign_agent
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
-from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput
+from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Place
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
+from elastic_ext.rendezvous.job_state import JobStatus
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, State
 from elastic_ext.rendezvous.round_server import serve
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         if own_etcd is not None:
             own_etcd.follow(self._participant.client)
         self.host, self.node_id = self._connection.host, self._connection.node_id
-        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host)
+        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host, self._place)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
@@ -236,6 +237,14 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """Note that this save on demand is complete."""
         self._participant.saved(number, step)
 
+    @property
+    def drain(self) -> Drain | None:
+        return drains.of_node(self._participant.header, self.node_id)
+
+    def report_drained(self, number: int, step: int | None) -> None:
+        """See `rendezvous.handler.Rendezvous`."""
+        self._participant.drained(number, -1 if step is None else step)
+
     # It ends.
 
     def conclude(self, report: Report) -> JobVerdict:
@@ -277,6 +286,11 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         """See `rendezvous.handler.Rendezvous`."""
         return self._goodput.share(spent)
 
+    def _place(self) -> Place:
+        assert self._current is not None, "before the first round"
+        header, assignment = self._current
+        return Place(header.job, assignment.rank, header.round)
+
     # The job ends, or this node's part in it.
 
     def announce_leaving(self, reason: str) -> None:
@@ -301,7 +315,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
 
     def set_closed(self) -> None:
         """Close the job for all nodes, unless it is done or is to go on without this node."""
-        if self._participant.header.state is not State.DONE and not self._job_continues:
+        drain = self.drain
+        continues = self._job_continues or (drain is not None and drain.released)
+        if self._participant.header.state is not State.DONE and not continues:
             self._participant.end_round(self.round, State.CLOSED, f"{self.host} closed the job")
 
     def shutdown(self) -> bool:
@@ -310,6 +326,12 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             self.set_closed()
         self.leave()
         return True
+
+    def show(self, report: str, last: bool) -> None:
+        self._connection.show(report, last)
+
+    def status(self) -> JobStatus:
+        return self._connection.status()
 
     def leave(self) -> None:
         """Leave the job to the other nodes. A second call does nothing."""

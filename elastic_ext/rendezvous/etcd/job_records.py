@@ -17,6 +17,7 @@ from elastic_ext.base.records import Count, OtherSchema, RecordError
 from elastic_ext.etcd import Compare, Delete, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
+from elastic_ext.rendezvous import drains
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.tasks import HostRefused, LostRace
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, State
@@ -61,7 +62,8 @@ class JobRecords:
         self._client = context.client
         self._keys = context.keys
         self._reader = context.reader
-        self._refusal = context.keys.refusal(context.config.host)
+        self._host = context.config.host
+        self._refusal = context.keys.refusal(self._host)
         self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
         self._mine = SharedSettings(limits.min_nodes, limits.max_nodes)
         self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
@@ -120,6 +122,9 @@ class JobRecords:
                     "use another --rdzv-id, or the same settings on all nodes"
                 )
             return None
+        drain = drains.of_host(found.header, self._host)
+        if drain is not None and not found.over:  # the node that was to leave is gone or going; this one comes in its place
+            raise HostRefused(f"this host was told to leave the job: {printable(drain.reason)}")
         return found
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
@@ -190,7 +195,8 @@ class JobRecords:
         left = self._client.get_prefix(nodes).kvs
         if any(self._reader.id_of(nodes, kv.key) is not None and self._reader.node(kv) is not None for kv in left):
             return not self._client.txn(as_found).succeeded  # what did not change until now was so when the nodes were read
-        deletes = [Delete(self._keys.assignments, prefix=True), Delete(self._keys.header), Delete(self._keys.job)]
+        folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
+        deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
         verdict = found.header.verdict
         if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
             deletes += [Delete(each, prefix=True) for each in self._keys.outliving]

@@ -1,9 +1,8 @@
-"""The state of a job in etcd, for people: its nodes, what happened, when and where, what was decided and why."""
+"""Reads the state of a job in etcd, for people: its nodes, what happened, when and where, what was decided and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
@@ -12,44 +11,28 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous import run_id as run_ids
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.job_state import JobStatus, NodeText, NoSuchJob
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State
 
 
-@dataclass(frozen=True)
-class JobStatus:
-    """The state at one moment.
-
-    Attributes:
-        nodes, assignments: records and assignments, by node id.
-        refused: the reason, by host.
-        faults: one line for each unreadable record.
-    """
-
-    run_id: str
-    header: Header
-    nodes: dict[str, Node]
-    assignments: dict[str, Assignment]
-    ledger: Ledger
-    refused: dict[str, str]
-    faults: tuple[str, ...] = ()
-
-
 def read(client: EtcdClient, run_id: str) -> JobStatus:
-    """Return the state of a job. Raises UsageError: there is no such job, or etcd does not answer."""
+    """Return the state of a job. Raises NoSuchJob; UsageError: etcd does not answer."""
     keys = JobKeys(run_ids.checked(run_id))
     try:
         kvs = client.get_prefix(keys.prefix).kvs
     except EtcdError as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
-        raise UsageError(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
+        raise NoSuchJob(f"etcd knows no job with --rdzv-id={run_id}: it never ran there, or it ended successfully")
     faults: list[str] = []
     reader = RecordReader(faults.append)
     header, ledger = Header(), Ledger()
     nodes: dict[str, Node] = {}
     assignments: dict[str, Assignment] = {}
     refused: dict[str, str] = {}
+    reports: dict[str, NodeText] = {}
+    spent: dict[str, str] = {}
     for kv in kvs:
         if kv.key == keys.header.encode():
             header = reader.header(kv) or header
@@ -57,12 +40,18 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
             ledger = reader.ledger(kv) or ledger
         elif (host := _name_in(keys.refusals, kv, reader)) is not None:
             refused[host] = kv.value.decode(errors="replace")
+        elif (id_ := _name_in(keys.reports, kv, reader)) is not None:
+            reports[id_] = NodeText(kv.value.decode(errors="replace"), kv.mod_revision)
+        elif (host := _name_in(keys.goodput, kv, reader)) is not None:
+            spent[host] = kv.value.decode(errors="replace")
         elif (id_ := _name_in(keys.nodes, kv, reader)) is not None:
             if (node := reader.node(kv)) is not None:
                 nodes[id_] = node
         elif (id_ := _name_in(keys.assignments, kv, reader)) is not None and (assignment := reader.assignment(kv)) is not None:
             assignments[id_] = assignment
-    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults))
+    for drain in (each for each in header.drains if not each.released):  # of a released one the refusal tells, until --undo
+        refused.setdefault(drain.host, f"to leave at the next checkpoint: {drain.reason}")
+    return JobStatus(run_id, header, nodes, assignments, ledger, refused, tuple(faults), reports, spent)
 
 
 def _name_in(folder: str, kv: KeyValue, reader: RecordReader) -> str | None:
@@ -106,9 +95,8 @@ def _rank(job: JobStatus, id_: str) -> int:
 
 def _verdict_lines(verdict: JobVerdict) -> Iterator[str]:
     decision = verdict.decision
-    what = decision.response.value if decision.response is not None else decision.action.value
     ends = f", exit code {decision.exit_code}" if decision.action is Action.STOP else ""
-    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {what}{ends}"
+    yield f"{verdict.at}{', ' if verdict.at else ''}round {verdict.round}: {decision.word}{ends}"
     yield f"  rank {verdict.rank} on {verdict.host}: {decision.reason}"
     limit = "(no limit)" if verdict.limit == NO_LIMIT else f"of {verdict.limit}"
     yield f"  kind {decision.kind}, rule {decision.rule}; restarts charged: {verdict.restarts} {limit}"

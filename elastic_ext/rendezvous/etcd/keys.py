@@ -7,8 +7,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Read by each node as it enters; watched by the leader.
     round           a round_records.Header, written by header_record.swap only. Lease: job.
                     Written by the leader; by any node that ends the round or requests a save; by the node of rank 0, with its
-                    choice of a checkpoint; by `elastic-ext checkpoints save`. If lost, by the leader, or after a while by any
-                    node.
+                    choice of a checkpoint; by `elastic-ext checkpoints save`; by `elastic-ext drain`, whose drains it holds. If
+                    lost, by the leader, or after a while by any node.
                     Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
                     Written by that node; put back by the leader if somebody has overwritten it.
@@ -27,12 +27,18 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     ledger          a failures.ledger.Ledger. Lease: its own, of verdict.LEDGER_TTL_S: it outlives the job.
                     Written by the leader with each verdict. Read by the leader and `elastic-ext explain`.
     goodput/HOST    a base.goodput.HostRecord: what the agents on that host have spent. Lease: its own, of verdict.LEDGER_TTL_S.
-                    Written by these agents, at most once a minute and at the end of a round. Read by all agents as they write.
+                    Written by these agents, all together about ten times a second. Read by rank 0's agent, by one that is new in
+                    a running job, and by `elastic-ext status`.
+    goodput_sum     a base.goodput.Shared: the sum of these. Lease: that of rank 0's host among them.
+                    Written by the agent of rank 0, in the same transaction as its own. Read by all agents as they write.
     charges/ROUND   empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
+    reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
+                    Written by that node when its state changes, else every 15 s. Read by whoever is asked for the job's status.
     refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
-                    Written by the leader with the verdict. Read by that host's nodes as they enter, and `elastic-ext explain`.
+                    Written by the leader with the verdict, or as it lets a drained node go; deleted by `elastic-ext drain
+                    --undo`. Read by that host's nodes as they enter, and `elastic-ext explain`.
 
 Leases:
 
@@ -64,13 +70,15 @@ class JobKeys:
         self.assignments = self.prefix + "assign/"
         self.ledger = self.prefix + "ledger"
         self.goodput = self.prefix + "goodput/"
+        self.goodput_sum = self.prefix + "goodput_sum"
         self.charges = self.prefix + "charges/"
         self.refusals = self.prefix + "refused/"
+        self.reports = self.prefix + "reports/"
 
     @property
     def outliving(self) -> tuple[str, ...]:
         """What outlives the job, for the next launch."""
-        return self.ledger, self.charges, self.refusals, self.goodput
+        return self.ledger, self.charges, self.refusals, self.goodput, self.goodput_sum
 
     def node(self, node_id: str) -> str:
         return self.nodes + node_id
@@ -93,3 +101,6 @@ class JobKeys:
 
     def refusal(self, host: str) -> str:
         return self.refusals + host
+
+    def report(self, node_id: str) -> str:
+        return self.reports + node_id

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from elastic_ext.etcd import Compare, Delete, Put
-from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.etcd.context import NodeContext
 from elastic_ext.rendezvous.etcd.header_record import HeaderRecord
 from elastic_ext.rendezvous.etcd.job_upkeep import JobUpkeep
@@ -22,7 +22,7 @@ from elastic_ext.rendezvous.etcd.node_records import NodeRecords
 from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, RoundReports, write_verdict
 from elastic_ext.rendezvous.round_records import Header, State, encode
-from elastic_ext.rendezvous.rounds import Action, Conclude, End, Seal, View, Wait
+from elastic_ext.rendezvous.rounds import Action, Conclude, End, Release, Seal, View, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,8 @@ class Leader:
             self._seal(view, action)
         elif isinstance(action, Conclude):
             self._conclude(view, action)
+        elif isinstance(action, Release):
+            self._release(view, action)
         elif isinstance(action, End):
             self.write_header(dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind))
 
@@ -181,10 +183,21 @@ class Leader:
             {id_: view.nodes[id_].report for id_ in action.nodes},
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
-            len(view.nodes),
+            len(set(view.nodes) - drains.released(view.header)),
             rounds.reaches(view),
         )
         if not write_verdict(self._context, self._header, self._still_leading, self._policy, reports):
+            self._reload()
+
+    def _release(self, view: View, action: Release) -> None:
+        """Let drained nodes leave, and refuse their hosts in the same transaction."""
+        keys, hosts = self._context.keys, {each.host: each for each in view.header.drains if each.node in action.nodes}
+        puts = []
+        for host, drain in hosts.items():
+            lease = self._context.client.lease_grant(drain.refused_s)
+            puts.append(Put(keys.refusal(host), f"drained: {drain.reason}", lease_id=lease.lease_id))
+        after = drains.release(view.header, action.nodes, view.nodes)
+        if not self._header.write(after, [self._still_leading], puts):
             self._reload()
 
     def _reload(self) -> None:

@@ -156,6 +156,10 @@ class Participant:
         """Record that the save on demand with this number is complete."""
         self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
 
+    def drained(self, number: int, step: int) -> None:
+        """Record that a checkpoint was published since the drain with this number was asked for. step: -1 if unknown."""
+        self._update(lambda node: dataclasses.replace(node, drained=number, drained_at=step))
+
     def end_round(self, round_: int, state: State, reason: str) -> None:
         """Break round `round_`, or close the job, for all nodes."""
         self._change_header(

@@ -74,8 +74,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
         _reports.modules()
         if row is not None and pid == os.getpid():
             layout.note_sign(row, now := time.monotonic_ns())
-            layout.settle(row, now)
-            row[layout.DOING], row[layout.PHASE] = 0, layout.PHASES.index("exit")
+            layout.end(row, now)
     if run is exec:
         main_script.forget_file(namespace)
 

@@ -299,6 +299,7 @@ def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger(server, tmp_
         assert (done.returncode, "Traceback" in done.err) == (0, False), done.err
 
 
+@pytest.mark.long
 def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
     trio = Trio(tmp_path, stack, server, 2)
     trio.server.pause()

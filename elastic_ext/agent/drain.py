@@ -1,0 +1,224 @@
+"""The agent's side of `elastic-ext drain`: it tells the job when this node can leave without losing work.
+
+`plan` decides from plain values. `DrainWatch` asks the job for a checkpoint where the script supports that, and else waits for
+the next one that the script publishes. The leader does the rest; see `rendezvous.drains`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.saves import SaveOnDemand, SaveResult
+from elastic_ext.base.printable import shown
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.round_records import Drain
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0  # between two looks at checkpoint_dir: a storage tells of no change; as often as for grow_at=checkpoint
+
+
+class Step(Enum):
+    """What to do next for the drain."""
+
+    ASK = "ask"  # for a checkpoint
+    WAIT = "wait"
+    GO = "go"  # the node can leave
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What this node knows of checkpoints since it was told to leave, in this round.
+
+    Attributes:
+        asks: the script asks whether to save.
+        asked: this node has asked for a save on demand.
+        result: of that save; None while it is unknown.
+        reported: the workers have reported a checkpoint.
+        published: the newest complete checkpoint in `checkpoint_dir` is another one than at first.
+        local: workers save to `local_dir`, which goes with this node: only a copy in `checkpoint_dir` counts.
+    """
+
+    asks: bool = False
+    asked: bool = False
+    result: SaveResult | None = None
+    reported: bool = False
+    published: bool = False
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The next step. reason: for the log."""
+
+    step: Step
+    reason: str
+
+
+def plan(seen: Seen) -> Plan:
+    """Decide on the next step."""
+    if seen.asks and not seen.asked:
+        return Plan(Step.ASK, "asking the job for a checkpoint")
+    if seen.asked and seen.result is None and not seen.published:  # only one rank has to report it, maybe on another node
+        return Plan(Step.WAIT, "waiting for the checkpoint that was asked for")
+    if seen.local:
+        if seen.published:
+            return Plan(Step.GO, "a new checkpoint is complete in checkpoint_dir")
+        return Plan(Step.WAIT, "waiting for a checkpoint to be copied to checkpoint_dir")
+    if seen.result is SaveResult.SAVED:
+        return Plan(Step.GO, "the checkpoint that was asked for is complete")
+    if seen.reported or seen.published:
+        return Plan(Step.GO, "the script has saved a checkpoint")
+    failed = "the checkpoint that was asked for has failed; " if seen.result is SaveResult.FAILED else ""
+    return Plan(Step.WAIT, f"{failed}waiting for the next one that the script saves")
+
+
+@dataclass(frozen=True)
+class Published:
+    """The newest complete checkpoint in `checkpoint_dir`; path "": none. step: None if unknown."""
+
+    path: str = ""
+    step: int | None = None
+
+
+def published(settings: Settings) -> Published:
+    """Look for it. It may take as long as the storage does."""
+    if settings.checkpoint_dir is None:
+        return Published()
+    newest = discovery.newest_complete(settings.checkpoint_dir, discovery.Wanted(pattern=settings.checkpoint_pattern)).resume
+    return Published(newest.path, newest.step) if newest is not None else Published()
+
+
+class Directory:
+    """Looks at `checkpoint_dir` from a thread of its own, since a storage may hang.
+
+    Attributes:
+        first, newest: what it held at the first look and at the last one; None before the first.
+    """
+
+    def __init__(self, look: Callable[[], Published], on_look: Callable[[], None]) -> None:
+        """on_look: called after each look."""
+        self.first: Published | None = None
+        self.newest: Published | None = None
+        self._look, self._on_look = look, on_look
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="elastic_ext-drain", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.newest = self._look()
+                self.first = self.first or self.newest
+            except Exception as error:  # noqa: BLE001 - any storage, any error: the next look may work
+                logger.warning("drain: checkpoint_dir could not be read: %s", error)
+            if not self._closed.is_set():
+                self._on_look()
+            self._closed.wait(POLL_S)
+
+    def newer_than(self, step: int | None) -> bool:
+        """Return whether there is a new checkpoint, of this step or a later one. step: None for any."""
+        first, newest = self.first, self.newest
+        if first is None or newest is None or newest.path in ("", first.path):
+            return False
+        return step is None or newest.step is None or newest.step >= step
+
+    def close(self) -> None:
+        """Look no more. Does not wait: a storage may hang, and the look that is under way changes nothing."""
+        self._closed.set()
+
+
+class DrainWatch(Companion):
+    """Carries out a drain of this node in one round, from the request to the checkpoint."""
+
+    def __init__(self, job: Rendezvous, saves: SaveOnDemand | None, settings: Settings) -> None:
+        """saves: None if workers cannot be asked to save."""
+        self._job, self._saves, self._settings = job, saves, settings
+        self._drain: Drain | None = None  # that is under way
+        self._directory: Directory | None = None
+        self._reported = 0  # checkpoints that the workers had reported when it began
+        self._before = 0  # the job's last save on demand then
+        self._goal: int | None = None  # the step of the first checkpoint in local_dir since: later ones do not move it
+        self._asked = False
+        self._last: Plan | None = None
+
+    def check(self, workers: LocalWorkers) -> None:
+        drain = self._job.drain
+        if drain is None or drain.released or drain.now:
+            self._end()
+            return
+        if self._drain is None or drain.number != self._drain.number:
+            self._begin(drain, workers)
+        if self._last is not None and self._last.step is Step.GO:
+            return
+        seen = self._look(workers)
+        decided = plan(seen)
+        if decided != self._last:
+            logger.warning("drain (%s): %s", shown(drain.reason), decided.reason)
+        self._last = decided
+        if decided.step is Step.ASK:
+            self._asked = True
+            self._job.request_save(f"{self._job.host} is to leave: {drain.reason}")
+        elif decided.step is Step.GO:
+            self._job.report_drained(drain.number, self._step(workers))
+            self._close_directory()
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._end()
+
+    def _begin(self, drain: Drain, workers: LocalWorkers) -> None:
+        self._end()
+        self._drain, self._asked, self._last, self._goal = drain, False, None, None
+        self._reported = sum(row.saves for row in workers.read_progress())
+        self._before = self._job.save_wanted
+        if self._settings.checkpoint_dir is not None:
+            self._directory = Directory(lambda: published(self._settings), lambda: self._job.on_event())
+
+    def _look(self, workers: LocalWorkers) -> Seen:
+        rows = workers.read_progress()
+        local = self._settings.local_dir is not None
+        reported = sum(row.saves for row in rows) > self._reported
+        saved = [row.saved_step for row in rows if row.saved_step is not None]
+        result = None
+        if self._saves is not None and self._asked and self._job.save_wanted > self._before:
+            result = self._saves.update(workers)
+        return Seen(
+            asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),
+            asked=self._asked,
+            result=result,
+            reported=reported,
+            published=self._published(max(saved, default=None) if local else None, reported),
+            local=local,
+        )
+
+    def _published(self, saved_at: int | None, reported: bool) -> bool:
+        """Return whether `checkpoint_dir` holds a new checkpoint. saved_at: the newest in `local_dir`; None: there is none.
+
+        reported: it is from after the request. If workers save there faster than it is copied, the newest never gets there.
+        """
+        if self._goal is None and reported:
+            self._goal = saved_at
+        if self._directory is None or (saved_at is not None and self._goal is None):
+            return False
+        return self._directory.newer_than(self._goal)
+
+    def _step(self, workers: LocalWorkers) -> int | None:
+        steps = [row.saved_step for row in workers.read_progress() if row.saved_step is not None]
+        newest = self._directory.newest if self._directory is not None else None
+        steps += [newest.step] if newest is not None and newest.step is not None else []
+        return max(steps, default=None)
+
+    def _end(self) -> None:
+        self._drain = None
+        self._close_directory()
+
+    def _close_directory(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None

@@ -1,0 +1,92 @@
+"""`elastic-ext drain`: an operator takes a node out of a running job without losing work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from elastic_ext.base import settings
+from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
+from elastic_ext.cli.terminal import print_error, print_line
+
+TIMEOUT_S = 600.0
+MAX_REASON = 200  # characters: every node of the job reads it
+EX_TRY_AGAIN, EX_REFUSED = 75, 77  # of sysexits.h
+MEANINGS = {
+    0: "the node has left, and the job runs again or has finished; with --undo: the host may take part",
+    EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
+    EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
+    EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
+    78: "wrong usage, no such node, or a job with ext_c10d",
+}
+_ONLY_ETCD = (
+    "drain works with --rdzv-backend=ext_etcd only: the records of a job with ext_c10d lie in its agents. There, send SIGTERM to "
+    "the agent of the node: it saves if there is time (platform_grace), and leaves"
+)
+
+
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add this command to `elastic-ext`."""
+    drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
+    drain.description = (
+        "Have a node leave a job (ext_etcd) once a checkpoint was saved, and wait until the job runs without it: a spare steps "
+        "in, or the job goes on smaller. No restart is charged. The host may not come back for `refuse_node` seconds."
+    )
+    drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
+    drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
+    drain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
+    drain.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
+    drain.add_argument("--rdzv-backend", metavar="NAME", default="ext_etcd", help="as for torchrun; only ext_etcd can drain")
+    drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and whoever starts an agent there again")
+    drain.add_argument(
+        "--timeout",
+        type=_seconds,
+        metavar="S",
+        default=TIMEOUT_S,
+        help="seconds to wait for the checkpoint, and then for the job to run; default: %(default)g",
+    )
+    how = drain.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="do not wait for a checkpoint: the steps since the last one are repeated")
+    how.add_argument("--undo", action="store_true", help="withdraw a drain that has not begun, and let the host come back")
+    drain.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
+    if args.rdzv_backend != "ext_etcd":
+        raise UsageError(_ONLY_ETCD)
+    from elastic_ext.rendezvous.drains import Request
+    from elastic_ext.rendezvous.etcd import drain_request
+    from elastic_ext.rendezvous.etcd.connect import connect
+    from elastic_ext.rendezvous.etcd.drain_request import Ending
+
+    known = settings.read({}, os.environ)
+    try:
+        client = connect(args.rdzv_endpoint, known)
+    except UsageError as error:
+        print_error(f"{error} (if this is the endpoint of a job with ext_c10d: such a job cannot be drained)")
+        return EX_UNAVAILABLE
+    with client:
+        if args.undo:
+            print_line(drain_request.undo(client, args.rdzv_id, args.node))
+            return 0
+        request = Request(args.node, " ".join(args.reason.split())[:MAX_REASON], known.refuse_node, args.now)
+        try:
+            over = drain_request.drain(client, args.rdzv_id, request, args.timeout, print_line)
+        except KeyboardInterrupt:
+            print_error(f"{args.node} is still to leave; --undo withdraws that")
+            return 130
+    codes = {Ending.DRAINED: 0, Ending.LATE: EX_TRY_AGAIN, Ending.TOO_FEW: EX_REFUSED, Ending.NO_JOB: EX_UNAVAILABLE}
+    if over.ending is Ending.DRAINED:
+        print_line(over.reason)
+    else:
+        print_error(over.reason)
+    return codes[over.ending]

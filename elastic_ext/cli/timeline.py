@@ -1,0 +1,143 @@
+"""`elastic-ext timeline`: draws the life of a job, from the events of its agents or from its status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.base import user_files
+from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
+from elastic_ext.base.files import write_whole_bytes
+from elastic_ext.base.records import RecordError
+from elastic_ext.cli import job_source
+from elastic_ext.cli.terminal import print_error, print_line
+from elastic_ext.observe.timeline import lines, of_document, of_events
+from elastic_ext.observe.timeline.course import Course
+from elastic_ext.observe.timeline.lines import Fault, Line
+
+MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
+STDIN = "-"
+MOST_FAULTS = 20  # lines named; the rest is counted
+MISSING = "timeline: drawing needs matplotlib: pip install 'elastic_ext[timeline]'"
+
+
+def add_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add this command to `elastic-ext`."""
+    timeline = commands.add_parser("timeline", help="draw the life of a job: what each node did when, failures, checkpoints")
+    timeline.description = (
+        "Draw a job, live or ended, as a picture. The events of its agents (setting events_file) tell most; its status, "
+        "from etcd or from an agent, tells of rounds and failures. If the files tell of several jobs, --rdzv-id chooses one. "
+        "Needs matplotlib. Changes nothing."
+    )
+    timeline.epilog = (
+        "Exit codes: 0; 69: no such job, or neither etcd nor the agent answers; 78: wrong usage or input. A line that is no "
+        "event is named, the others are drawn, and the exit code is 78."
+    )
+    timeline.add_argument("files", nargs="*", metavar="EVENTS", help="files with events, of any number of agents; - for stdin")
+    timeline.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture: .png, .svg or .html")
+    job_source.add_arguments(timeline)
+    timeline.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw a job; return the exit code. Raises UsageError: wrong usage, or nothing to draw."""
+    _check(args)
+    agent = None if args.files else job_source.agent_of(args, "timeline")
+    draw = _drawing(args.output)
+    faults: list[Fault] = []
+    if args.files:
+        course, faults = _of_files(args.files, args.rdzv_id)
+    else:
+        try:
+            with job_source.reader(args, agent) as read:
+                course = of_document.of_document(read(), time.time())
+        except (UsageError, RecordError) as error:
+            print_error(str(error))
+            return EX_UNAVAILABLE
+    try:
+        write_whole_bytes(Path(args.output), draw(course))
+    except OSError as error:
+        raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
+    print_line(f"{args.output}: {len(course.rows)} rows, {len(course.marks)} failures, {len(course.saved)} checkpoints")
+    return EX_CONFIG if faults else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    sources = [bool(args.files), bool(args.rdzv_endpoint), bool(args.url)]
+    if sum(sources) != 1 or (args.rdzv_endpoint and not args.rdzv_id) or (args.url and args.rdzv_id):
+        raise UsageError("timeline: expected files of events, or --rdzv-endpoint and --rdzv-id of a job, or --url of an agent")
+    job_source.check_web(args, "timeline")
+    if Path(args.output).suffix.lower() not in _KINDS:
+        raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(_KINDS)}")
+
+
+def _of_files(files: Sequence[str], run_id: str) -> tuple[Course, list[Fault]]:
+    """Return the course that the events in the files tell, and the lines that are no events. Raises UsageError."""
+    found: list[Line] = []
+    faults: list[Fault] = []
+    for file in files:
+        try:
+            text = _stdin() if file == STDIN else user_files.read_text(file, MAX_BYTES)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"timeline: {file} cannot be read: {error}") from error
+        events, wrong = lines.parse(text, file)
+        found += events
+        faults += wrong
+    for fault in faults[:MOST_FAULTS]:
+        print_error(f"{fault.file}:{fault.number}: {fault.why}")
+    if len(faults) > MOST_FAULTS:
+        print_error(f"{len(faults) - MOST_FAULTS} more lines are no events")
+    jobs = sorted({each.run_id for each in found})
+    if run_id:
+        found = [each for each in found if each.run_id == run_id]
+    elif len(jobs) > 1:
+        shown = ", ".join(jobs[:5]) + (", ..." if len(jobs) > 5 else "")
+        raise UsageError(f"timeline: events of {len(jobs)} jobs: {shown}; choose one with --rdzv-id")
+    if not found:
+        of = f" of a job {run_id}" if run_id and jobs else ""
+        raise UsageError(f"timeline: no events{of} in {', '.join(files)}: expected what the setting events_file makes")
+    return of_events.course(found), faults
+
+
+def _stdin() -> str:
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES >> 20} MB")
+    return data.decode("utf-8")
+
+
+# Drawing. matplotlib is imported only here: it is not needed by anything else, and may be missing.
+
+
+def _png(course: Course) -> bytes:
+    from elastic_ext.observe.timeline import picture
+
+    return picture.png(course)
+
+
+def _svg(course: Course) -> bytes:
+    from elastic_ext.observe.timeline import page, picture
+
+    return page.svg_text(picture.svg(course)).encode()
+
+
+def _html(course: Course) -> bytes:
+    from elastic_ext.observe.timeline import page, picture
+
+    return page.html(course, picture.svg(course, listed=False)).encode()
+
+
+_KINDS: Mapping[str, Callable[[Course], bytes]] = {".png": _png, ".svg": _svg, ".html": _html}
+
+
+def _drawing(output: str) -> Callable[[Course], bytes]:
+    """Return what draws for this file. Raises UsageError: matplotlib is missing, which is said before a long file is read."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError(MISSING) from error
+    return _KINDS[Path(output).suffix.lower()]

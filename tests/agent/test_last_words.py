@@ -1,0 +1,152 @@
+"""The last words of an agent: all who take them share one deadline, and no copy of a checkpoint comes before them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.agent.last_words import LAST_WORDS_S, LEAST_S, LastWords
+from tests.etcd.conftest import until
+from tests.jobs import AGENT, Gate, Job
+from tests.observe.trainer_server import TrainerServer, make_certificates
+
+
+def test_they_share_one_deadline():
+    words = LastWords()
+    assert words.left_s() == LAST_WORDS_S
+    words.begin(0.5)
+    assert LEAST_S < words.left_s() <= 0.5
+    words.begin(-1.0)
+    assert words.left_s() == LEAST_S
+
+
+CRASHES_ONCE = """
+import os, torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), 9)
+"""
+
+# An exporter of OpenTelemetry, as pip would install one.
+EXPORTER = """
+import os, urllib.request
+from opentelemetry.sdk.trace.export import SpanExporter
+class Exporter(SpanExporter):
+    def export(self, spans):
+        urllib.request.urlopen(os.environ["SPANS_TO"], data=b"x")
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[TrainerServer]:
+    make_certificates(tmp_path)
+    (tmp_path / "token").write_text("token")
+    server = TrainerServer(tmp_path)
+    yield server
+    server.close()
+
+
+def full_pipe(path: Path) -> int:
+    """A named pipe that takes nothing more; return its reader."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(writer, b"x" * 4096)
+    except BlockingIOError:
+        os.close(writer)
+    return reader
+
+
+@pytest.mark.long
+def test_who_hangs_delays_the_end_once(tmp_path, trainer):
+    """A pipe that nobody reads, a server of spans and a Kubeflow Trainer that never answer: the first uses up the time."""
+    pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
+    trainer.answers = ["hang"]
+    site = tmp_path / "site"
+    (site / "hangs-1.dist-info").mkdir(parents=True)
+    (site / "hangs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: hangs\nVersion: 1\n")
+    (site / "hangs-1.dist-info" / "entry_points.txt").write_text("[opentelemetry_traces_exporter]\nhangs = hangs:Exporter\n")
+    (site / "hangs.py").write_text(EXPORTER)
+    (tmp_path / "job.py").write_text(CRASHES_ONCE)
+    reader = full_pipe(tmp_path / "events")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environ = {
+            **trainer.environ(tmp_path / "token"),
+            "ELASTIC_EXT_BACKOFF": "0",
+            "ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"),
+            "OTEL_TRACES_EXPORTER": "hangs",
+            "SPANS_TO": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "PYTHONPATH": str(site),
+            "LOGLEVEL": "INFO",
+            "TORCHELASTIC_LOG_LEVEL": "INFO",
+        }
+        with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
+            done = job.finish()
+    os.close(reader)
+    assert done.returncode == 0, done.all
+    waits = re.findall(r"(last TrainJob status|last spans|last events).* within ([0-9.]+) s", done.err)
+    assert {what for what, _ in waits} == {"last TrainJob status", "last spans", "last events"}, done.err
+    assert sum(float(seconds) for _, seconds in waits) <= LAST_WORDS_S + 2 * LEAST_S + 0.01
+
+
+SAVES = """
+import fcntl, signal, sys, torch
+from elastic_ext import Checkpointer
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = Checkpointer(model=model, optimizer=optimizer)
+model(torch.ones(2)).sum().backward()
+print("ready", flush=True)
+with open(sys.argv[1]) as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+optimizer.step()
+checkpointer.save(1, wait=True)
+print("saved", flush=True)
+signal.pause()
+"""
+
+
+def copier_of(agent: int) -> int:
+    children = [pid for task in Path(f"/proc/{agent}/task").iterdir() for pid in (task / "children").read_text().split()]
+    (found,) = [int(pid) for pid in children if b"copying" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+@pytest.mark.long
+def test_a_copy_that_hangs_does_not_come_before_them(tmp_path):
+    (tmp_path / "job.py").write_text(SAVES)
+    paths = {"local_dir": "local", "checkpoint_dir": "remote", "events_file": "events", "metrics_file": "job.prom"}
+    environ = {f"ELASTIC_EXT_{name.upper()}": str(tmp_path / file) for name, file in paths.items()}
+    environ |= {"ELASTIC_EXT_PLATFORM_GRACE": "120"}
+    gate = Gate(tmp_path / "gate")
+    with Job([*AGENT, "--nproc-per-node=1", str(tmp_path / "job.py"), str(gate.path)], tmp_path, **environ) as job:
+        job.wait_for("ready")
+        copier = copier_of(job.process.pid)
+        os.kill(copier, signal.SIGSTOP)
+        gate.open()
+        job.wait_for("saved")
+        job.process.send_signal(signal.SIGTERM)
+        until((tmp_path / "job.prom").exists)
+        until(lambda: read(tmp_path / "events")[-1]["event"] == "agent_ended")
+        assert Path(f"/proc/{copier}/stat").read_text().split()[2] == "T"
+        job.process.kill()  # the platform's patience is over
+        os.kill(copier, signal.SIGCONT)
+    events = [each["event"] for each in read(tmp_path / "events")]
+    assert "preemption_noticed" in events
+    assert events[-2:] == ["workers_stopped", "agent_ended"]
+    assert 'state="ended"} 1.0' in (tmp_path / "job.prom").read_text()
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,72 @@
+"""What a node tells of itself: pure parts of the job's status."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from elastic_ext.agent.goodput import AccountedMetrics
+from elastic_ext.agent.own_node import MAX_POINTS, POINT_S, Place, Points, after, own_report
+from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.observe import families, node_report
+from elastic_ext.observe.metrics import WorkerProgress
+from elastic_ext.observe.node_report import MAX_ROUNDS, NodeReport, RoundSpan
+from elastic_ext.observe.round_history import RoundHistory
+
+PLACE = Place(1, 4, 2, 100)
+
+
+def told(rows: list[WorkerProgress], now: float = 60.0) -> NodeReport:
+    metrics = AccountedMetrics(version="1", torch="2", run_id="job", progress=lambda: rows)
+    return own_report("n1", metrics, PLACE, 3, now)
+
+
+def test_the_slowest_worker_counts_and_the_newest_checkpoint():
+    rows = [
+        WorkerProgress(0, 4, 50, 59.0, 49.0, 1.0, 40, 30.0),
+        WorkerProgress(1, 5, 21, 58.0, 40.0, 1.5, 60, 50.0),
+    ]
+    report = told(rows)
+    assert (report.step, report.steps_per_s, report.last_step_s) == (121, 0.5, 2.0)
+    assert (report.saved_step, report.saved_s) == (60, 10.0)
+    assert [(each.rank, each.skew) for each in report.pace] == [(4, 1.0), (5, 1.5)]
+    assert node_report.decode(node_report.encode(report), "it") == report
+
+
+def test_without_workers_nothing_is_made_up():
+    report = told([])
+    assert (report.step, report.steps_per_s, report.last_step_s, report.saved_step) == (None, None, None, None)
+    first = told([WorkerProgress(0, 4, 0)])
+    assert (first.step, first.steps_per_s, first.last_step_s) == (100, None, None)
+
+
+def test_between_two_rounds_the_last_step_and_checkpoint_stay_and_age():
+    before = NodeReport("n1", "running", step=70, last_step_s=1.0, saved_step=60, saved_s=4.0)
+    later = after(before, NodeReport("n1", "rendezvous"), 10.0)
+    assert (later.step, later.last_step_s, later.saved_step, later.saved_s) == (70, 11.0, 60, 14.0)
+    again = after(later, NodeReport("n1", "running", step=61), 1.0)  # the next round has no checkpoint yet, but steps
+    assert (again.step, again.last_step_s, again.saved_step, again.saved_s) == (61, None, 60, 15.0)
+
+
+def test_points_stay_few_and_cover_the_whole_job():
+    points = Points()
+    for number in range(1000):
+        points.add((StateSeconds("productive", float(number)),), number * POINT_S)
+    found = points.ages(1000 * POINT_S)
+    assert MAX_POINTS / 2 <= len(found) <= MAX_POINTS
+    assert found[0].age_s == 1000 * POINT_S
+    gaps = {a.age_s - b.age_s for a, b in pairwise(found)}
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_rounds_end_when_the_workers_stop_and_say_why():
+    history = RoundHistory()
+    for state, round_, now in (("rendezvous", 1, 0.0), ("running", 1, 2.0), ("stop", 1, 5.0), ("running", 2, 8.0)):
+        history.entered(state, round_, now)
+    history.explain(1, "a crash")
+    history.explain(1, "what others made of it later")
+    assert history.spans(10.0) == (RoundSpan(1, 8.0, 5.0, "a crash"), RoundSpan(2, 2.0))
+    for round_ in range(3, 200):
+        history.entered(families.RUNNING, round_, 10.0 + round_)
+    assert len(history.spans(300.0)) == MAX_ROUNDS
+    assert replace(history.spans(300.0)[-1], began_s=0.0) == RoundSpan(199, 0.0)

@@ -1,0 +1,281 @@
+"""`elastic-ext drain`: nodes leave real jobs on a real etcd at a checkpoint, and no step is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from elastic_ext.cli.main import main
+from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous.etcd import drain_request
+from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
+from tests.etcd_server import EtcdServer
+from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
+
+KEYS = JobKeys("job")
+
+
+def cli(*arguments: str) -> Finished:
+    """The command, in this process: only its start would cost half a second."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(arguments)
+    return Finished(code, out.getvalue(), err.getvalue())
+
+
+class Drained:
+    """A job whose agents have names, and its folder."""
+
+    def __init__(self, folder: Path, server: EtcdServer, stack: ExitStack) -> None:
+        self.folder, self.server, self.stack = folder, server, stack
+        self.where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job"]
+        (folder / "checkpoints").mkdir()
+
+    def start(self, name: str, nnodes: str, how: str) -> Job:
+        conf = f"lease_ttl=5,last_call=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
+        conf += f",verdict_file={self.folder}/{name}.json,events_file={self.folder}/{name}.events"
+        job = ["--rdzv-backend=ext_etcd", *self.where, f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=3"]
+        command = [*TORCHRUN, *job, SCRIPTS / "drained_job.py", self.folder, how]
+        return self.stack.enter_context(Job(command, self.folder, STOP=str(self.folder / "stop")))
+
+    def start_all(self, *names: str, nnodes: str, how: str, leader: str = "") -> dict[str, Job]:
+        """leader: the one that will lead. Returns once all run."""
+        jobs = {}
+        for name in (leader or names[0], *(each for each in names if each != (leader or names[0]))):
+            jobs[name] = self.start(name, nnodes, how)
+            if name == leader:
+                self.await_nodes(1)
+        for job in jobs.values():
+            job.wait_for(f"of {len(names)} attempt 0")
+        return jobs
+
+    def await_nodes(self, count: int) -> None:
+        """Until so many nodes are registered, waiting ones too."""
+        with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as watch:
+            while len(client.get_prefix(KEYS.nodes).kvs) < count:
+                assert watch.get(60) is not None
+
+    def await_drain(self) -> None:
+        """Until a drain is in the header."""
+        with EtcdClient(self.server.endpoint) as client, client.watch_with_snapshot(KEYS.header) as watch:
+            while not decode(Header, client.get(KEYS.header).kv.value, "round").drains:
+                assert watch.get(60) is not None
+
+    def command(self, *options: str) -> list[str]:
+        return [sys.executable, "-m", "elastic_ext.cli", "drain", *options, *self.where]
+
+    def drain(self, *options: str) -> Finished:
+        return cli("drain", *options, *self.where)
+
+    def status(self) -> dict:
+        found: dict = json.loads(cli("status", "--json", *self.where).out)
+        return found
+
+    def steps(self) -> list[tuple[int, int, int, float]]:
+        """Attempt, world size, step and weight of each step, as they were done."""
+        lines = (line.split() for line in (self.folder / "steps").read_text().splitlines())
+        return [(int(attempt), int(world), int(step), float(weight)) for attempt, world, step, weight in lines]
+
+    def check_steps(self, saved: dict[int, int]) -> None:
+        """Check that no step is missing, that each weight follows from the step before, and that each attempt goes on where the
+        one before it has saved. saved: step, by the attempt after it.
+        """
+        known = {0: 0.0}
+        done = self.steps()
+        for attempt, world, step, weight in done:
+            before = known[step - 1]
+            known[step] = weight
+            assert weight == pytest.approx(before - 0.01 * (before - (world + 1) / 2), abs=1e-9), (attempt, step)
+        assert sorted(known) == list(range(len(known)))
+        firsts = {attempt: next(step for of, _, step, _ in done if of == attempt) for attempt in saved}
+        assert firsts == {attempt: step + 1 for attempt, step in saved.items()}
+
+
+@pytest.fixture
+def job(tmp_path: Path, server: EtcdServer) -> Iterator[Drained]:
+    with ExitStack() as stack:
+        yield Drained(tmp_path, server, stack)
+
+
+def said(done: Finished, code: int, text: str) -> None:
+    assert done.returncode == code, done.all
+    assert text in (done.out if code == 0 else done.err)
+    assert "Traceback" not in done.all
+
+
+def saved_step(done: Finished) -> int:
+    (step,) = re.findall(r"has left: saved step (\d+)", done.out)
+    return int(step)
+
+
+def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(job):
+    jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks")
+    done = job.drain("n1")
+    said(done, 0, "round 2 runs with 1 node")
+    assert jobs["n1"].finish().returncode == 69
+    jobs["n2"].wait_for(f"of 1 attempt 1 from step {saved_step(done)}")
+    said(job.drain("n2"), 77, "0 nodes would remain, and the job takes at least 1; nothing was changed")
+    (job.folder / "stop").touch()
+    assert jobs["n2"].finish().returncode == 0
+    job.check_steps({1: saved_step(done)})
+
+
+@pytest.mark.long
+def test_only_rank_0_reports_the_checkpoint(job):
+    """As a script may: the node that leaves learns of it from checkpoint_dir."""
+    jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks0", leader="n1")
+    said(job.drain("n2", "--timeout=30"), 0, "round 2 runs with 1 node")
+    assert jobs["n2"].finish().returncode == 69
+    (job.folder / "stop").touch()
+    assert jobs["n1"].finish().returncode == 0
+
+
+@pytest.mark.long
+def test_a_spare_steps_in(job):
+    """The leader leaves. Without a spare: refused. Nothing is charged, and whoever should learns the reason."""
+    jobs = job.start_all("n1", "n2", "n3", nnodes="3", how="asks", leader="n1")
+    said(job.drain("n2"), 77, "2 nodes would remain, and the job takes at least 3")
+    spare = job.start("spare", "3", "asks")
+    job.await_nodes(4)
+    done = job.drain("n1", "--reason=fan  broken")
+    said(done, 0, "round 2 runs with 3 nodes")
+    left = jobs.pop("n1").finish()
+    assert left.returncode == 69
+    assert left.err.count("told to leave the job after the checkpoint of step") == 1
+    assert "NodeDrained" not in left.err  # workers that were stopped a moment later than their peers may show a traceback
+    verdict = json.loads((job.folder / "n1.json").read_text())
+    assert (verdict["decision"]["exit_code"], verdict["decision"]["rule"]) == (69, "drained")
+    events = [json.loads(line) for line in (job.folder / "n1.events").read_text().splitlines()]
+    (event,) = [each for each in events if each["event"] == "node_drained"]
+    assert (event["reason"], event["step"]) == ("fan broken", saved_step(done))
+    assert not any(each["charged"] for each in events if each["event"] == "decision")
+    for each in (*jobs.values(), spare):
+        each.wait_for(f"of 3 attempt 1 from step {saved_step(done)}")
+    said(job.drain("n2"), 77, "nothing was changed")
+    said(job.drain("n1"), 0, "n1 has left the job before: drained: fan broken")
+    shown = job.status()
+    assert shown["job"]["state"] == "running"
+    assert shown["job"]["restarts_charged"] == 0
+    assert {each["decision"] for each in shown["failures"]} <= {"restart_free"}
+    assert shown["refused"] == [{"host": "n1", "why": "drained: fan broken"}]
+    (job.folder / "stop").touch()
+    assert [each.finish().returncode for each in (*jobs.values(), spare)] == [0] * 3
+    job.check_steps({1: saved_step(done)})
+
+
+@pytest.mark.long
+def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
+    """The script saves by itself and reports nothing. etcd stands still meanwhile; the host is refused until that is undone."""
+    jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="saves")
+    with Job(job.command("n2"), job.folder) as asking:
+        job.await_drain()
+        assert job.server.process is not None
+        job.server.process.send_signal(signal.SIGSTOP)
+        threading.Event().wait(2)  # shorter than the lease
+        job.server.process.send_signal(signal.SIGCONT)
+        done = asking.finish()
+    said(done, 0, "round 2 runs with 2 nodes")
+    assert jobs.pop("n2").finish().returncode == 69
+    again = job.start("n2", "2:3", "saves").finish()
+    assert again.returncode == 69
+    assert "drained: by an operator" in again.err
+    said(job.drain("n2", "--undo"), 0, "n2 may come back")
+    jobs["n2"] = job.start("n2", "2:3", "saves")
+    for each in jobs.values():
+        each.wait_for("of 3 attempt 2")
+    (job.folder / "stop").touch()
+    assert [each.finish().returncode for each in jobs.values()] == [0] * 3
+    assert {(attempt, world) for attempt, world, _, _ in job.steps()} == {(0, 3), (1, 2), (2, 3)}
+
+
+@pytest.mark.long
+def test_without_a_checkpoint_nothing_happens_unless_now(job):
+    jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
+    said(job.drain("n9"), 78, "no node n9 in the job; its nodes: n1, n2, n3")
+    said(job.drain("n3", "--timeout=1"), 75, "no checkpoint in 1 s: n3 stays in the job")
+    with Job(job.command("n3"), job.folder) as asking:
+        job.await_drain()
+        assert "to leave at the next checkpoint" in job.status()["refused"][0]["why"]
+        said(job.drain("n3", "--undo"), 0, "n3 stays in the job")
+        said(asking.finish(), 75, "somebody has withdrawn the drain")
+    assert job.status()["refused"] == []
+    assert {attempt for attempt, *_ in job.steps()} == {0}
+    said(job.drain("n3", "--now"), 0, "round 2 runs with 2 nodes")
+    assert jobs.pop("n3").finish().returncode == 69
+    (job.folder / "stop").touch()
+    assert [each.finish().returncode for each in jobs.values()] == [0] * 2
+
+
+@pytest.mark.long
+def test_a_spare_leaves_at_once_and_a_node_that_dies_is_drained(job):
+    """An agent is killed while it is to leave: the drain has come true, and no other agent may start there."""
+    jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="deaf")
+    spare = job.start("n4", "2:3", "deaf")
+    job.await_nodes(4)
+    said(job.drain("n4"), 0, "round 1 runs with 3 nodes")
+    assert spare.finish().returncode == 69
+    with Job(job.command("n1"), job.folder) as asking:
+        job.await_drain()
+        jobs["n1"].wait_for("waiting for the next one that the script saves")
+        jobs.pop("n1").process.kill()
+        said(asking.finish(), 0, "n1 has left: round 2 runs with 2 nodes")
+    assert job.start("n1", "2:3", "deaf").finish().returncode == 69
+    assert {each["host"] for each in job.status()["refused"]} == {"n1", "n4"}
+    (job.folder / "stop").touch()
+    assert [each.finish().returncode for each in jobs.values()] == [0] * 2
+
+
+def test_of_two_drains_at_once_one_is_refused(server):
+    """Three nodes, and the job takes two. Records of a job, and what the command does with them."""
+    with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:
+        lease = client.lease_grant(600).lease_id
+        client.txn([], [Put(KEYS.job, '{"schema":1,"min_nodes":2,"max_nodes":3}', lease)])
+        nodes = [f"{host}-1-abcdef" for host in ("n1", "n2", "n3")]
+        client.txn([], [Put(KEYS.node(id_), encode(Node(2, 1, "w", "h", 1)), lease) for id_ in nodes])
+        for _ in range(20):
+            client.txn([], [Put(KEYS.header, encode(Header(3, State.RUNNING, 3)), lease)])
+            both, told = threading.Barrier(2), threading.Event()
+
+            def ask(host: str, both=both, told=told) -> Outcome:
+                with EtcdClient(server.endpoint) as own:
+                    own.get(KEYS.header)
+                    both.wait()
+                    return drain_request.drain(own, "job", Request(host, "", 60), 30, lambda line: told.set())
+
+            asked = {host: pool.submit(ask, host) for host in ("n1", "n2")}
+            assert told.wait(30)
+            (drain,) = decode(Header, client.get(KEYS.header).kv.value, "round").drains
+            refused = asked.pop("n2" if drain.host == "n1" else "n1").result(30)
+            assert refused.ending is Ending.TOO_FEW
+            assert len(decode(Header, client.get(KEYS.header).kv.value, "round").drains) == 1
+            assert "stays in the job" in drain_request.undo(client, "job", drain.host)
+            assert asked[drain.host].result(30) == Outcome(
+                Ending.LATE, "somebody has withdrawn the drain; the node stays in the job"
+            )
+
+
+def test_where_nothing_can_be_drained(job):
+    said(job.drain("n1"), 69, "the job job is not running")
+    said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
+    said(job.drain("n1", "--rdzv-backend=ext_c10d"), 78, "send SIGTERM to the agent of the node")
+
+
+@pytest.mark.long
+def test_the_endpoint_of_a_job_with_ext_c10d():
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    done = cli("drain", "n1", f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job")
+    said(done, 69, "such a job cannot be drained")

@@ -1,0 +1,379 @@
+"""`elastic-ext status`, and the document that it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.server
+import json
+import re
+import threading
+
+import jsonschema
+import pytest
+
+from elastic_ext.base import goodput, records
+from elastic_ext.base.goodput import HostRecord, Shared, Spent, StateSeconds
+from elastic_ext.base.kinds import Response
+from elastic_ext.cli import job_text, main, status
+from elastic_ext.cli.job_text import Terminal
+from elastic_ext.etcd import Delete, EtcdClient, Put
+from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
+from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.observe import job_document, job_status, node_report
+from elastic_ext.observe.gate import Gate
+from elastic_ext.observe.job_document import Document
+from elastic_ext.observe.job_status import Own, Sources
+from elastic_ext.observe.node_report import NodeReport, Pace, RoundSpan
+from elastic_ext.observe.sightings import Sightings
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.job_state import JobStatus, NodeText
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
+from tests.etcd_server import Certificates
+from tests.jobs import ROOT
+from tests.observe.pages_in_chromium import document, failure, hashed, of_nodes, served
+from tests.reference import JOB_SCHEMA
+
+PIPE = Terminal()
+REPORT = NodeReport("n1", "running", 5.0, 1, 4, 4, 2, step=70, steps_per_s=2.0, last_step_s=0.5, saved_step=60, saved_s=3.0)
+STOP = Decision(Action.STOP, "code", "a bug\x1b[2J", 65, "repeated", response=Response.STOP)
+HEADER = Header(2, State.RUNNING, 2, 8, seal="s")
+NODE = Node(1, 4, "w", "10.0.0.2", 1)
+
+
+def job(header: Header = HEADER, **changes: object) -> JobStatus:
+    base = JobStatus("j", header, {"a": NODE, "b": NODE}, {"a": Assignment(2, 0, 0, 0, 8, "s")}, Ledger(), {})
+    return dataclasses.replace(base, **changes)
+
+
+def built(found: JobStatus, own: Own | None = None, seen_s: float | None = None) -> Document:
+    return job_status.build(Sources(found, "ext_etcd", own, lambda _: seen_s))
+
+
+def test_nodes_by_rank_with_ages_of_the_reader():
+    spans = (RoundSpan(1, 9.0, 6.0), RoundSpan(2, 5.0))
+    first = dataclasses.replace(REPORT, name="n0", node_rank=0, rounds=spans, pace=(Pace(3, 1.5), Pace(2, 1.0)))
+    reports = {"b": NodeText(node_report.encode(REPORT), 7), "a": NodeText(node_report.encode(first), 8)}
+    shown = built(job(reports=reports), seen_s=2.0)
+    assert [(each.id, each.name, each.node_rank, each.saved_s, each.seen_s) for each in shown.nodes] == [
+        ("a", "n0", 0, 5.0, 2.0),
+        ("b", "n1", 1, 5.0, 2.0),
+    ]
+    assert [(each.began_s, each.ended_s) for each in shown.rounds] == [(11.0, 8.0), (7.0, None)]
+    assert [(each.node, each.rank) for each in shown.stragglers] == [("n0", 3)]
+    assert shown.job.state == "running"
+
+
+def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
+    first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
+    spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)
+    shown = built(job(reports={id_: NodeText(node_report.encode(each), 1) for id_, each in (("a", first), ("b", spare))}))
+    assert [(each.id, each.node_rank) for each in shown.nodes] == [("a", 0), ("b", -1)]
+    assert (shown.job.step, shown.job.steps_per_s) == (500, 2.0)
+
+
+def test_a_node_that_tells_nothing_and_one_that_tells_rubbish_are_said_to():
+    shown = built(job(reports={"b": NodeText('{"schema":99}', 1)}))
+    assert [(each.id, each.state) for each in shown.nodes] == [("a", "silent"), ("b", "waits")]
+    assert any(each.what == "node b" and "schema 99" in each.why for each in shown.unknown)
+
+
+@pytest.mark.parametrize(
+    ("header", "stopped", "state"),
+    [
+        (HEADER, False, "running"),
+        (dataclasses.replace(HEADER, state=State.BROKEN), False, "recovering"),
+        (dataclasses.replace(HEADER, state=State.BROKEN), True, "failed"),
+        (dataclasses.replace(HEADER, state=State.CLOSED), False, "failed"),
+        (dataclasses.replace(HEADER, state=State.DONE), False, "succeeded"),
+        (Header(), False, "forming"),
+        (dataclasses.replace(HEADER, round=1), False, "running"),
+    ],
+)
+def test_the_state_of_the_job(header, stopped, state):
+    ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),) if stopped else ())
+    shown = built(job(header, ledger=ledger))
+    assert shown.job.state == state
+    assert state in status.EXIT_CODES
+
+
+def test_a_job_whose_leases_have_run_out_is_judged_by_its_last_verdict():
+    gone = {"nodes": {}, "assignments": {}}
+    ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
+    failed = built(job(Header(), ledger=ledger, **gone))
+    assert (failed.job.state, failed.job.round, failed.job.reason) == ("failed", 2, "a bug\\x1b[2J")
+    restarted = dataclasses.replace(STOP, action=Action.RESTART, exit_code=None, response=Response.RESTART)
+    ledger = Ledger((), 0, (JobVerdict(restarted, 2, "a", "n0", 0, 1, 3),))
+    assert built(job(Header(), ledger=ledger, **gone)).job.state == "ended"
+    assert built(job(Header(), ledger=ledger)).job.state == "forming"  # its nodes are back
+    assert built(job(HEADER, **gone)).job.state == "recovering"  # the header outlives the nodes for a while
+
+
+@pytest.mark.parametrize(("round_", "state"), [(1, "starting"), (2, "recovering")])
+def test_a_round_whose_workers_do_not_run_yet(round_, state):
+    header = dataclasses.replace(HEADER, round=round_)
+    reports = {id_: NodeText(node_report.encode(dataclasses.replace(REPORT, state="start")), 1) for id_ in ("a", "b")}
+    assert built(job(header, reports=reports)).job.state == state
+
+
+def test_a_node_slower_than_the_others_is_a_straggler_and_the_slowest_step_counts():
+    paces = {"a": 2.0, "b": 2.0, "c": 1.0}
+    reports = {
+        id_: NodeText(node_report.encode(dataclasses.replace(REPORT, name=id_, steps_per_s=pace, step=int(70 * pace))), 1)
+        for id_, pace in paces.items()
+    }
+    shown = built(job(reports=reports))
+    assert [(each.node, each.rank, each.skew) for each in shown.stragglers] == [("c", -1, 2.0)]
+    assert (shown.job.step, shown.job.steps_per_s, shown.job.saved_step, shown.job.saved_s) == (70, 1.0, 60, 3.0)
+
+
+def test_an_agent_that_sees_no_other_node_still_knows_how_many_there_are():
+    alone = dataclasses.replace(job(Header(2, State.RUNNING)), nodes={}, assignments={})
+    shown = built(alone, Own("a", REPORT, Shared(Spent()), nodes=2, world=8))
+    assert (len(shown.nodes), shown.job.nodes, shown.job.world_size) == (1, 2, 8)
+
+
+def test_goodput_is_that_of_the_job():
+    records_ = {host: goodput.encode(HostRecord(Spent((StateSeconds("productive", 30.0),)))) for host in ("h0", "h1")}
+    shown = built(job(goodput={**records_, "h2": "rubbish"}))
+    assert shown.goodput == (StateSeconds("productive", 60.0),)
+    assert any(each.what == "goodput of h2" for each in shown.unknown)
+    own = Own("a", REPORT, Shared(Spent((StateSeconds("idle", 1.0),)), 1))  # an agent knows it already, with its own last seconds
+    assert built(job(goodput=records_), own).goodput == (StateSeconds("idle", 1.0),)
+
+
+def test_the_document_survives_its_json_which_follows_the_schema():
+    shown = document(3)
+    text = job_document.encode(shown)
+    assert records.read(Document, text, "it", job_document.SCHEMA) == shown
+    validator = jsonschema.Draft202012Validator(json.loads(JOB_SCHEMA.read_text()))
+    validator.check_schema(validator.schema)
+    for each in (text, job_document.encode(built(job(), None)), job_document.encode(built(job(), seen_s=3.0))):
+        validator.validate(json.loads(each))
+    for wrong in ({"schema": 2}, {"nodes": [{}]}, {"read_s": "now"}):
+        assert not validator.is_valid({**json.loads(text), **wrong})
+
+
+def test_sightings_age_until_a_node_tells_something_new():
+    seen = Sightings()
+    seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 1)}), 100.0)
+    seen.read(job(reports={"a": NodeText("x", 1), "b": NodeText("x", 2)}), 130.0)
+    assert [seen.age_s(each, 131.0) for each in ("a", "b", "c")] == [31.0, 1.0, None]
+
+
+class Replaced(str):
+    """A node's id; whoever looks for it finds that another thread has read a status without it."""
+
+    def __new__(cls, text, seen):
+        made = super().__new__(cls, text)
+        made.seen = seen
+        return made
+
+    def __hash__(self):
+        self.seen.read(job(), 131.0)
+        return super().__hash__()
+
+
+def test_sightings_may_be_replaced_while_somebody_asks():
+    seen = Sightings()
+    seen.read(job(reports={"a": NodeText("x", 1)}), 100.0)
+    assert seen.age_s(Replaced("a", seen), 131.0) == 31.0
+
+
+# The lines.
+
+
+def printed(shown: Document, terminal: Terminal = PIPE) -> list[str]:
+    return [job_text.text(line, terminal) for line in job_text.lines(shown, terminal)]
+
+
+def test_text_of_others_cannot_steer_a_terminal():
+    hostile = "\x1b[2J\x1b]0;owned\x07\r\n"
+    shown = document(3, name=hostile + "{}", last=failure(2, hostile, 65))
+    shown = dataclasses.replace(shown, job=dataclasses.replace(shown.job, run_id=hostile, reason=hostile), fault=hostile)
+    for line in printed(shown):
+        assert line.isprintable()
+    for line in printed(shown, Terminal(colors=True, width=200)):
+        assert re.sub(r"\x1b\[\d+m", "", line).isprintable()
+
+
+def test_a_terminal_gets_the_nodes_that_need_a_look_first_and_a_pipe_all_of_them():
+    shown = of_nodes(document(512), {300: {"state": "silent"}, 400: {"state": "start"}})
+    few = printed(shown, Terminal(nodes=4, width=80))
+    rows = [line.split()[0] for line in few if re.match(r"\d+ +n\d", line)]
+    assert rows == ["0", "1", "300", "400"]
+    assert any("508 more" in line for line in few)
+    assert all(len(line) <= 80 for line in few if re.match(r"\d+ +n\d", line))
+    assert sum(bool(re.match(r"\d+ +n\d", line)) for line in printed(shown)) == 512
+
+
+def test_rounds_are_drawn_on_one_axis():
+    rounds = (RoundSpan(1, 100.0, 60.0), RoundSpan(2, 50.0))
+    (line,) = (each for each in printed(dataclasses.replace(document(1), rounds=rounds)) if each.startswith("  rounds"))
+    assert "================....====================" in line
+
+
+def test_old_news_is_said_to_be_old():
+    assert not any("old" in line for line in printed(document(2)))
+    assert any(
+        "is 40 s old: etcd is away" in each
+        for each in printed(dataclasses.replace(document(2), read_s=40.0, fault="etcd is away"))
+    )
+
+
+def run(capsys, *arguments):
+    code = main.main(["status", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(("state", "code"), [("running", 0), ("failed", 1)])
+def test_exit_codes_by_an_agents_page(capsys, state, code):
+    with served(document(2, state)) as url:
+        assert run(capsys, f"--url={url}/")[0] == code
+        _, out, _ = run(capsys, f"--url={url}", "--json")
+        assert json.loads(out)["job"]["state"] == state
+    code, out, err = run(capsys, f"--url={url}")
+    assert (code, out, len(err.splitlines())) == (status.EX_UNAVAILABLE, "", 1)
+
+
+def test_every_state_has_its_exit_code():
+    assert {state for state, code in status.EXIT_CODES.items() if code == 0} == {"running", "succeeded"}
+    assert {state for state, code in status.EXIT_CODES.items() if code == 2} == {"forming", "starting", "recovering"}
+    assert set(status.EXIT_CODES.values()) <= set(status.MEANINGS)
+
+
+def test_wrong_usage(capsys):
+    of_etcd = ["--rdzv-id=x", "--rdzv-endpoint=y"]
+    wrong = [[], ["--rdzv-id=x"], ["--url=x"], ["--url=http://x", *of_etcd], [*of_etcd, "--user=x"]]
+    wrong += [
+        ["--url=http://x", "--user=x"],
+        ["--url=https://x", "--user=x", "--password-file=absent"],
+        ["--url=https://x", "--ca=absent"],
+    ]
+    for arguments in wrong:
+        code, out, err = run(capsys, *arguments)
+        assert (code, out, len(err.splitlines())) == (78, "", 1)
+
+
+def write(server, header, **records_):
+    keys = JobKeys("j")
+    with EtcdClient(server.endpoint) as client:
+        lease = client.lease_grant(60).lease_id
+        texts = {keys.header: encode(header), **{keys.prefix + name: text for name, text in records_.items()}}
+        client.txn([], [Put(key, text, lease_id=lease) for key, text in texts.items()])
+
+
+def test_an_ended_job_in_etcd(capsys, server):
+    ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
+    told = node_report.encode(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
+    spent = goodput.encode(HostRecord(Spent((StateSeconds("productive", 3.0), StateSeconds("idle", 1.0)))))
+    written = {"ledger": encode_ledger(ledger), "reports/a": told, "goodput/h": spent}
+    write(server, dataclasses.replace(HEADER, state=State.CLOSED), **written)
+    code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j")
+    assert code == 1
+    assert "job j (ext_etcd): failed, round 2" in out
+    assert "exit code 65: a bug\\x1b[2J" in out
+    assert "goodput productive 75.0%, idle 25.0%" in out
+    assert "2026-01-02 03:04:05+0000" in out
+    assert run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=none")[0] == status.EX_UNAVAILABLE
+
+
+def test_watch_ends_with_the_job(capsys, server, monkeypatch):
+    monkeypatch.setattr(status, "WATCH_S", 0.05)
+    write(server, HEADER, **{"nodes/a": encode(NODE)})
+    ending = threading.Timer(0.3, lambda: write(server, dataclasses.replace(HEADER, state=State.DONE)))
+    ending.start()
+    code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j", "--watch", "--json")
+    ending.join()
+    assert code == 0
+    states = [json.loads(line)["job"]["state"] for line in out.splitlines()]
+    assert states[0] == "running"
+    assert states[-1] == "succeeded"
+
+
+def test_watch_of_a_job_that_leaves_nothing_ends(capsys, server, monkeypatch):
+    monkeypatch.setattr(status, "WATCH_S", 0.05)
+    write(server, HEADER)
+
+    def forget():
+        with EtcdClient(server.endpoint) as client:
+            client.txn([], [Delete(JobKeys("j").prefix, prefix=True)])
+
+    forgetting = threading.Timer(0.3, forget)
+    forgetting.start()
+    code, out, _ = run(capsys, f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=j", "--watch", "--json")
+    forgetting.join()
+    assert (code, json.loads(out.splitlines()[-1])["job"]["state"]) == (3, "ended")
+
+
+def test_watch_gives_up_on_an_agent_that_does_not_come_back(capsys, monkeypatch):
+    monkeypatch.setattr(status, "WATCH_S", 0.05)
+    monkeypatch.setattr(status, "LOST_S", 0.3)
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(served(document(2)))
+        threading.Timer(0.3, stack.close).start()
+        code, out, err = run(capsys, f"--url={url}", "--watch")
+    assert code == status.EX_UNAVAILABLE
+    assert "job llama-70b (ext_etcd): running" in out
+    assert "the job as it was" in err
+
+
+# An agent with metrics_web_config.
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """An agent's page behind TLS, a client's certificate and a password; its files."""
+    pytest.importorskip("yaml", reason="needs elastic_ext[web]")
+    certificates = Certificates.make(tmp_path_factory.mktemp("guarded"))
+    config = certificates.folder / "web.yml"
+    config.write_text(
+        "tls_server_config: {cert_file: server.crt, key_file: server.key, client_ca_file: ca.crt,"
+        f" client_auth_type: RequireAndVerifyClientCert}}\nbasic_auth_users: {{alice: {hashed('right')}}}\n"
+    )
+    both = certificates.folder / "both.pem"
+    both.write_text("".join((certificates.folder / f"client.{kind}").read_text() for kind in ("crt", "key")))
+    for password in ("right", "wrong"):
+        (certificates.folder / password).write_text(f"{password}\n")
+    with served(document(2), gate=Gate(str(config))) as url:
+        yield url, certificates.folder
+
+
+def test_an_agent_behind_tls_and_a_password(capsys, guarded):
+    url, folder = guarded
+    trust = [f"--url={url}", f"--ca={folder / 'ca.crt'}"]
+    login = [*trust, f"--cert={folder / 'both.pem'}", "--user=alice"]
+    assert run(capsys, *login, f"--password-file={folder / 'right'}")[0] == 0
+    for wrong, told in (
+        ([*login, f"--password-file={folder / 'wrong'}"], "401"),
+        ([*trust, f"--cert={folder / 'both.pem'}"], "401 Unauthorized: --user NAME"),
+        (trust, ""),
+        ([f"--url={url}"], "certificate verify failed"),
+    ):
+        code, out, err = run(capsys, *wrong)
+        assert (code, out) == (status.EX_UNAVAILABLE, "")
+        assert told in err
+
+
+def test_nobody_is_sent_elsewhere(capsys):
+    asked = []
+
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code, _, err = run(capsys, f"--url=http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert (code, asked) == (status.EX_UNAVAILABLE, ["/job.json"])
+    assert "302" in err
+
+
+def test_the_reference_names_every_exit_code():
+    page = (ROOT / "elastic_ext" / "REFERENCE.md").read_text()
+    assert all(f"| {code} | {meaning} |" in page for code, meaning in status.MEANINGS.items())

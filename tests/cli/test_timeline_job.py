@@ -1,0 +1,107 @@
+"""A real job loses a worker and a node and is requeued; `elastic-ext timeline` draws it. The picture is the one in the docs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.cli import main
+from elastic_ext.observe.timeline import lines, of_events
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, ROOT, SCRIPTS, Job
+
+PICTURE = ROOT / "entrypoints" / "monitoring" / "timeline.png"
+RECORDED = ROOT / "tests" / "data" / "timeline_events.jsonl"
+MOST_BYTES = 200_000
+
+
+class Nodes:
+    """The agents of one job; each host has a file of events."""
+
+    def __init__(self, folder: Path, etcd: str, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.saving, self.finish = folder / "saving", folder / "finish"
+        self.saving.touch()
+        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=1,lease_ttl=4,last_call=2,stop_grace=2"
+        where = [
+            "--rdzv-backend=ext_etcd",
+            f"--rdzv-endpoint={etcd}",
+            "--rdzv-id=llama-70b",
+            "--nnodes=2:3",
+            "--nproc-per-node=1",
+        ]
+        self.command = [*AGENT, *where, "--max-restarts=3", f"--rdzv-conf={conf}", str(SCRIPTS / "monitored_job.py")]
+        self.jobs: dict[str, Job] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            where = {
+                "NODE": name,
+                "SAVING": str(self.saving),
+                "FINISH": str(self.finish),
+                "ELASTIC_EXT_NODE_NAME": name,
+                "ELASTIC_EXT_STANDBY": "on",
+            }
+            events = str(self.folder / f"{name}.jsonl")
+            self.jobs[name] = self.stack.enter_context(Job(self.command, self.folder, ELASTIC_EXT_EVENTS_FILE=events, **where))
+
+    def trains(self, name: str, rounds: int) -> int:
+        """Wait until a node has trained in so many rounds since its start; the pid of its worker."""
+        return int(self.jobs[name].wait_for(rf"trains: {name} \d+ \d+ (\d+)", rounds)[-1][1])
+
+    def saved(self) -> None:
+        """Wait until n0 has told of five checkpoints more."""
+        count, deadline = self._told(), time.monotonic() + 60
+        while self._told() < count + 5:
+            assert time.monotonic() < deadline, self.jobs["n0"].err
+            time.sleep(0.05)
+
+    def _told(self) -> int:
+        return (self.folder / "n0.jsonl").read_text().count('"event":"checkpoint_saved"')
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
+    with ExitStack() as stack:
+        etcd = stack.enter_context(EtcdServer(tmp_path / "etcd"))
+        nodes = Nodes(tmp_path, etcd.endpoint, stack)
+        nodes.start("n0", "n1", "n2")
+        for name in nodes.jobs:
+            nodes.trains(name, 1)
+        nodes.saved()
+        os.kill(nodes.trains("n1", 1), signal.SIGKILL)
+        for name in nodes.jobs:
+            nodes.trains(name, 2)
+        nodes.saved()
+        nodes.jobs["n2"].process.kill()
+        nodes.trains("n0", 3)
+        nodes.trains("n1", 3)
+        nodes.saved()
+        for name in ("n0", "n1"):
+            nodes.jobs[name].process.terminate()
+        assert [nodes.jobs[name].finish().returncode for name in ("n0", "n1")] == [75, 75]
+        nodes.start("n0", "n1", "n2")
+        for name in nodes.jobs:
+            nodes.trains(name, 1)
+        nodes.saved()
+        nodes.finish.touch()
+        assert [job.finish().returncode for job in nodes.jobs.values()] == [0, 0, 0]
+    events = sorted(map(str, tmp_path.glob("*.jsonl")))
+    for kind in ("png", "svg", "html"):
+        assert main.main(["timeline", *events, f"--output={tmp_path / f'life.{kind}'}"]) == 0
+    found = of_events.course([each for file in events for each in lines.parse(Path(file).read_text(), file)[0]])
+    marks = {each.kind: each.node for each in found.marks}
+    assert marks["unknown"] == "n1"
+    assert marks["node lost"] == "n2"
+    assert marks["preemption"] in ("n0", "n1")
+    assert found.end == "ended: succeeded"
+    size = (tmp_path / "life.png").stat().st_size
+    assert 20_000 < size < MOST_BYTES
+    PICTURE.write_bytes((tmp_path / "life.png").read_bytes())
+    RECORDED.write_text("".join(Path(file).read_text() for file in events).replace(str(tmp_path), "/job"))

@@ -1,0 +1,126 @@
+"""A drain on a real etcd, among nodes without workers: what happens in between neither loses it nor does it twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.drains import Request
+from elastic_ext.rendezvous.etcd import drain_request
+from elastic_ext.rendezvous.etcd.context import NodeConfig
+from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
+from elastic_ext.rendezvous.etcd.drain_request import Ending, Outcome
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.participant import Participant
+from elastic_ext.rendezvous.etcd.tasks import HostRefused
+from elastic_ext.rendezvous.round_records import Header, Node, State
+from elastic_ext.rendezvous.rounds import Limits
+from tests.etcd_server import EtcdServer
+
+KEYS = JobKeys("job")
+NEWS_S = 60.0
+
+
+class Member:
+    """A node of a job that takes two to four of them."""
+
+    def __init__(self, stack: ExitStack, server: EtcdServer, host: str, pid: int = 1) -> None:
+        self.changed = threading.Condition()
+        self.dispatcher = Dispatcher()
+        stack.callback(self.dispatcher.close, 5)
+        client = stack.enter_context(EtcdClient(server.endpoint))
+        self.id = f"{host}-{pid}-abcdef"
+        config = NodeConfig("job", self.id, Limits(2, 4, 60.0), 10, host)
+        self.node = Participant(client, self.dispatcher, config, self._notify)
+        self.join(0)
+
+    def join(self, after: int) -> None:
+        self.node.ready(Node(after=after, workers=1, role="", address="127.0.0.1", port=1))
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def until(self, holds: Callable[[Header], object]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: holds(self.node.header), NEWS_S), self.node.header
+
+    def until_released(self) -> None:
+        self.until(lambda header: self.id in drains.released(header))
+
+
+class Four:
+    """Four nodes in round 1; the first one leads."""
+
+    def __init__(self, stack: ExitStack, server: EtcdServer) -> None:
+        self.members = []
+        for host in "abcd":
+            self.members.append(Member(stack, server, host))
+            if host == "a":
+                with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as news:
+                    while not client.get_prefix(KEYS.nodes).kvs:
+                        assert news.get(NEWS_S) is not None
+        for each in self.members:
+            each.until(lambda header: header.round == 1)
+        self.client = stack.enter_context(EtcdClient(server.endpoint))
+        self.pool = stack.enter_context(ThreadPoolExecutor(1))
+
+    def drain(self, host: str) -> Future[Outcome]:
+        """Ask, and return once the node knows."""
+        told = threading.Event()
+        asking = self.pool.submit(
+            lambda: drain_request.drain(self.client, "job", Request(host, "fan", 600), NEWS_S, lambda line: told.set())
+        )
+        assert told.wait(NEWS_S)
+        member = self.members["abcd".index(host)]
+        member.until(lambda header: drains.of_node(header, member.id) is not None)
+        return asking
+
+
+@pytest.fixture
+def four(server: EtcdServer) -> Iterator[Four]:
+    with ExitStack() as stack:
+        yield Four(stack, server)
+
+
+def test_the_leader_is_lost_before_the_checkpoint(four):
+    a, b, c, d = four.members
+    asking = four.drain("c")
+    a.node.leave(5)
+    for each in (b, d):
+        each.until(lambda header: header.state is State.BROKEN)
+        each.join(1)
+    c.until_released()  # the round was over, so nothing had to be saved
+    c.node.leave(5)
+    outcome = asking.result(NEWS_S)
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "c has left: round 2 runs with 2 nodes")
+    assert four.client.get(KEYS.refusal("c")).kv.value == b"drained: fan"
+    b.until(lambda header: header.drains == ())
+
+
+def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
+    """A node that starts on that host meanwhile does not join."""
+    a, b, c, d = four.members
+    asking = four.drain("b")
+    with ExitStack() as stack:
+        late = Member(stack, server, "b", 2)
+        late.until(lambda header: late.node.failure is not None)
+        assert isinstance(late.node.failure, HostRefused)
+    server.kill()
+    server.restart()
+    b.node.drained(1, 40)
+    b.until_released()
+    server.kill()
+    server.restart()
+    for each in (a, c, d):
+        each.until(lambda header: header.state is State.BROKEN)
+        each.join(1)
+    b.node.leave(5)
+    outcome = asking.result(NEWS_S)
+    assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")

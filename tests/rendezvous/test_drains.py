@@ -1,0 +1,143 @@
+"""Who may drain which node, and how a drain ends: decisions over plain values."""
+
+import dataclasses
+
+import pytest
+
+from elastic_ext.agent.drain import Plan, Seen, Step, plan
+from elastic_ext.agent.saves import SaveResult
+from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous.drains import Answer, Request, admit
+from elastic_ext.rendezvous.etcd import drain_request
+from elastic_ext.rendezvous.etcd.drain_request import Asked, Ending, outcome
+from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
+
+NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
+HEADER = Header(3, State.RUNNING, 3)
+
+
+def drained(*ids: str, **more: object) -> Header:
+    found = tuple(Drain(id_, drains.host_of(id_), 1, "fan", **more) for id_ in ids)
+    return dataclasses.replace(HEADER, drains=found, drains_made=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "refused", "min_nodes", "answer", "said"),
+    [
+        ("n2", HEADER, {}, 3, Answer.ADMITTED, "others: 3 nodes, and the job takes at least 3"),
+        ("n2-10-cccccc", HEADER, {}, 3, Answer.ADMITTED, "others: 3 nodes"),
+        ("n2", HEADER, {}, 4, Answer.TOO_FEW, "3 nodes would remain, and the job takes at least 4; nothing was changed"),
+        ("n1", HEADER, {}, 3, Answer.TOO_FEW, "2 nodes would remain"),  # both of its agents leave
+        ("n1-10-aaaaaa", HEADER, {}, 2, Answer.ADMITTED, "others: 2 nodes"),
+        ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "others: 3 nodes"),
+        ("n2", HEADER, {"n1": "bad"}, 2, Answer.TOO_FEW, "1 node would remain"),  # one that is refused does not count
+        ("n2", drained("rack-3-n3-10-dddddd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
+        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),
+        ("n4", drained("n4-10-aaaaaa"), {}, 9, Answer.ASKED, "n4 was told to leave before"),  # it has just died
+        ("n4", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left the job before: drained: fan"),
+        ("rack-4-n3", HEADER, {"rack": "drained: fan"}, 1, Answer.UNKNOWN, "no node rack-4-n3"),
+        ("n4-7-aaaaaa", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left"),
+        ("n3", HEADER, {}, 1, Answer.UNKNOWN, "no node n3 in the job; its nodes: n1, n2, rack-3-n3"),
+    ],
+)
+def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
+    found = admit(Request(name, "fan", 60), header, NODES, refused, min_nodes)
+    assert found.answer is answer
+    assert said in found.reason
+    assert (found.header == header) is (answer is not Answer.ADMITTED)
+
+
+def test_what_is_written():
+    found = admit(Request("n1", "", 60), HEADER, NODES, {}, 1).header
+    assert [(each.node, each.host, each.number, each.reason) for each in found.drains] == [
+        ("n1-10-aaaaaa", "n1", 1, drains.NO_REASON),
+        ("n1-11-bbbbbb", "n1", 1, drains.NO_REASON),
+    ]
+    assert found.drains_made == 1
+    hastened = admit(Request("n1", "again", 60, now=True), found, NODES, {}, 1).header
+    assert [(each.number, each.reason, each.now) for each in hastened.drains] == [(1, drains.NO_REASON, True)] * 2
+    assert drains.withdrawn(hastened, "n1") == dataclasses.replace(HEADER, drains_made=3)
+    released = drains.release(hastened, ["n1-10-aaaaaa", "n1-11-bbbbbb"], {})
+    assert drains.withdrawn(released, "n1") is released  # it has begun
+
+
+def node(drained=0, step=-1):
+    return Node(2, 1, "w", "h", 1, drained=drained, drained_at=step)
+
+
+def test_as_many_are_released_as_can_be_spared():
+    header = drained("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc")
+    nodes = dict.fromkeys(NODES, node(1, 40))
+    assert drains.may_go(header, nodes, NODES, 1) == ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc")
+    assert drains.may_go(header, nodes, NODES, 2) == ("n1-10-aaaaaa", "n1-11-bbbbbb")
+    after = drains.release(header, ["n1-10-aaaaaa"], nodes)
+    assert [(each.released, each.step) for each in after.drains] == [(True, 40), (False, -1), (False, -1)]
+    assert drains.may_go(after, nodes, NODES, 2) == ("n1-11-bbbbbb",)
+    # A checkpoint of an earlier drain, since withdrawn, does not count.
+    assert drains.may_go(header, dict.fromkeys(NODES, node(7, 40)), NODES, 1) == ()
+    assert drains.may_go(drained("n2-10-cccccc", now=True), dict.fromkeys(NODES, node()), NODES, 1) == ("n2-10-cccccc",)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Seen(), Step.WAIT),
+        (Seen(asks=True), Step.ASK),
+        (Seen(asks=True, reported=True), Step.ASK),  # that one may be older than the steps since
+        (Seen(asks=True, asked=True), Step.WAIT),
+        (Seen(asks=True, asked=True, reported=True), Step.WAIT),
+        (Seen(asks=True, asked=True, published=True), Step.GO),  # rank 0 alone reports it, on another node
+        (Seen(asks=True, asked=True, result=SaveResult.SAVED), Step.GO),
+        (Seen(asks=True, asked=True, result=SaveResult.FAILED), Step.WAIT),
+        (Seen(asks=True, asked=True, result=SaveResult.FAILED, reported=True), Step.GO),
+        (Seen(reported=True), Step.GO),
+        (Seen(published=True), Step.GO),
+        # What is on its own disk goes with the node.
+        (Seen(local=True, reported=True), Step.WAIT),
+        (Seen(local=True, asks=True, asked=True, result=SaveResult.SAVED), Step.WAIT),
+        (Seen(local=True, asks=True, asked=True, result=SaveResult.SAVED, published=True), Step.GO),
+    ],
+)
+def test_when_the_node_can_go(seen, expected):
+    found = plan(seen)
+    assert isinstance(found, Plan)
+    assert found.step is expected
+
+
+RAN = Asked("n2", ("n2-10-cccccc",), 3, ran=True)
+SPARE = dataclasses.replace(RAN, ran=False)
+OTHERS = frozenset(NODES) - {"n2-10-cccccc"}
+DRAIN = Drain("n2-10-cccccc", "n2", 1)
+PENDING = dataclasses.replace(HEADER, drains=(DRAIN,))
+NEXT = Header(4, State.RUNNING, 3)
+DONE = (dataclasses.replace(DRAIN, released=True, step=40),)
+
+
+@pytest.mark.parametrize(
+    ("asked", "header", "nodes", "done", "ending", "said"),
+    [
+        (RAN, PENDING, frozenset(NODES), (), None, ""),
+        (RAN, dataclasses.replace(PENDING, drains=DONE), frozenset(NODES), DONE, None, ""),
+        (RAN, HEADER, frozenset(NODES), (), Ending.LATE, "somebody has withdrawn the drain"),
+        (RAN, dataclasses.replace(HEADER, state=State.BROKEN), OTHERS, DONE, None, ""),
+        (RAN, HEADER, OTHERS, DONE, None, ""),  # the leader has not ended the round yet
+        (RAN, NEXT, OTHERS, DONE, Ending.DRAINED, "n2 has left: saved step 40, round 4 runs with 3 nodes"),
+        (RAN, NEXT, OTHERS, (), Ending.DRAINED, "n2 has left: round 4 runs with 3 nodes"),  # it was lost before
+        (SPARE, HEADER, OTHERS, DONE, Ending.DRAINED, "round 3 runs with 3 nodes"),
+        (
+            RAN,
+            Header(3, State.DONE, reason="all workers have finished"),
+            OTHERS,
+            (),
+            Ending.DRAINED,
+            "n2 is free; the job has ended",
+        ),
+        (RAN, Header(3, State.CLOSED, reason="a bug"), OTHERS, (), Ending.NO_JOB, "the job has ended: a bug"),
+        (RAN, None, OTHERS, (), None, ""),  # its nodes write a lost header again
+        (RAN, None, frozenset(), (), Ending.NO_JOB, "the job is gone"),
+    ],
+)
+def test_how_a_drain_has_ended(asked, header, nodes, done, ending, said):
+    found = outcome(asked, drain_request.Seen(header, nodes, done))
+    assert (found.ending if found is not None else None) is ending
+    assert said in (found.reason if found is not None else "")

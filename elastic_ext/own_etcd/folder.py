@@ -29,8 +29,8 @@ def folder_of(run_id: str, hosts: tuple[str, ...], own: str, environ: Mapping[st
 
     A job that Slurm starts again gets another one: its etcd is another one, even if its hosts are the same.
     """
-    parts = (*hosts, own, environ.get("SLURM_RESTART_COUNT", ""))
-    return Path(_parent()) / f"{_stem()}{_digest(run_id)}_{_digest(*parts)}"
+    run = _digest(*hosts, environ.get("SLURM_RESTART_COUNT", ""))
+    return Path(_parent()) / f"{_stem()}{_digest(run_id, own)}_{run}"
 
 
 def _digest(*parts: str) -> str:
@@ -39,7 +39,12 @@ def _digest(*parts: str) -> str:
 
 def predecessors(mine: Path) -> list[Path]:
     """Return the directories of other runs of this job on this host: with other hosts, or from before a requeue."""
-    return [each for each in mine.parent.glob(f"{mine.name.rpartition('_')[0]}_*") if each != mine]
+    return [each for each in mine.parent.glob(run_pattern(mine)) if each != mine]
+
+
+def run_pattern(mine: Path) -> str:
+    """Return the pattern of the names of all runs of this job on this host, and not on another that shares the machine."""
+    return f"{mine.name.rpartition('_')[0]}_*"
 
 
 def _parent() -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.own_etcd import early, lifetime, replacement
+from elastic_ext.own_etcd import early, folder, lifetime, replacement
 from elastic_ext.own_etcd.binary import Program, parse_version
 from elastic_ext.own_etcd.endpoint import is_job, make_plan, port_of
 from elastic_ext.own_etcd.lifetime import Situation
@@ -200,3 +202,19 @@ def test_the_environment_of_kubeflow_is_read_and_the_command_line_wins():
     options = early.read(["--rdzv-id=mine", "x.py"], environ)
     assert options is not None
     assert (options.endpoint, options.run_id, options.rdzv_conf) == ("job:a", "mine", {"a": "b", "c": "d"})
+
+
+def test_a_predecessor_is_the_same_job_on_the_same_host_from_another_run():
+    """Not the keeper of another host: several may share a machine's memory, and would end each other."""
+    hosts = ("a", "b", "c")
+    mine = folder.folder_of("job", hosts, "a", {})
+    others = {
+        "another host": folder.folder_of("job", hosts, "b", {}),
+        "another job": folder.folder_of("job2", hosts, "a", {}),
+        "before the requeue": folder.folder_of("job", hosts, "a", {"SLURM_RESTART_COUNT": "1"}),
+        "with other hosts": folder.folder_of("job", ("a", "d", "e"), "a", {}),
+    }
+    assert [name for name, each in others.items() if fnmatch.fnmatch(each.name, folder.run_pattern(mine))] == [
+        "before the requeue",
+        "with other hosts",
+    ]

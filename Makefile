@@ -41,6 +41,7 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 	$(PY) benchmarks/checkpoints.py
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/scrape_load.py
+	$(PY) benchmarks/own_etcd.py
 	$(PY) benchmarks/verdict.py
 	$(PY) benchmarks/classification.py
 	$(PY) benchmarks/rendezvous.py

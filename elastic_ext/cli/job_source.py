@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 
-from elastic_ext.base import settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.cli.agent_url import AgentUrl
 from elastic_ext.observe import job_status
@@ -65,8 +63,8 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
 @contextlib.contextmanager
 def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
     """Yield what reads the job once. Raises UsageError: etcd does not answer."""
-    from elastic_ext.rendezvous.etcd import job_status as in_etcd  # not needed for --url
-    from elastic_ext.rendezvous.etcd.connect import connect
+    from elastic_ext.cli.job_client import job_client  # not needed for --url
+    from elastic_ext.rendezvous.etcd import job_status as in_etcd
 
     sightings = Sightings()
 
@@ -76,5 +74,5 @@ def _from_etcd(args: argparse.Namespace, again: bool) -> Iterator[Read]:
         seen_s = (lambda id_: sightings.age_s(id_, now)) if again else (lambda id_: None)
         return job_status.build(Sources(status, "ext_etcd", seen_s=seen_s))
 
-    with connect(args.rdzv_endpoint, settings.read({}, os.environ)) as client:
+    with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         yield read

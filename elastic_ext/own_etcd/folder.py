@@ -75,8 +75,7 @@ def data_of(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove all that the keeper has written. Only who holds the lock may do so."""
-    shutil.rmtree(data_of(folder), ignore_errors=True)
+    """Remove all that the keeper has written, if it is still there. Only who holds the lock may do so."""
     shutil.rmtree(Path(tempfile.gettempdir()) / f"{folder.name}_data", ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 

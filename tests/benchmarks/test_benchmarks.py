@@ -52,6 +52,13 @@ def test_verdict(tmp_path):
     assert record["sides"]["stock"]["codes"] == ["1"]
 
 
+@pytest.mark.long
+def test_own_etcd(tmp_path):
+    record = result("own_etcd.py", tmp_path, "--repeat=1", "--rows", "one machine")
+    assert record["failed"] == 0
+    assert record["rows"]["one machine"]["own"] > 0
+
+
 @pytest.mark.parametrize(
     ("returncode", "attempts", "expected"),
     [

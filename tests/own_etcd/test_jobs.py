@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
 
 NO_SECRET = Path()
+TOGETHER = "60"  # last_call: the first round waits for all hosts
 
 
 @pytest.fixture
@@ -36,6 +40,9 @@ def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
     assert len(laptop.keepers()) == 2, "a keeper and its member, whoever was first"
     (place,) = laptop.folders()
     assert place.stat().st_mode & 0o777 == 0o700
+    command = [sys.executable, "-m", "elastic_ext.cli", "status", "--json"]
+    status = subprocess.run([*command, f"--rdzv-endpoint={laptop.endpoint}", f"--rdzv-id={laptop.run_id}"], capture_output=True)
+    assert len(json.loads(status.stdout)["nodes"]) == 2, status.stderr
     laptop.gate.open()
     assert [first.finish().returncode, second.finish().returncode] == [0, 0], first.err + second.err
     assert laptop.folders() == []
@@ -110,7 +117,9 @@ def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
 def test_three_members_outlive_any_host_of_theirs_and_nothing_is_left(tmp_path, lost):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-        agents = [job.start("2:3", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        agents = [
+            job.start("2:3", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
+        ]
         for agent in agents:
             agent.wait_for(seen(3, 0))
         lose(hosts[lost])
@@ -139,7 +148,7 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
         lose(hosts[1])
         agents[4].wait_for("runs a member")
         for agent in agents[2:]:
-            agent.wait_for('"world": 3')
+            agent.wait_for(seen(3, 0))
         lose(hosts[2])
         for agent in agents[3:]:
             agent.wait_for('"world": 2')
@@ -151,7 +160,9 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
 def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-        agents = [job.start("2:3", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        agents = [
+            job.start("2:3", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
+        ]
         for agent in agents:
             agent.wait_for(seen(3, 0))
         lose(hosts[0])
@@ -162,9 +173,9 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
         back = job.start("2:3", inside=hosts[0].inside, name="n0")
         back.wait_for("runs a member")
         for agent in (back, *agents[1:]):
-            agent.wait_for('"world": 3, "attempt": 2')
+            agent.wait_for(seen(3, 2))
         lose(hosts[1])
         for agent in (back, agents[2]):
-            agent.wait_for('"world": 2, "attempt": 3')
+            agent.wait_for(seen(2, 3))
         job.gate.open()
         assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]

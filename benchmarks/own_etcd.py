@@ -5,7 +5,7 @@
 Seconds from the start of the agents until all workers run, with `python -m elastic_ext.agent --rdzv-backend=ext_etcd`:
 
     one machine   job:localhost against a running etcd; one agent
-    three hosts   job:host1,host2,host3 against a running etcd on the router between them; an agent on each host (namespaces: root)
+    three hosts   job:host1,host2,host3 against a running etcd on the router between them; an agent on each (root)
 
 A worker is a shell that writes when it runs: torch is imported by the agents alone. Both sides take turns, also at being first.
 """
@@ -39,8 +39,7 @@ WORKER = 'date +%s.%N >"$1/$GROUP_RANK"'
 def start_s(row: str, side: str, timeout_s: float) -> float | None:
     """Return the seconds until the last worker runs; None if not all did."""
     with tempfile.TemporaryDirectory() as directory, _agents(row, side, Path(directory)) as commands:
-        output = open(os.path.join(directory, "log"), "w+", errors="replace")
-        with output:
+        with open(os.path.join(directory, "log"), "w+", errors="replace") as output:
             began = time.time()  # as `date`: one machine, one clock
             codes = jobs.run_all(commands, directory, jobs.environment(ELASTIC_EXT_METRICS="off"), output, timeout_s)
             stamps = [float(each.read_text()) for each in Path(directory, "stamps").iterdir()]
@@ -107,7 +106,14 @@ def main() -> int:
     rows = [[row, *(measure.shown(each[side]) for side in SIDES), measure.shown(more[row])] for row, each in medians.items()]
     text = measure.table(["seconds until all workers run", *SIDES, "more"], rows)
     within = all(each is not None and each < AIM_S for each in more.values())
-    record = {"benchmark": "own_etcd", "rows": medians, "more_s": more, "failed": failed, "within_1_s": within, "machine": machine}
+    record = {
+        "benchmark": "own_etcd",
+        "rows": medians,
+        "more_s": more,
+        "failed": failed,
+        "within_1_s": within,
+        "machine": machine,
+    }
     measure.publish(args.results, record, text, lambda figure: draw(figure, found))
     return 1 if failed else 0
 

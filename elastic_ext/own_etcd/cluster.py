@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from elastic_ext.base import records
 from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import Batch, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
+from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
 from elastic_ext.etcd.membership import Member
 from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import Files
@@ -116,13 +116,24 @@ class Cluster:
         """Whether there is no job, or it has ended."""
         return self.header is None or self.header.state in (State.DONE, State.CLOSED)
 
-    def tell(self, record: HostRecord) -> None:
-        """Tell the other keepers of this host. Raises EtcdError."""
+    def read_hosts(self) -> dict[str, HostRecord]:
+        """Return the hosts as they are now; the watch may lag. Raises EtcdError."""
+        found = {}
+        for kv in self.client.get_prefix(keys.HOSTS).kvs:
+            key = kv.key.decode(errors="replace")
+            try:
+                found[key.removeprefix(keys.HOSTS)] = records.read(HostRecord, kv.value, key, SCHEMA)
+            except RecordError as error:
+                logger.warning("%s cannot be used: %s", key, error)
+        return found
+
+    def tell(self, record: HostRecord, *beside: Put | Delete) -> None:
+        """Tell the other keepers of this host, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
             self._lease = LeaseSession(self.client, LEASE_S, patient=True, on_lost=lambda _: self._wake())
         text = json.dumps({"schema": SCHEMA, **vars(record)})
         try:
-            self.client.txn([], [Put(keys.HOSTS + self._own, text, lease_id=self._lease.lease_id)])
+            self.client.txn([], [Put(keys.HOSTS + self._own, text, lease_id=self._lease.lease_id), *beside])
         except LeaseLost:
             self._lease = None
             raise

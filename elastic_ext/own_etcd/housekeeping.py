@@ -45,6 +45,7 @@ class Housekeeping:
         self._record: HostRecord | None = None  # as told
         self._endpoints = ""  # as told to the agents
         self._saved: SavedKeys | None = None
+        self._called = False  # this host's member takes the place of a lost one
 
     def may_begin(self) -> bool:
         """Return whether this host's member of the beginning has never served, though others do. Else its data is lost."""
@@ -91,6 +92,7 @@ class Housekeeping:
         runner = self._runner
         if self.cluster.call is not None and runner.state is State.NONE:
             logger.info("this host is called to run the member %s", self.cluster.call.name)
+            self._called = True
             runner.join(self.cluster.call)
         if runner.state is State.STARTING:
             return None
@@ -108,11 +110,12 @@ class Housekeeping:
         runner, cluster = self._runner, self.cluster
         is_member = runner.state is State.SERVES
         record = HostRecord(runner.peer_url, runner.client_url, is_member, self._door.agents)
-        if is_member and (self._record is None or not self._record.member):
-            self._settle(cluster)
         if record != self._record or not cluster.told:
-            cluster.tell(record)
+            joins = is_member and (self._record is None or not self._record.member)
+            cluster.tell(record, *(self._joining(cluster) if joins else ()))
             self._record = record
+        if is_member and self._job.saved_dir is not None and self._saved is None:
+            self._save(cluster, self._job.saved_dir)
         if cluster.endpoints != self._endpoints:
             files = self._files
             self._endpoints = cluster.endpoints
@@ -120,20 +123,25 @@ class Housekeeping:
             tls = {"ca": files.ca, "cert": files.cert, "key": files.key}
             self._door.say({"say": "ready", "endpoints": cluster.endpoints, **tls})
 
-    def _settle(self, cluster: Cluster) -> None:
-        """Write that this member serves; tell the endpoints if the members are not those of the beginning. Raises EtcdError."""
+    def _joining(self, cluster: Cluster) -> list[Put | Delete]:
+        """Return what is written together with the word that this host has a member now. Raises EtcdError.
+
+        Together, because a member that has been seen, on a host that says it has none, is a lost one.
+        """
         own = cluster.member_of(self._runner.peer_url)
         ops: list[Put | Delete] = [Put(f"{keys.SEEN}{own.member_id:x}", "")] if own is not None else []
         if cluster.call is not None:
             urls = [url for each in cluster.client.membership.members() for url in each.clients]
             ops += [Put(keys.ENDPOINTS, ",".join(urls)), Delete(keys.CALLS + self._job.own.name)]
-        cluster.client.txn([], ops)
-        if self._job.saved_dir is not None and self._saved is None:
-            saved = SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, self._job.saved_dir, self._wake)
-            if cluster.call is None and (line := saved.restore()):
-                self._door.say({"say": "info", "text": line})
-            saved.watch()
-            self._saved = saved
+        return ops
+
+    def _save(self, cluster: Cluster, directory: str) -> None:
+        """Begin to keep what outlives the job; first put back what did, if the job has only begun. Raises EtcdError."""
+        saved = SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, directory, self._wake)
+        if not self._called and (line := saved.restore()):
+            self._door.say({"say": "info", "text": line})
+        saved.watch()
+        self._saved = saved
 
     def _replace(self, now: float) -> float | None:
         """Do the next step, if it is this keeper's turn. Return when to look again. Raises EtcdError."""
@@ -144,6 +152,7 @@ class Housekeeping:
             return None
         members = self.cluster.client.membership.members()
         known = [KnownMember(each.member_id, each.peers[0], bool(each.name), self.cluster.is_seen(each)) for each in members]
+        hosts = self.cluster.read_hosts()  # after what was seen: a member that was is then either told of or lost
         order = (*self._job.plan.hosts, *self._job.plan.others)
         step = replacement.decide(size, known, hosts, order, now < self._patient_until)
         if step is None:

@@ -140,7 +140,9 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
     """Four hosts and three members. After two losses one after the other, no more than one of the first three is left."""
     needs("ip")
     with hosts_of(tmp_path, 5) as (job, hosts):
-        agents = [job.start("1:5", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+        agents = [
+            job.start("1:5", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
+        ]
         for agent in agents:
             agent.wait_for('"world": 5')
         lose(hosts[0])
@@ -148,7 +150,7 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
         lose(hosts[1])
         agents[4].wait_for("runs a member")
         for agent in agents[2:]:
-            agent.wait_for(seen(3, 0))
+            agent.wait_for('"world": 3')
         lose(hosts[2])
         for agent in agents[3:]:
             agent.wait_for('"world": 2')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ import pytest
 
 from elastic_ext.base import settings
 from elastic_ext.etcd import Delete, EtcdClient, LeaseSession, Put, Tls
-from elastic_ext.own_etcd import bring, saved_keys
+from elastic_ext.own_etcd import bring, keys, saved_keys
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.jobs import wait_gone
 from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob
@@ -127,3 +128,20 @@ def test_a_file_of_somebody_else_is_passed_over(tmp_path):
         '{"schema": 1, "launch": "x", "starts": 9, "revision": 5, "at": 0, "keys": []}'
     )
     assert saved_keys.newest(tmp_path, "r") == good
+
+
+def test_a_member_is_seen_from_the_moment_on_that_its_host_says_it_has_one(tmp_path):
+    """One transaction: a member that was seen, on a host that says it has none, would be taken for lost and be removed."""
+    with ExitStack() as stack:
+        job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
+        known = settings.read({}, {})
+        attachment = bring.attach(job.endpoint, job.run_id, None, known, os.environ)
+        stack.callback(attachment.close)
+        access = attachment.await_access(60)
+        with EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key)) as client:
+            (seen,) = client.get_prefix(keys.SEEN).kvs
+            told = client.get(keys.HOSTS + "localhost", revision=seen.mod_revision).kv
+            assert told is not None
+            assert json.loads(told.value)["member"] is True
+            before = client.get(keys.HOSTS + "localhost", revision=seen.mod_revision - 1).kv
+            assert before is None

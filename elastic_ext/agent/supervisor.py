@@ -27,13 +27,14 @@ from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, RoundOver, usage_errors_exit
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import TorchAgent, reraise_signals
+from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import readable
 from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -84,6 +85,7 @@ class Supervisor(TorchAgent):
         exits.install(self._settings.exit_codes)
         with ExitStack() as stack:
             stack.enter_context(descriptors.raised())
+            stack.enter_context(taken_for_sigterm(slurm.notices(os.environ)))
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )

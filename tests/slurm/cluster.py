@@ -86,6 +86,7 @@ class SlurmCluster:
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._count, self._settings = nodes, {"KillWait": "5", **settings}
         self.nodes: dict[str, Node] = {}
+        self.router: list[str] = []
         self.controller: Job | None = None
         self.cgroups = os.access(FREEZER / "cgroup.procs", os.W_OK)
 
@@ -94,8 +95,8 @@ class SlurmCluster:
     def __enter__(self) -> SlurmCluster:
         with ExitStack() as stack:
             stack.callback(self._stack.close)
-            net = stack_network = self._stack.enter_context(network(self._count))
-            self._router = _enter(stack_network.inside)
+            net = self._stack.enter_context(network(self._count))
+            self.router = _enter(net.inside)
             self.nodes = {f"n{number}": Node(f"n{number}", host) for number, host in enumerate(net.hosts, 1)}
             self._write_files()
             self._start_munged()
@@ -141,7 +142,7 @@ class SlurmCluster:
     def start_controller(self, *options: str) -> None:
         """options: -c to forget what it knew."""
         inside = f"mount --bind {self.folder}/hosts /etc/hosts; hostname ctl; exec slurmctld -D -vv {' '.join(options)}"
-        self.controller = self._daemon([*self._router, "unshare", "--uts", "--mount", "sh", "-ec", inside])
+        self.controller = self._daemon([*self.router, *_HOST, "--pid", "--fork", "--kill-child", "sh", "-ec", inside])
         self.controller.wait_for("Running as primary controller", timeout_s=READY_S)
 
     def kill_controller(self) -> None:
@@ -209,7 +210,7 @@ class SlurmCluster:
     def call(self, *command: str, check: bool = True, cwd: Path | None = None, **variables: str) -> str:
         """What one of Slurm's commands prints."""
         done = subprocess.run(
-            [*self._router, *command],
+            [*self.router, *command],
             cwd=cwd or self.folder,
             env={**os.environ, **self.environ, **variables},
             capture_output=True,
@@ -234,6 +235,7 @@ class SlurmCluster:
         return [each for each in records if each["JobId"] == job_id]
 
 
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 GRACE_S = 20  # between the notice to a job that it is preempted and its end
 
 

@@ -1,0 +1,23 @@
+"""entrypoints/slurm/train.sbatch, unchanged, on a real Slurm: what every job needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.jobs import Training
+
+
+def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
+    """Both at once, on a node each. The verdict is the exit code, whatever srun says."""
+    ends_well, has_a_bug = training.folder / "well.py", training.folder / "bug.py"
+    ends_well.write_text("print('trained')")
+    has_a_bug.write_text("import no_such_module")
+    good = training.submit("--nodes=2", script=(str(ends_well),), STATE=str(training.folder / "good"))
+    bad = training.submit("--nodes=1", script=(str(has_a_bug),), STATE=str(training.folder / "bad"))
+    assert bad.await_state("COMPLETED", "FAILED")["ExitCode"] == "65:0"
+    assert good.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+    assert good.out.count("trained") == 2
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in bad.out
+    assert "exit code 65: not requeued" in bad.out
+    (ended,) = training.cluster.completions(bad.id)  # once: it was not requeued
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "65:0")

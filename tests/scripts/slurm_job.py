@@ -2,8 +2,8 @@
 
     slurm_job.py DIRECTORY
 
-The checkpoints are where the agent says. A file fault.NODE in DIRECTORY says what a worker on that node does once: `bug` (a code
-bug), `exit N`, `wait` (it saves no more by itself, so that only a save on demand moves the checkpoint on).
+The checkpoints are where the agent says. A file `hold` in DIRECTORY: it saves no more by itself. A file fault.NODE there says
+what a worker on that node does once: `bug` (a code bug), `exit N`.
 """
 
 import os
@@ -39,10 +39,10 @@ def main(directory: Path) -> None:
     checkpointer = Checkpointer(model=model, optimizer=optimizer)
     step = loaded = checkpointer.load().step
     print(f"loaded {step} ({model.weight.item():g}) rank {rank} of {dist.get_world_size()} on {node} run {run} pid {os.getpid()}")
-    over, saves = torch.zeros(1), True
-    while not over.item():
-        over.fill_(rank == 0 and (directory / "finish").exists())
-        dist.all_reduce(over)
+    told, holds = torch.zeros(2), False
+    while not told[0].item():
+        told = torch.tensor([float(rank == 0 and (directory / each).exists()) for each in ("finish", "hold")])
+        dist.all_reduce(told)  # all act on it at the same step
         time.sleep(STEP_S)
         (-model(torch.ones(1))).sum().backward()
         optimizer.step()
@@ -51,17 +51,16 @@ def main(directory: Path) -> None:
         if step == loaded + 2 * SAVE_EVERY:
             print(f"trains rank {rank} on {node} run {run}", flush=True)
         asked = checkpointer.save_requested(step)
-        if asked or (step % SAVE_EVERY == 0 and saves):
+        if asked or (step % SAVE_EVERY == 0 and not holds):
             checkpointer.save(step, wait=asked)
-        if asked:
-            print(f"saved on demand {step} rank {rank} on {node} run {run}", flush=True)
-        for each in [fault(directory)]:
-            if each == ["bug"]:
-                raise NameError("a bug on one node")
-            if each == ["wait"]:
-                saves = False
-            if each[:1] == ["exit"]:
-                os._exit(int(each[1]))
+        if told[1].item() and not holds:
+            holds = True
+            print(f"saves no more by itself after {step}", flush=True)
+        what = fault(directory)
+        if what == ["bug"]:
+            raise NameError("a bug on one node")
+        if what[:1] == ["exit"]:
+            os._exit(int(what[1]))
     checkpointer.save(step, wait=True)
     checkpointer.close()
     print(f"finished {step} rank {rank} on {node} run {run}", flush=True)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,21 +142,23 @@ class SlurmCluster:
     def start_controller(self, *options: str) -> None:
         """options: -c to forget what it knew."""
         inside = f"mount --bind {self.folder}/hosts /etc/hosts; hostname ctl; exec slurmctld -D -vv {' '.join(options)}"
-        self.controller = self._daemon([*self.router, *_HOST, "--pid", "--fork", "--kill-child", "sh", "-ec", inside])
+        self.controller = self._daemon([*self.router, *_HOST, "sh", "-ec", inside])
         self.controller.wait_for("Running as primary controller", timeout_s=READY_S)
 
     def kill_controller(self) -> None:
         assert self.controller is not None
         self.controller.process.kill()
-        self.controller.process.wait()
+        self.controller.finish()
 
     def start_node(self, name: str, wait: bool = True) -> None:
         node = self.nodes[name]
+        self.call("ip", "link", "set", f"to{name[1:]}", "up")
         (self.folder / "spool" / name).mkdir(exist_ok=True)
         inside = [
             "mount --make-rprivate /",
             "mount -t proc proc /proc",
             f"mount --bind {self.folder}/hosts /etc/hosts",
+            "mount --bind /dev/null /etc/resolv.conf",  # no name server: it answers at once, and not after seconds
             "mount -t tmpfs tmpfs /dev/shm",
             f"hostname {name}",
         ]
@@ -167,11 +169,7 @@ class SlurmCluster:
             inside += [f"mount --bind {own} {FREEZER}"]
         # The shell is the init of the node: it reaps what loses its parent.
         inside += [f"slurmd -D -v -N {name} & wait"]
-        command = [
-            *_enter(node.host.inside), "unshare", "--pid", "--uts", "--ipc", "--mount", "--fork", "--kill-child",
-            "sh", "-ec", "\n".join(inside),
-        ]  # fmt: skip
-        node.process = self._daemon(command)
+        node.process = self._daemon([*_enter(node.host.inside), *_HOST, "sh", "-ec", "\n".join(inside)])
         if wait:
             self.await_nodes(name)
 
@@ -180,7 +178,8 @@ class SlurmCluster:
         process = self.nodes[name].process
         assert process is not None
         process.process.kill()  # with it its child, the init of the node
-        process.process.wait()
+        process.finish()
+        self.call("ip", "link", "set", f"to{name[1:]}", "down")  # nor does it answer any more
 
     def await_nodes(self, *names: str) -> None:
         """Wait until these nodes may run jobs."""
@@ -190,6 +189,12 @@ class SlurmCluster:
             return all(line.endswith((" idle", " mixed", " allocated")) for line in shown.splitlines()) and bool(shown)
 
         _wait(ready, READY_S, lambda: self.call("scontrol", "show", "nodes"))
+
+    def logs(self, lines: int = 20) -> str:
+        """The end of what the daemons have logged."""
+        daemons = {"slurmctld": self.controller, **{name: node.process for name, node in self.nodes.items()}}
+        ends = {name: job.err.splitlines()[-lines:] for name, job in daemons.items() if job is not None}
+        return "\n".join(f"--{name}\n" + "\n".join(end) for name, end in ends.items())
 
     def _daemon(self, command: list[str]) -> Job:
         pdeathsig = ["setpriv", "--pdeathsig", "KILL"]
@@ -269,7 +274,7 @@ class SlurmJob:
             shown = self.show()
             return shown["JobState"] in states
 
-        _wait(reached, timeout_s, lambda: f"expected {states}: {shown}\n{self.out}")
+        _wait(reached, timeout_s, lambda: f"expected {states}: {self._state_of_things(shown)}")
         return shown
 
     def await_out(self, pattern: str, count: int = 1, timeout_s: float = 120) -> list[re.Match[str]]:
@@ -281,8 +286,13 @@ class SlurmJob:
             found = list(re.finditer(pattern, self.out))
             return len(found) >= count
 
-        _wait(enough, timeout_s, lambda: f"{pattern!r} seen {len(found)} times, expected {count}: {self.show()}\n{self.out}")
+        _wait(enough, timeout_s, lambda: f"{pattern!r} seen {len(found)} times, expected {count}: {self._state_of_things()}")
         return found
+
+    def _state_of_things(self, shown: dict[str, str] | None = None) -> str:
+        names = ("JobState", "Reason", "ExitCode", "Restarts", "NodeList", "StartTime", "EndTime")
+        fields = {name: value for name, value in (shown or self.show()).items() if name in names}
+        return f"{fields}\n{self.out}\n{self.cluster.logs()}"
 
 
 def _wait(reached: Callable[[], bool], timeout_s: float, why: Callable[[], str]) -> None:
@@ -292,6 +302,10 @@ def _wait(reached: Callable[[], bool], timeout_s: float, why: Callable[[], str])
         time.sleep(LOOK_S)
 
 
+# A host of its own: with its first process all others end.
+_HOST = ("unshare", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+
+
 def _enter(inside: list[str]) -> list[str]:
     """From `ip netns exec NAME`, which hides /sys/fs/cgroup."""
     return ["nsenter", f"--net=/run/netns/{inside[-1]}"]
@@ -299,7 +313,7 @@ def _enter(inside: list[str]) -> list[str]:
 
 def _end(job: Job) -> None:
     job.process.kill()
-    job.process.wait()
+    job.finish()
     job.__exit__()
 
 

@@ -55,7 +55,7 @@ class Training:
 
 
 def loads(job: SlurmJob, run: int) -> list[tuple[int, int, str]]:
-    """Step, world size and node of each start of a worker in this run. The step is that of the checkpoint and of what was in it."""
+    """Step, world size and node of each start of a worker in this run. The step is that of the checkpoint and of its content."""
     found = re.findall(rf"loaded (\d+) \((\d+)\) rank \d+ of (\d+) on (\w+) run {run} ", job.out)
     assert all(step == holds for step, holds, _, _ in found), found
     return [(int(step), int(world), node) for step, _, world, node in found]

@@ -5,7 +5,6 @@ including one inside another (ZeroRedundancyOptimizer, a subclass that calls sup
 not. Checked with torch 2.8, 2.13 and 2.15: eager, fused, DDP, FSDP2, GradScaler, several optimizers, LBFGS (one per `step`, not
 per closure), optimizer in backward, torch.compile of the model and of the step (torch itself breaks the graph inside `step`).
 Not seen: replays of a CUDA graph that holds the step, and optimizers that do not derive from torch.optim.Optimizer.
-
 Importing this module has no side effects.
 """
 
@@ -54,7 +53,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     This also works in a forked child: the printed traceback omits the callers' frames.
     """
     _connect_stderr(message)
-    _leave_notices_to_the_agent()
+    worker_env.leave_notices_to_the_agent()
     pid, row = os.getpid(), _arm(message)
     _reports.begin(row, message)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
@@ -283,22 +282,6 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
         row[layout.BEGAN_NS] = row[layout.SETTLED_NS] = time.monotonic_ns()
         row[layout.PID] = os.getpid()
     return row
-
-
-def _leave_notices_to_the_agent() -> None:
-    """Ignore the signals that Slurm sends before the time is up (sbatch --signal), unless something else has a use for them.
-
-    They are for the agent, which asks for a checkpoint. Where Slurm tracks processes by their parents (proctrack/linuxproc), they
-    also reach the workers and would end them first.
-    """
-    if "SLURM_JOB_ID" not in os.environ:
-        return
-    for notice in (_signal.SIGUSR1, _signal.SIGUSR2):
-        try:
-            if _signal.getsignal(notice) == _signal.SIG_DFL:
-                _signal.signal(notice, _signal.SIG_IGN)
-        except ValueError:  # not the main thread
-            return
 
 
 def _own_row(message: "WorkerMessage") -> "memoryview | None":

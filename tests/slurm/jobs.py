@@ -35,6 +35,7 @@ class Training:
             **DEFAULTS,
             "ENDPOINT": self.etcd.endpoint,
             "STATE": str(self.folder / "state"),
+            "ELASTIC_EXT_SETTLE": "5",  # a busy machine may be slow to tell of a failure
             "ELASTIC_EXT_CHECKPOINT_DIR": str(self.folder / "checkpoints"),
             **variables,
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.networks import SERVER
 from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import Training, loads
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a minute each on an idle machine
 
 
 def ended(job: SlurmJob) -> list[str]:
@@ -24,12 +23,6 @@ def hold(training: Training, job: SlurmJob) -> int:
     """Have the script save only when it is asked to; return a step after its last save."""
     (training.folder / "hold").touch()
     return int(job.await_out(r"saves no more by itself after (\d+)")[-1][1])
-
-
-def skip_the_wait(job: SlurmJob) -> None:
-    """A requeued job waits until the credentials of its last run have expired."""
-    job.await_state("PENDING")
-    job.cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now", check=False)
 
 
 @pytest.mark.parametrize("requeue_exit", ["", "75", "1-255"], ids=["default", "requeue-exit", "any-exit"])
@@ -50,20 +43,19 @@ def test_try_again_means_the_same_job_again(tmp_path: Path, requeue_exit: str) -
         before = hold(training, job)
         cluster.call("scancel", "--signal=USR1", job.id)
         job.await_out(rf"requeued \(run 1\), without {node}\n")
-        skip_the_wait(job)
-        assert job.show()["ExcNodeList"] == node
+        assert job.await_state("PENDING", "COMPLETING", "RUNNING")["ExcNodeList"] == node
         assert after.state == "PENDING"
         job.await_out("trains rank .* run 1", 2)
         assert all(step > before and world == 2 for step, world, _ in loads(job, 1))
         told = cluster.call("elastic-ext", "explain", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={job.id}")
-        assert re.search(rf"refused.*{node}|{node}.*refused", told), told
+        assert f"{node} may not come back yet: rank" in told
         assert job.show()["Restarts"] == "1"
         training.fault(loads(job, 1)[0][2], "bug")
         job.await_state("CANCELLED" if requeue_exit == "1-255" else "FAILED")
         assert [each["ExitCode"] for each in cluster.completions(job.id)][1] == "65:0"
         assert len(ended(job)) == (3 if requeue_exit == "1-255" else 2)
         assert not loads(job, 2)
-        assert after.show()["Reason"] == "DependencyNeverSatisfied"
+        assert after.state == "PENDING"
 
 
 def test_a_requeue_gives_no_budget_back(training: Training) -> None:
@@ -73,7 +65,6 @@ def test_a_requeue_gives_no_budget_back(training: Training) -> None:
     job.await_out("restart 1 of 1")
     job.await_out("trains rank .* run 0", 2)
     training.cluster.call("scancel", "--signal=USR1", job.id)
-    skip_the_wait(job)
     job.await_out("trains rank .* run 1")
     training.fault(loads(job, 1)[0][2], "exit 1")
     job.await_state("FAILED")
@@ -91,7 +82,6 @@ def test_preemption(training: Training) -> None:
     urgent.await_state("COMPLETED")
     assert "checkpoint before leaving: saved" in job.out
     assert "requeued (run 1)" in job.out
-    skip_the_wait(job)
     job.await_out("trains rank .* run 1", 2)
     assert all(step > before for step, _, _ in loads(job, 1))
     training.finish()
@@ -109,7 +99,6 @@ def test_time_limit(training: Training, notice: str) -> None:
     job.await_out(r"requeued \(run 1\)")
     assert "checkpoint before leaving: saved" in job.out
     assert ("DUE TO TIME LIMIT" in job.out) == (not notice)
-    skip_the_wait(job)
     job.await_out("trains rank .* run 1", 2)
     assert all(step > before for step, _, _ in loads(job, 1))
     training.finish()
@@ -146,7 +135,6 @@ def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:
         job.cluster.call("scancel", "--signal=USR1", job.id)
     assert never.await_state("FAILED", "COMPLETED")["ExitCode"] == "75:0"
     assert "Slurm refuses to requeue this job" in never.out
-    skip_the_wait(once)
     once.await_out("sleeps", 2)
     once.cluster.call("scancel", "--signal=USR1", once.id)
     assert once.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elastic_ext.failures.sources import slurm
+from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Training
 
 
@@ -19,3 +21,8 @@ def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
     assert "exit code 65: not requeued" in bad.out
     (ended,) = training.cluster.completions(bad.id)  # once: it was not requeued
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "65:0")
+
+
+def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:
+    environ = {**cluster.environ, "SLURM_JOB_NODELIST": "n[1-3],gpu[08-10]-a,login"}
+    assert slurm.hostnames(environ) == ("n1", "n2", "n3", "gpu08-a", "gpu09-a", "gpu10-a", "login")

@@ -20,7 +20,7 @@ BATCH_HOST = "n1"  # where Slurm runs the script: the first node of the allocati
 def cluster() -> Iterator[SlurmCluster]:
     """Of its own: the test breaks it. One node more than any job here has.
 
-    After the loss of a node Slurm refuses to change the job where there is no accounting (as here), so it stays as large as it was.
+    After the loss of a node Slurm refuses to change the job where there is no accounting, as here: it stays as large as it was.
     """
     with SlurmCluster(4) as made:
         yield made

@@ -58,16 +58,27 @@ def test_try_again_means_the_same_job_again(tmp_path: Path, requeue_exit: str) -
         assert after.state == "PENDING"
 
 
+FAILS = """
+import os, pathlib, time
+print("waits", flush=True)
+while not pathlib.Path("go").exists(): time.sleep(0.05)
+pathlib.Path("go").unlink()
+os._exit(1)
+"""
+
+
 def test_a_requeue_gives_no_budget_back(training: Training) -> None:
-    job = training.submit("--nodes=1", MAX_RESTARTS="1", ELASTIC_EXT_CHECKPOINT_DIR="")
-    job.await_out("trains rank .* run 0")
-    training.fault(loads(job, 0)[0][2], "exit 1")
+    script = training.folder / "fails.py"
+    script.write_text(FAILS)
+    job = training.submit("--nodes=1", script=(str(script),), MAX_RESTARTS="1")
+    job.await_out("waits")
+    (training.folder / "go").touch()
     job.await_out("restart 1 of 1")
-    job.await_out("trains rank .* run 0", 2)
+    job.await_out("waits", 2)
     training.cluster.call("scancel", "--signal=USR1", job.id)
-    job.await_out("trains rank .* run 1")
-    training.fault(loads(job, 1)[0][2], "exit 1")
-    job.await_state("FAILED")
+    job.await_out("waits", 3)
+    (training.folder / "go").touch()
+    assert job.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"
     assert "exit code 1: not requeued" in job.out
 
 

@@ -108,7 +108,8 @@ def test_time_limit(training: Training, notice: str) -> None:
     before = hold(training, job)
     job.cluster.call("scontrol", "update", f"JobId={job.id}", f"EndTime=now+{45 if notice else 1}")
     job.await_out(r"requeued \(run 1\)")
-    assert "checkpoint before leaving: saved" in job.out
+    assert "checkpoint before leaving: saved" in job.out, job.out
+    assert "is lost" not in job.out
     assert ("DUE TO TIME LIMIT" in job.out) == (not notice)
     job.await_out("trains rank .* run 1", 2)
     assert all(step > before for step, _, _ in loads(job, 1))
@@ -145,7 +146,7 @@ def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:
         job.await_out("sleeps")
         job.cluster.call("scancel", "--signal=USR1", job.id)
     assert never.await_state("FAILED", "COMPLETED")["ExitCode"] == "75:0"
-    assert "Slurm refuses to requeue this job" in never.out
+    assert "Slurm refuses to requeue the job" in never.out
     once.await_out("sleeps", 2)
     once.cluster.call("scancel", "--signal=USR1", once.id)
     assert once.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"

@@ -150,6 +150,17 @@ class SlurmCluster:
         self.controller.process.kill()
         self.controller.finish()
 
+    def await_state_saved(self, job: SlurmJob) -> None:
+        """Wait until the controller has written what it knows of this job now; it does so some seconds after a change."""
+        saved = self.folder / "state" / "job_state"
+
+        def written() -> int:
+            return saved.stat().st_mtime_ns if saved.exists() else 0
+
+        before = written()
+        self.call("scontrol", "update", f"JobId={job.id}", "Comment=changed")
+        _wait(lambda: written() > before, READY_S, lambda: f"{saved} has not been written")
+
     def start_node(self, name: str, wait: bool = True) -> None:
         node = self.nodes[name]
         self.call("ip", "link", "set", f"to{name[1:]}", "up")

@@ -71,6 +71,7 @@ def test_training_goes_on_without_the_controller(training: Training) -> None:
     """slurmctld is killed and started again: the job makes checkpoints meanwhile, and the queue is what it was."""
     job = training.submit("--nodes=2")
     job.await_out("trains rank .* run 0", 2)
+    training.cluster.await_state_saved(job)
     training.cluster.kill_controller()
     seen = newest(training.folder)
     await_newer(training.folder, seen)

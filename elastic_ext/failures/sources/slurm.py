@@ -57,7 +57,7 @@ def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
 def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
     """Return the hosts of the job in Slurm's order, the one of the batch script first; none if scontrol does not tell.
 
-    Only Slurm itself can read every list of hosts ("gpu[1-3,7],login-[a-c]2").
+    Only Slurm itself can read every list of hosts ("gpu[1-3,7],login").
     """
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     hosts = environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", ""))

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Install what the tests need from Debian, only what is missing. No service of these packages is left running or enabled.
 set -eu
-NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium" # PROGRAM:PACKAGE
-SERVICES="prometheus"
+# PROGRAM:PACKAGE
+NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium munged:munge slurmctld:slurm-wlm slurmd:slurm-wlm sbatch:slurm-wlm"
+SERVICES="prometheus munge slurmctld slurmd"
 POLICY=${POLICY:-/usr/sbin/policy-rc.d} # asked by each package before it starts a service; 101: no
 KEPT="$POLICY.kept"                     # the machine's own meanwhile
 MARK="made by tests/system.sh"          # in the one of here: a run that was killed leaves it

@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, launch, observation, postmortem, report, resume, saves
+from elastic_ext.agent import exits, launch, node_commands, observation, postmortem, report, resume, saves
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
@@ -25,15 +25,16 @@ from elastic_ext.agent.start import RoundStart
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
-from elastic_ext.base.errors import BadCheckpoints, NodeDrained, RoundOver, usage_errors_exit
+from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, usage_errors_exit
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import TorchAgent, reraise_signals
+from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import readable
 from elastic_ext.checkpoints.choice.resolution import Place
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -82,8 +83,7 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with ExitStack() as stack:
-            stack.enter_context(descriptors.raised())
+        with descriptors.raised(), taken_for_sigterm(slurm.notices(os.environ)), ExitStack() as stack:
             self._companions = JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
@@ -120,11 +120,11 @@ class Supervisor(TorchAgent):
             return self._stop_for(stopped.verdict)
         except BadCheckpoints as error:
             return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))
-        except OSError as error:
-            if error.errno not in RESOURCE_ERRNOS:
+        except (NodeUnfit, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in RESOURCE_ERRNOS:
                 raise
             self._handler.leave()  # the others continue without this node
-            return self._stop_for(self._verdicts.host_exhausted(error))
+            return self._stop_for(self._verdicts.of_this_host(error))
         except SignalException as error:
             self._save_before_leaving(error)
             self._handler.announce_leaving(f"its agent received {error.sigval.name}")
@@ -215,6 +215,7 @@ class Supervisor(TorchAgent):
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
         first = self._resume is None
+        node_commands.check_health(self._settings)
         while True:
             with self._phase("rendezvous"):
                 super().join_round()

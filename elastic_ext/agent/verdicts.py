@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, report
+from elastic_ext.agent import exits, node_commands, report
 from elastic_ext.base import kinds
-from elastic_ext.base.errors import NodeDrained
+from elastic_ext.base.errors import NodeDrained, NodeUnfit
 from elastic_ext.base.kinds import Kind
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
@@ -44,8 +44,10 @@ class Verdicts:
         """Return a stop because all checkpoints are bad, and starting from nothing would lose the work."""
         return self._node_stop(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
 
-    def host_exhausted(self, error: OSError) -> JobVerdict:
-        """Return a stop because this host lacks descriptors, processes, memory or room for files. Another host may have them."""
+    def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
+        """Return a stop because this host is ill, or lacks descriptors, processes, memory or room. Another host may be better."""
+        if isinstance(error, NodeUnfit):
+            return self._node_stop(kinds.HARDWARE, str(error), policy.EX_NODE, "node-check")
         reason = f"this host lacks what the next round needs: {error}"
         return self._node_stop(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
 
@@ -109,4 +111,6 @@ class Verdicts:
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         exits.set_verdict_code(code)
         exits.publish(json.loads(ledger.encode_verdict(verdict)), self._settings.verdict_file)
+        if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
+            node_commands.tell_of_bad_node(self._settings, self._handler.host, decision.reason)
         return code

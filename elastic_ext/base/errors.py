@@ -50,6 +50,10 @@ class RanksMissing(ElasticExtError):
         self.ranks = tuple(ranks)
 
 
+class NodeUnfit(ElasticExtError):
+    """The health check of this node has failed."""
+
+
 class NodeRefused(ElasticExtError):
     """This host had to leave the job and may not come back yet."""
 

@@ -59,6 +59,12 @@ class Settings:
         "delay before the second restart in a row without progress; doubles with each further one, with jitter; 0: no delay",
     )
     backoff_max: float = _setting(60.0, SECONDS, "the longest such delay")
+    bad_node_command: str | None = _setting(
+        None,
+        TEXT,
+        "shell command that the agent of a bad node runs as it leaves with 69, for 10 s at most; $ELASTIC_EXT_NODE and "
+        "$ELASTIC_EXT_REASON say who leaves and why",
+    )
     bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(
         None,
@@ -108,6 +114,13 @@ class Settings:
         one_of("now", "checkpoint"),
         "ext_etcd: when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)",
     )
+    health_command: str | None = _setting(
+        None,
+        TEXT,
+        "shell command that the agent runs before each round; if it does not end with 0, this node leaves with 69; the log shows "
+        "its output",
+    )
+    health_timeout: float = _setting(60.0, SECONDS_FROM_1, "how long health_command may take; a node on which it hangs is bad")
     hang: bool = _setting(
         True, BOOLEAN, "detect hangs: when no worker of the job makes progress, end the round and start it again"
     )

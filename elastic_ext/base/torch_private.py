@@ -24,6 +24,7 @@ _RendezvousState, _NodeDesc
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,8 +129,31 @@ def reraise_signals(signals: Iterable[int]) -> None:
     """
     for number in signals:
         handler = signal.getsignal(number)
-        if callable(handler) and getattr(handler, "__module__", None) == SignalException.__module__:
+        if callable(handler) and getattr(handler, "__module__", None) in (SignalException.__module__, __name__):
             handler(number, None)
+
+
+def _take_for_sigterm(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"Process {os.getpid()} got signal: {signal.Signals(number).name}", sigval=signal.SIGTERM)
+
+
+@contextmanager
+def taken_for_sigterm(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Inside this context, these signals mean what SIGTERM means to the agent, unless they have a handler.
+
+    Torch's own way (--signals-to-handle) would send them on to the workers, which may have no handler. Does nothing outside the
+    main thread, where Python has no signal handlers.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        free = [each for each in signals if signal.getsignal(each) in (signal.SIG_DFL, signal.SIG_IGN)]
+        before = {each: signal.signal(each, _take_for_sigterm) for each in free}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            if signal.getsignal(each) is _take_for_sigterm:
+                signal.signal(each, handler)
 
 
 class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]

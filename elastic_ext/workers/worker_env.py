@@ -20,9 +20,9 @@ Wire protocol, version 1. The value is one JSON object. The agent writes it (`lo
 This file is loaded by path in every worker before the user's script, so it imports only what every interpreter has loaded.
 """
 
+import _signal  # type: ignore[import-not-found]
 import os
 import sys
-from _signal import SIGRTMIN  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
@@ -48,11 +48,27 @@ if TYPE_CHECKING:
 WORKER_ENV = "ELASTIC_EXT_WORKER"
 VERSION = 1
 
-STACKS_SIGNAL: int = SIGRTMIN + 8
+STACKS_SIGNAL: int = _signal.SIGRTMIN + 8
 """Kills a process that has no handler for it. Check the field STACKS_ARMED of the progress table first."""
-ANSWER_SIGNAL: int = SIGRTMIN + 9
+ANSWER_SIGNAL: int = _signal.SIGRTMIN + 9
 """The worker's main thread counts it in the field ANSWERS as soon as it runs Python code. So while the count stays the same, the
 main thread has not left the call into C in which it was. Kills a process that has no handler for it: ANSWERS is 0 there."""
+
+
+def leave_notices_to_the_agent() -> None:
+    """Ignore the signals that Slurm sends before the time is up (sbatch --signal), unless something else has a use for them.
+
+    They are for the agent, which asks for a checkpoint. Where Slurm tracks processes by their parents (proctrack/linuxproc), they
+    also reach the workers and would end them first.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    for notice in (_signal.SIGUSR1, _signal.SIGUSR2):
+        try:
+            if _signal.getsignal(notice) == _signal.SIG_DFL:
+                _signal.signal(notice, _signal.SIG_IGN)
+        except ValueError:  # not the main thread
+            return
 
 
 def checked(message: object) -> "WorkerMessage":

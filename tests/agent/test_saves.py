@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from elastic_ext.agent import saves
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
-from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
 
 JOB = SCRIPTS / "saving_job.py"
 
@@ -122,6 +123,32 @@ def test_told_to_leave_a_node_saves_first(tmp_path, workers):
     assert len(saved[0]) == 1
     assert all(each == saved[0] for each in saved)
     assert "checkpoint before leaving: saved" in done.err
+
+
+@pytest.mark.long("SIGUSR2")
+@pytest.mark.parametrize("notice", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda each: each.name)
+def test_slurms_notice_is_no_bug(tmp_path, notice):
+    """With proctrack/linuxproc it reaches every process of the step; the workers get it first here, and have no handler."""
+    variables = {"STOP": str(tmp_path / "stop"), "SLURM_JOB_ID": "7", "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / "verdict")}
+    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
+        job.wait_for("steps", 2)
+        processes = descendants(job.process.pid)
+        for each in reversed(processes):
+            os.kill(each, notice)
+        done = job.finish()
+    assert done.returncode == 75, done.err
+    saved = steps_saved(tmp_path, 0, 2)
+    assert saved[0] == saved[1]
+    assert len(saved[0]) == 1
+    assert json.loads((tmp_path / "verdict").read_text())["decision"]["verdict"] == "requeue"
+
+
+@pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "7"}, 75), ({}, 65)])
+def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path, variables, code):
+    """A program that is not Python runs without what would ignore it."""
+    (tmp_path / "noticed.sh").write_text("kill -USR1 $$")
+    done = run([*AGENT, "--nproc-per-node=1", "--no-python", "sh", "noticed.sh"], tmp_path, **variables)
+    assert done.returncode == code, done.err
 
 
 @pytest.mark.long("slow")

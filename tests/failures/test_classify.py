@@ -170,6 +170,7 @@ ROWS = [
     ("bus-error", "hardware", "restart", killed("SIGBUS"), ended(135)),
     ("abort", "crash", "restart", killed("SIGABRT"), ended(134)),
     ("terminated", "unknown", "restart", killed("SIGTERM"), ended(143)),
+    ("slurm-notice", "preemption", "requeue", *(killed(name, platform=Platform("slurm")) for name in ("SIGUSR1", "SIGUSR2"))),
     ("no-handler", "code", "stop", killed("SIGUSR1"), killed("SIGUSR2"), ended(138)),
     ("usage-exit", "code", "stop", ended(2), ended(126), ended(127)),
     ("sysexits", "code", "stop", *(ended(code) for code in (*range(64, 75), 76, 77, 78))),

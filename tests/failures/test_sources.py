@@ -460,6 +460,25 @@ def test_what_scontrol_shows(text, reason):
     assert slurm.parse_show_job(text) == reason
 
 
+COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
+
+
+@pytest.mark.parametrize(
+    ("text", "restarts", "reason"),
+    [
+        (COMPLETING, 0, "CANCELLED"),
+        (COMPLETING, None, ""),
+        (COMPLETING, 1, ""),
+        (COMPLETING.replace("Restarts=0", "Restarts=1"), 0, ""),  # it will start again: preempted, or its node was lost
+        (COMPLETING.replace("Reason=None", "Reason=TimeLimit"), 0, "DUE TO TIME LIMIT"),
+        (RUNNING, 0, ""),
+    ],
+)
+def test_a_job_that_slurm_is_ending(text, restarts, reason):
+    """Slurm shows the state CANCELLED only once all processes have ended."""
+    assert slurm.parse_show_job(text, restarts) == reason
+
+
 def scontrol(folder: Path, body: str) -> "dict[str, str]":
     program = folder / "scontrol"
     program.write_text(f"#!/bin/sh\n{body}\n")
@@ -490,6 +509,18 @@ def test_the_environment_of_slurm(tmp_path):
     assert detect(environ) == Platform("slurm", "DUE TO TIME LIMIT")  # 1970
     assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
     assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.Job("7")
+    assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.Job("7", None, 2)
+    assert slurm.notices({}) == ()
+
+
+def test_the_hosts_of_a_job(tmp_path):
+    """What a real Slurm says is in tests/slurm."""
+    environ = scontrol(tmp_path, 'test "$*" = "show hostnames gpu[1-2],x" && printf "gpu1\\ngpu2\\nx\\n"')
+    assert slurm.hostnames({**environ, "SLURM_JOB_NODELIST": "gpu[1-2],x"}) == ("gpu1", "gpu2", "x")
+    assert slurm.hostnames({**environ, "SLURM_JOB_NODELIST": "other"}) == ()
+    assert slurm.hostnames({**environ, "SLURM_JOB_NODELIST": "--help"}) == ()
+    assert slurm.hostnames(environ) == ()
+    assert slurm.hostnames({"SLURM_JOB_NODELIST": "gpu[1-2],x", "PATH": str(tmp_path / "empty")}) == ()
 
 
 def test_the_sources_are_listed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,21 +14,28 @@ from elastic_ext.failures.sources import commands
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # what users choose for `sbatch --signal`
 LIMIT_MARGIN_S = 5.0  # by its own clock, Slurm sends its signals at about the time of the limit
 
 # From JobState to the reason; other states (RUNNING, COMPLETING, PENDING, ...) do not end a job.
 _OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL", "REQUEUED", "REVOKED", "STOPPED", "FAILED")
 _ENDS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": TIME_LIMIT, **{state: state for state in _OTHER_ENDS}}
 _REASONS = {"TimeLimit": TIME_LIMIT, "Preempted": "PREEMPTED", "NodeDown": "NODE_FAIL"}
-_FIELD = re.compile(r"(?:^|\s)(JobState|Reason)=(\S*)")
+_FIELD = re.compile(r"(?:^|\s)(JobState|Reason|Restarts)=(\S*)")
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job in the environment. end_time: Unix time of the limit; None without a limit, or with Slurm before 22.05."""
+    """The job in the environment.
+
+    Attributes:
+        end_time: Unix time of the limit; None without a limit, or with Slurm before 23.02, unless the batch script sets it.
+        restarts: how often Slurm has started it again.
+    """
 
     job_id: str
     end_time: int | None = None
+    restarts: int = 0
 
 
 def job_id(environ: Mapping[str, str]) -> str:
@@ -37,7 +45,13 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 def read_environment(environ: Mapping[str, str]) -> Job:
     """Return the job that this process belongs to."""
-    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")))
+    restarts = _number(environ.get("SLURM_RESTART_COUNT")) or 0
+    return Job(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), restarts)
+
+
+def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
+    """Return the signals by which Slurm may tell this process that the time is nearly up; none outside a job."""
+    return NOTICES if job_id(environ) else ()
 
 
 def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
@@ -63,16 +77,19 @@ def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     text = None
     if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234" or "1234_7", never an option
         text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
-    reason = parse_show_job(text or "")
+    reason = parse_show_job(text or "", job.restarts)
     if not reason and job.end_time is not None and time.time() >= job.end_time - LIMIT_MARGIN_S:
         reason = TIME_LIMIT
     return Platform("slurm", reason)
 
 
-def parse_show_job(text: str) -> str:
+def parse_show_job(text: str, restarts: int | None = None) -> str:
     """Return why the job ends, from the output of `scontrol show job`; "" if that gives no reason.
 
     The output may show several jobs (an array, a heterogeneous job, the run before a requeue): the first with a reason decides.
+
+    Args:
+        restarts: how often the job had been started again when this process began; None if unknown.
     """
     fields = _FIELD.findall(text)
     for name, value in fields:
@@ -80,4 +97,8 @@ def parse_show_job(text: str) -> str:
         for state in re.split(r"[,+]", value) if name == "JobState" else ():
             if state in _ENDS:
                 return _ENDS[state]
-    return next((_REASONS[value] for name, value in fields if name == "Reason" and value in _REASONS), "")
+    if reason := next((_REASONS[value] for name, value in fields if name == "Reason" and value in _REASONS), ""):
+        return reason
+    # While its processes end, a job that was cancelled has no other mark than that it is not to start again.
+    ending = ("JobState", "COMPLETING") in fields and ("Restarts", str(restarts)) in fields
+    return "CANCELLED" if ending else ""

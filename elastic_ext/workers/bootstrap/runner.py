@@ -5,7 +5,6 @@ including one inside another (ZeroRedundancyOptimizer, a subclass that calls sup
 not. Checked with torch 2.8, 2.13 and 2.15: eager, fused, DDP, FSDP2, GradScaler, several optimizers, LBFGS (one per `step`, not
 per closure), optimizer in backward, torch.compile of the model and of the step (torch itself breaks the graph inside `step`).
 Not seen: replays of a CUDA graph that holds the step, and optimizers that do not derive from torch.optim.Optimizer.
-
 Importing this module has no side effects.
 """
 
@@ -54,6 +53,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     This also works in a forked child: the printed traceback omits the callers' frames.
     """
     _connect_stderr(message)
+    worker_env.leave_notices_to_the_agent()
     pid, row = os.getpid(), _arm(message)
     _reports.begin(row, message)
     sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file

@@ -31,8 +31,9 @@ VERSION = 1
 WORKERS, WILL, END = "workers", "will", "end"  # the first word of a line
 CLEAN = "clean"
 
-# These are for the agent. The reaper must outlive it, so the agent starts the reaper with them blocked.
-BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# These are for the agent. The reaper must outlive it, so the agent starts the reaper with them blocked. The last two are Slurm's
+# notices (sbatch --signal), which may go to all processes of a job (proctrack/linuxproc).
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 REVOKE_TIMEOUT_S = 2.0
 EXEC_S = 0.3  # from a fork to its exec; no event reports the exec
 AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, if no pidfd reports its end

@@ -1,0 +1,93 @@
+"""The user's commands about a node: its health check before each round, and what runs when it turns out to be bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from elastic_ext.agent.node_commands import Ended, run, unfit
+from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
+from tests.jobs import run as run_job
+
+SCRIPT = SCRIPTS / "elastic_job.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (0, None),
+        (3, "the health check ended with exit code 3"),
+        (-6, "the health check was ended by SIGABRT"),
+        (-100, "the health check was ended by signal 100"),
+        (None, "the health check had not ended after 60 s (health_timeout)"),
+    ],
+)
+def test_what_makes_a_node_unfit(code, why):
+    assert unfit(Ended(code, ""), 60) == why
+
+
+def test_a_command_is_killed_with_what_it_started(tmp_path):
+    pids = tmp_path / "pids"
+    ended = run(f"sleep 100 & echo $! $$ > {pids}; echo before; wait", 1, os.environ)
+    assert ended == Ended(None, "before")
+    assert not wait_gone([int(pid) for pid in pids.read_text().split()])
+
+
+def test_what_outlives_a_command_is_not_waited_for(tmp_path):
+    pid = tmp_path / "pid"
+    begin = time.monotonic()
+    assert run(f"sleep 100 & echo $! > {pid}; seq 100000", 60, os.environ).output.endswith("99999\n100000")
+    assert time.monotonic() - begin < 60
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("command", ["echo is ill; exit 3", "echo is ill; sleep 100"], ids=["exit", "hangs"])
+def test_an_unfit_node_starts_no_worker(tmp_path, command):
+    (tmp_path / "job.py").write_text("print('started')")
+    done = run_job(
+        [*AGENT, "--nproc-per-node=1", "--rdzv-conf=health_timeout=1,node_name=here", "job.py"],
+        tmp_path,
+        ELASTIC_EXT_HEALTH_COMMAND=command,
+        ELASTIC_EXT_BAD_NODE_COMMAND='echo "$ELASTIC_EXT_NODE: $ELASTIC_EXT_REASON" > told',
+        ELASTIC_EXT_VERDICT_FILE="verdict",
+    )
+    assert done.returncode == 69, done.all
+    assert "started" not in done.out
+    assert "  is ill" in done.err
+    assert (tmp_path / "told").read_text().startswith("here: the health check ")
+    decision = json.loads((tmp_path / "verdict").read_text())["decision"]
+    assert (decision["kind"], decision["rule"]) == ("hardware", "node-check")
+
+
+def test_a_signal_ends_a_health_check(tmp_path):
+    """In the second round; before the first one torch has no handlers."""
+    (tmp_path / "job.py").write_text("import os; os._exit(1)")
+    command = "test ! -e first && touch first || { echo $$ > pid; echo waits > /dev/stderr; sleep 100; }"
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=3", "job.py"], tmp_path, ELASTIC_EXT_HEALTH_COMMAND=command) as job:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert job.process.poll() is None, job.err
+            time.sleep(0.05)
+        started = descendants(int((tmp_path / "pid").read_text()))
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish().returncode == 75
+    assert not wait_gone(started)
+
+
+def test_the_others_go_on_without_an_unfit_node(tmp_path, server):
+    """It was fit in the first round, and is not in the second."""
+    gate = Gate(tmp_path / "gate")
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=unfit", "--nnodes=1:2"]
+
+    def start(name: str, health: str) -> Job:
+        variables = {"NODE": name, "ELASTIC_EXT_NODE_NAME": name, "GATE": str(gate.path), "ELASTIC_EXT_HEALTH_COMMAND": health}
+        return Job([*command, "--max-restarts=3", SCRIPT, "exit9:0"], tmp_path, **variables)
+
+    with start("a", "true") as a, start("b", "test ! -e second && touch second") as b:
+        assert b.finish().returncode == 69, b.err
+        a.wait_for(r'"world": 1, "attempt": 1')
+        gate.open()
+        assert a.finish().returncode == 0, a.err

@@ -1,0 +1,120 @@
+"""The loss of a node, and of Slurm's controller, under entrypoints/slurm/train.sbatch. Each test has a cluster of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import LOOK_S, SlurmCluster, SlurmJob
+from tests.slurm.jobs import Training, loads
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a minute each on an idle machine
+
+BATCH_HOST = "n1"  # where Slurm runs the script: the first node of the allocation
+
+
+@pytest.fixture
+def cluster() -> Iterator[SlurmCluster]:
+    """Of its own: the test breaks it. One node more than any job here has.
+
+    After the loss of a node Slurm refuses to change the job where there is no accounting, as here: it stays as large as it was.
+    """
+    with SlurmCluster(4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("which", ["another", "batch-host"])
+def test_a_spare_takes_the_place_of_a_lost_node(training: Training, which: str) -> None:
+    """In the same allocation, in the same run. Without the batch host it takes another run to say how the job has ended."""
+    job = training.submit("--nodes=3", SPARES="1")
+    job.await_out("trains rank .* run 0", 2)
+    lost = node_to_lose(training, job, which)
+    training.cluster.kill_node(lost)
+    if which == "another":
+        job.await_out("trains rank .* run 0", 4)
+        again = loads(job, 0)[2:]
+        assert all(step > 0 and world == 2 and node != lost for step, world, node in again)
+    else:  # with it srun is lost, which writes the output: only checkpoints tell
+        trained = BATCH_HOST in {node for _, _, node in loads(job, 0)}  # or it was the spare
+        await_newer(training.folder, newest(training.folder), generations=int(trained))
+    shown = job.show()
+    assert (shown["JobState"], shown["Restarts"]) == ("RUNNING", "0")
+    training.finish()
+    shown = job.await_state("COMPLETED", "FAILED")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("0:0", "0" if which == "another" else "1")
+    assert not loads(job, 1)
+
+
+@pytest.mark.parametrize("which", ["another", "batch-host"])
+def test_without_a_spare_the_job_goes_on_elsewhere(training: Training, which: str) -> None:
+    """The agent that is left has waited for another one; then the script asks for a requeue, or that agent does in its place."""
+    job = training.submit("--nodes=2", JOIN_TIMEOUT="30")
+    job.await_out("trains rank .* run 0", 2)
+    lost = node_to_lose(training, job, which)
+    training.cluster.kill_node(lost)
+    job.await_out("trains rank .* run 1", 2)
+    again = loads(job, 1)
+    assert all(step > 0 and world == 2 and node != lost for step, world, node in again)
+    assert job.show()["Restarts"] == "1"
+    training.finish()
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+
+
+def node_to_lose(training: Training, job: SlurmJob, which: str) -> str:
+    return BATCH_HOST if which == "batch-host" else next(node for _, _, node in loads(job, 0) if node != BATCH_HOST)
+
+
+def test_training_goes_on_without_the_controller(training: Training) -> None:
+    """slurmctld is killed and started again: the job makes checkpoints meanwhile, and the queue is what it was."""
+    job = training.submit("--nodes=2")
+    job.await_out("trains rank .* run 0", 2)
+    training.cluster.await_state_saved(job)
+    training.cluster.kill_controller()
+    seen = newest(training.folder)
+    await_newer(training.folder, seen)
+    await_newer(training.folder, newest(training.folder))
+    training.cluster.start_controller()
+    training.cluster.await_nodes("n1", "n2", "n3")
+    shown = job.show()
+    assert (shown["JobState"], shown["Restarts"]) == ("RUNNING", "0")
+    assert job.id in training.cluster.call("squeue", "--noheader", "--format=%i")
+    assert len(loads(job, 0)) == 2
+    training.finish()
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+
+
+def newest(folder: Path) -> str:
+    """Name of the newest checkpoint: its step, then the number of the round."""
+    return max((each.name for each in (folder / "checkpoints").glob("step_*")), default="")
+
+
+def await_newer(folder: Path, than: str, generations: int = 0, timeout_s: float = 120) -> None:
+    """Wait for a newer checkpoint. generations: of that many rounds later, or more."""
+    deadline, round_ = time.monotonic() + timeout_s, int(than.rpartition(".g")[2]) + generations
+    while newest(folder) <= than or int(newest(folder).rpartition(".g")[2]) < round_:
+        assert time.monotonic() < deadline, f"no checkpoint after {than}"
+        time.sleep(LOOK_S)
+
+
+def test_a_sick_node_is_replaced_and_drained(training: Training) -> None:
+    """By health_command before the next round, and by bad_node_command, as the README has them."""
+    job = training.submit(
+        "--nodes=3",
+        SPARES="1",
+        ELASTIC_EXT_HEALTH_COMMAND=f"test ! -e {training.folder}/sick.$SLURMD_NODENAME",
+        ELASTIC_EXT_BAD_NODE_COMMAND='scontrol update nodename=$SLURMD_NODENAME state=drain reason="$ELASTIC_EXT_REASON"',
+    )
+    job.await_out("trains rank .* run 0", 2)
+    sick, other = [node for _, _, node in loads(job, 0)]
+    (training.folder / f"sick.{sick}").touch()
+    training.fault(other, "exit 1")
+    job.await_out("trains rank .* run 0", 4)
+    assert sick not in {node for _, _, node in loads(job, 0)[2:]}
+    shown = training.cluster.call("scontrol", "--oneliner", "show", "node", sick)
+    assert "DRAIN" in shown
+    assert "Reason=the health check ended with exit code 1" in shown
+    training.finish()
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"

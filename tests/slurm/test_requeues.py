@@ -1,0 +1,158 @@
+"""What ends a run of entrypoints/slurm/train.sbatch, on a real Slurm, and what the next run finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import SlurmCluster, SlurmJob
+from tests.slurm.jobs import Training, loads
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a minute each on an idle machine
+
+
+def ended(job: SlurmJob) -> list[str]:
+    """States of the job's ends so far, one for each run; what is requeued by request or by exit code is shown as PENDING."""
+    return [each["JobState"] for each in job.cluster.completions(job.id)]
+
+
+def hold(training: Training, job: SlurmJob) -> int:
+    """Have the script save only when it is asked to; return a step after its last save."""
+    (training.folder / "hold").touch()
+    return int(job.await_out(r"saves no more by itself after (\d+)")[-1][1])
+
+
+@pytest.mark.parametrize("requeue_exit", ["", "75", "1-255"], ids=["default", "requeue-exit", "any-exit"])
+def test_try_again_means_the_same_job_again(tmp_path: Path, requeue_exit: str) -> None:
+    """Once, from its checkpoint, without the host that it has refused; the job that waits for it still waits. A bug ends it."""
+    settings = {"RequeueExit": requeue_exit} if requeue_exit else {}
+    with SlurmCluster(4, **settings) as cluster, Training(cluster, tmp_path) as training:
+        job = training.submit("--nodes=3", SPARES="1")
+        after = cluster.submit(tmp_path, "--nodes=1", f"--dependency=afterok:{job.id}", "--output=/dev/null", "--wrap=true")
+        job.await_out("trains rank .* run 0", 2)
+        node = loads(job, 0)[0][2]
+        training.fault(node, "exit 14")  # a broken driver: this node leaves with 69, the spare takes its place
+        job.await_out("trains rank .* run 0", 4)
+        before = hold(training, job)
+        cluster.call("scancel", "--signal=USR1", job.id)
+        job.await_out(rf"requeued \(run 1\), without {node}\n")
+        assert job.await_state("PENDING", "COMPLETING", "RUNNING")["ExcNodeList"] == node
+        assert after.state == "PENDING"
+        job.await_out("trains rank .* run 1", 2)
+        assert all(step > before and world == 2 for step, world, _ in loads(job, 1))
+        assert f"{node} may not come back yet: rank" in training.explain(job)
+        assert job.show()["Restarts"] == "1"
+        training.fault(loads(job, 1)[0][2], "bug")
+        job.await_state("CANCELLED" if requeue_exit == "1-255" else "FAILED")
+        assert [each["ExitCode"] for each in cluster.completions(job.id)][1] == "65:0"
+        assert len(ended(job)) == (3 if requeue_exit == "1-255" else 2)
+        assert not loads(job, 2)
+        assert after.state == "PENDING"
+
+
+FAILS = """
+import os, pathlib, time
+print("waits", flush=True)
+while not pathlib.Path("go").exists(): time.sleep(0.05)
+pathlib.Path("go").unlink()
+os._exit(1)
+"""
+
+
+def test_a_requeue_gives_no_budget_back(training: Training) -> None:
+    script = training.folder / "fails.py"
+    script.write_text(FAILS)
+    job = training.submit("--nodes=1", script=(str(script),), MAX_RESTARTS="1")
+    job.await_out("waits")
+    (training.folder / "go").touch()
+    job.await_out("restart 1 of 1")
+    job.await_out("waits", 2)
+    training.cluster.call("scancel", "--signal=USR1", job.id)
+    job.await_out("waits", 3)
+    (training.folder / "go").touch()
+    assert job.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"
+    assert "exit code 1: not requeued" in job.out
+
+
+def test_preemption(training: Training) -> None:
+    """A partition with more priority takes the nodes. SIGTERM comes first; the job saves and leaves within its GraceTime."""
+    job = training.submit("--nodes=2", "--partition=low")
+    job.await_out("trains rank .* run 0", 2)
+    before = hold(training, job)
+    urgent = training.cluster.submit(
+        training.folder, "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    urgent.await_state("COMPLETED")
+    assert "checkpoint before leaving: saved" in job.out
+    assert "requeued (run 1)" in job.out
+    job.await_out("trains rank .* run 1", 2)
+    assert all(step > before for step, _, _ in loads(job, 1))
+    training.finish()
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+
+
+@pytest.mark.parametrize("notice", ["", "USR1@40", "B:USR1@40"], ids=["none", "steps", "batch"])
+def test_time_limit(training: Training, notice: str) -> None:
+    """With a notice the job leaves before the limit. Without one SIGTERM comes with it, and KillWait is the time to save."""
+    options = ["--nodes=2", "--time=30", *([f"--signal={notice}"] if notice else ["--signal=USR2@0"])]
+    job = training.submit(*options)
+    job.await_out("trains rank .* run 0", 2)
+    before = hold(training, job)
+    job.cluster.call("scontrol", "update", f"JobId={job.id}", f"EndTime=now+{45 if notice else 1}")
+    job.await_out(r"requeued \(run 1\)")
+    assert "checkpoint before leaving: saved" in job.out, job.out
+    assert "is lost" not in job.out
+    assert ("DUE TO TIME LIMIT" in job.out) == (not notice)
+    job.await_out("trains rank .* run 1", 2)
+    assert all(step > before for step, _, _ in loads(job, 1))
+    training.finish()
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+
+
+def test_a_process_that_crashes_alone_costs_no_requeue(training: Training) -> None:
+    job = training.submit("--nodes=2")
+    job.await_out("trains rank .* run 0", 2)
+    training.fault(loads(job, 0)[0][2], "exit 1")
+    job.await_out("trains rank .* run 0", 4)
+    training.finish()
+    shown = job.await_state("COMPLETED", "FAILED")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("0:0", "0")
+
+
+def test_scancel(training: Training) -> None:
+    """It is never requeued, and the verdict says that the user did it."""
+    job = training.submit("--nodes=2")
+    job.await_out("trains rank .* run 0", 2)
+    job.cluster.call("scancel", job.id)
+    assert job.await_state("CANCELLED", "COMPLETED", "PENDING")["Restarts"] == "0"
+    assert ended(job) == ["CANCELLED"]
+    assert "exit code 130: not requeued" in job.out
+
+
+def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:
+    script = training.folder / "sleeps.py"
+    script.write_text("import time; print('sleeps', flush=True); time.sleep(100)")
+    never = training.submit("--nodes=1", "--no-requeue", script=(str(script),), STATE=str(training.folder / "never"))
+    once = training.submit("--nodes=1", script=(str(script),), STATE=str(training.folder / "once"), MAX_REQUEUES="1")
+    for job in (never, once):
+        job.await_out("sleeps")
+        job.cluster.call("scancel", "--signal=USR1", job.id)
+    assert never.await_state("FAILED", "COMPLETED")["ExitCode"] == "75:0"
+    assert "Slurm refuses to requeue the job" in never.out
+    once.await_out("sleeps", 2)
+    once.cluster.call("scancel", "--signal=USR1", once.id)
+    assert once.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"
+    assert "requeued 1 times, which is MAX_REQUEUES" in once.out
+
+
+def test_too_few_nodes(training: Training) -> None:
+    """The job waits in the queue, and starts when a node is back."""
+    script, cluster = training.folder / "ok.py", training.cluster
+    script.write_text("print('ran')")
+    cluster.call("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    job = training.submit("--nodes=3", script=(str(script),))
+    assert job.await_state("PENDING")["Reason"] in ("None", "Resources", "ReqNodeNotAvail,_UnavailableNodes:n3")
+    cluster.call("scontrol", "update", "NodeName=n3", "State=RESUME")
+    assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+    assert job.out.count("ran\n") == 3

@@ -1,0 +1,28 @@
+"""entrypoints/slurm/train.sbatch, unchanged, on a real Slurm: what every job needs."""
+
+from __future__ import annotations
+
+from elastic_ext.failures.sources import slurm
+from tests.slurm.cluster import SlurmCluster
+from tests.slurm.jobs import Training
+
+
+def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
+    """Both at once, on a node each. The verdict is the exit code, whatever srun says."""
+    ends_well, has_a_bug = training.folder / "well.py", training.folder / "bug.py"
+    ends_well.write_text("print('trained')")
+    has_a_bug.write_text("import no_such_module")
+    good = training.submit("--nodes=1", script=(str(ends_well),), STATE=str(training.folder / "good"))
+    bad = training.submit("--nodes=1", script=(str(has_a_bug),), STATE=str(training.folder / "bad"))
+    assert bad.await_state("COMPLETED", "FAILED")["ExitCode"] == "65:0"
+    assert good.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+    assert good.out.count("trained\n") == 1
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in bad.out
+    assert "exit code 65: not requeued" in bad.out
+    (ended,) = training.cluster.completions(bad.id)  # once: it was not requeued
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "65:0")
+
+
+def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:
+    environ = {**cluster.environ, "SLURM_JOB_NODELIST": "n[1-3],gpu[08-10],login"}
+    assert slurm.hostnames(environ) == ("n1", "n2", "n3", "gpu08", "gpu09", "gpu10", "login")

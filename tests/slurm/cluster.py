@@ -236,6 +236,18 @@ class SlurmCluster:
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
+    def on_node(self, name: str, *command: str) -> str:
+        """What a command prints on a node, whatever its exit code."""
+        process = self.nodes[name].process
+        assert process is not None
+        (init,) = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text().split()
+        inside = ["nsenter", f"--target={init}", "--net", "--uts", "--ipc", "--mount", "--pid"]
+        return subprocess.run([*inside, *command], capture_output=True, text=True, timeout=READY_S).stdout
+
+    def await_on_node(self, name: str, *command: str) -> None:
+        """Wait until a command prints something on a node."""
+        _wait(lambda: bool(self.on_node(name, *command)), READY_S, lambda: f"{' '.join(command)} prints nothing on {name}")
+
     def submit(self, cwd: Path, *arguments: str, **variables: str) -> SlurmJob:
         """sbatch with these arguments."""
         printed = self.call("sbatch", "--parsable", *arguments, cwd=cwd, **variables)

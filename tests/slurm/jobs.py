@@ -55,6 +55,14 @@ class Training:
         command = ["elastic-ext", "explain", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job.id}"]
         return self.cluster.call(*command, ELASTIC_EXT_JOB_SECRET_FILE=str(self.folder / "state" / "secret"))
 
+    def left_behind(self, but: str = "") -> list[str]:
+        """What the jobs' etcd has left on the nodes: processes and files. but: a node that is lost."""
+        found = []
+        for name in self.cluster.nodes:
+            if name != but:
+                found += self.cluster.on_node(name, "sh", "-c", "ls -d /dev/shm/elastic_ext_etcd_*; pgrep -a etcd").splitlines()
+        return found
+
     def finish(self) -> None:
         """Let the script end well."""
         (self.folder / "finish").touch()

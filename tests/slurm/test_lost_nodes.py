@@ -26,25 +26,36 @@ def cluster() -> Iterator[SlurmCluster]:
         yield made
 
 
-@pytest.mark.parametrize("which", ["another", "batch-host"])
-def test_a_spare_takes_the_place_of_a_lost_node(training: Training, which: str) -> None:
-    """In the same allocation, in the same run. Without the batch host it takes another run to say how the job has ended."""
+def test_a_spare_takes_the_place_of_a_lost_node(training: Training) -> None:
+    """In the same allocation, in the same run. The lost node had a member of the job's etcd: the spare gets one, too."""
+    job = training.submit("--nodes=4", SPARES="1")
+    job.await_out("trains rank .* run 0", 3)
+    members = ["n1", "n2", "n3"]
+    lost = next(node for _, _, node in loads(job, 0) if node in members and node != BATCH_HOST)
+    training.cluster.kill_node(lost)
+    job.await_out("trains rank .* run 0", 6)
+    again = loads(job, 0)[3:]
+    assert all(step > 0 and world == 3 and node != lost for step, world, node in again)
+    training.cluster.await_on_node("n4", "pgrep", "-x", "etcd")
+    training.finish()
+    shown = job.await_state("COMPLETED", "FAILED")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("0:0", "0")
+    assert training.left_behind(but=lost) == []
+
+
+def test_a_spare_takes_the_place_of_the_batch_host(training: Training) -> None:
+    """In the same allocation, in the same run; it takes another run to say how the job has ended."""
     job = training.submit("--nodes=3", SPARES="1")
     job.await_out("trains rank .* run 0", 2)
-    lost = node_to_lose(training, job, which)
-    training.cluster.kill_node(lost)
-    if which == "another":
-        job.await_out("trains rank .* run 0", 4)
-        again = loads(job, 0)[2:]
-        assert all(step > 0 and world == 2 and node != lost for step, world, node in again)
-    else:  # with it srun is lost, which writes the output: only checkpoints tell
-        trained = BATCH_HOST in {node for _, _, node in loads(job, 0)}  # or it was the spare
-        await_newer(training.folder, newest(training.folder), generations=int(trained))
+    training.cluster.kill_node(BATCH_HOST)
+    # With it srun is lost, which writes the output: only checkpoints tell.
+    trained = BATCH_HOST in {node for _, _, node in loads(job, 0)}  # or it was the spare
+    await_newer(training.folder, newest(training.folder), generations=int(trained))
     shown = job.show()
     assert (shown["JobState"], shown["Restarts"]) == ("RUNNING", "0")
     training.finish()
     shown = job.await_state("COMPLETED", "FAILED")
-    assert (shown["ExitCode"], shown["Restarts"]) == ("0:0", "0" if which == "another" else "1")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("0:0", "1")
     assert not loads(job, 1)
 
 

@@ -128,6 +128,7 @@ def test_scancel(training: Training) -> None:
     assert job.await_state("CANCELLED", "COMPLETED", "PENDING")["Restarts"] == "0"
     assert ended(job) == ["CANCELLED"]
     assert "exit code 130: not requeued" in job.out
+    assert training.left_behind() == []
 
 
 def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:

@@ -21,6 +21,7 @@ def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
     assert "exit code 65: not requeued" in bad.out
     (ended,) = training.cluster.completions(bad.id)  # once: it was not requeued
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "65:0")
+    assert training.left_behind() == []
 
 
 def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic_ext.base import isolated
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.etcd import EtcdClient, EtcdError
-from elastic_ext.own_etcd import folder, messages
+from elastic_ext.own_etcd import folder, locks, messages
 from elastic_ext.own_etcd.certificates import Files
 from elastic_ext.own_etcd.job import KeeperJob
 from elastic_ext.own_etcd.messages import BUSY, UP, Lines, Message, text_of
@@ -48,10 +48,10 @@ class Attachment:
         self._access: Access | None = None
         self._silent = self._failed = ""
         self._client: EtcdClient | None = None
-        self._starts = 0
         self._leaving = False
         self._unsaid: list[tuple[int, str]] | None = []  # for the log, which is not set up before somebody waits
-        self._keepers: list[subprocess.Popen[bytes]] = []
+        self._keepers: list[subprocess.Popen[bytes]] = []  # those that this agent has started
+        self._held: int | None = None  # see `locks.hold`
         self._connection = self._enter()
         self._thread = threading.Thread(target=self._run, name="elastic_ext own etcd", daemon=True)
         self._thread.start()
@@ -104,6 +104,7 @@ class Attachment:
         messages.send(self._connection, {"say": "leaves"})
         self._thread.join(END_S)
         self._connection.close()
+        self._hold(None)
         for keeper in self._keepers:
             keeper.poll()
 
@@ -120,13 +121,18 @@ class Attachment:
                 self._start()
             else:
                 messages.send(connection, {"say": "hello", "version": messages.VERSION})
+                self._hold(locks.hold(self._job.folder))
                 return connection
+
+    def _hold(self, descriptor: int | None) -> None:
+        if self._held is not None:
+            os.close(self._held)
+        self._held = descriptor
 
     def _start(self) -> None:
         """Start a keeper, and return when it, or another one, listens. Raises NoEtcd."""
-        if self._starts >= STARTS:
+        if len(self._keepers) >= STARTS:
             raise NoEtcd(f"the keeper of the job's etcd on this host was started {STARTS} times and is gone again")
-        self._starts += 1
         folder.make(self._job.folder)
         keeper = subprocess.Popen(
             isolated.command(KEEPER),
@@ -145,7 +151,7 @@ class Attachment:
             except BrokenPipeError:
                 pass
             word = stdout.readline()
-        self._keepers = [each for each in (*self._keepers, keeper) if each.poll() is None]
+        self._keepers.append(keeper)
         if word not in (UP, BUSY):
             raise NoEtcd(f"the keeper of the job's etcd cannot be started: exit code {keeper.wait()}; its error is above")
 

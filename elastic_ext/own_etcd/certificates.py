@@ -92,6 +92,7 @@ def _certificate(
         .not_valid_before(now - CLOCKS)
         .not_valid_after(now + LIFETIME)
         .add_extension(x509.BasicConstraints(ca=hosts is None, path_length=0 if hosts is None else None), critical=True)
+        .add_extension(_key_usage(ca=hosts is None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
     )
@@ -100,6 +101,23 @@ def _certificate(
         builder = builder.add_extension(usage, critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName(list(map(_general_name, hosts))), critical=False)
     return builder.sign(ca_key, hashes.SHA256())
+
+
+def _key_usage(ca: bool) -> x509.KeyUsage:
+    """Python 3.13 and newer refuse a CA that does not say what its key is for (VERIFY_X509_STRICT)."""
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not ca,
+        key_cert_sign=ca,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _general_name(host: str) -> x509.GeneralName:

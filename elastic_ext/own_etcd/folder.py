@@ -1,6 +1,6 @@
 """Where the keeper of a job has its files on a host: one private directory, in memory where there is room.
 
-lock, start.lock   see `keeper`
+lock, start.lock, agents  see `locks`
 socket             where agents come in
 ca.pem, own.pem, own.key  see `certificates`
 data/              of the member, if it fits here
@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_ext.base.errors import UsageError
@@ -81,14 +82,15 @@ def remove(folder: Path) -> None:
 
 
 def remove_abandoned(mine: Path) -> None:
-    """Remove what keepers of this user have left that were killed: nobody holds their locks."""
+    """Remove what jobs of this user have left whose keeper and agents were killed: nobody holds their locks."""
     for folder in mine.parent.glob(f"{_stem()}*"):
         if folder == mine or folder.name.endswith("_data"):
             continue
         try:
-            with (folder / "lock").open("rb") as lock, (folder / "start.lock").open("rb") as start:
-                fcntl.flock(start, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with ExitStack() as locks:
+                for name, mode in (("start.lock", "rb"), ("lock", "rb"), ("agents", "ab")):  # perhaps no agent came in
+                    lock = locks.enter_context((folder / name).open(mode))
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(folder)
-        except OSError:  # a keeper lives there, or it has just gone
+        except OSError:  # a keeper or an agent lives there, or it has just gone
             continue

@@ -1,6 +1,7 @@
 """One keeper for a job and host: who holds `lock` is it. `start.lock` is held from before a keeper takes it until it listens.
+Each agent that is in shares `agents`: a folder where nobody holds any of them is abandoned, data and all.
 
-Both are files of the job's folder, which the last keeper removes: who gets a lock looks whether the file is still there.
+All are files of the job's folder, which the last keeper removes: who gets a lock looks whether the file is still there.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def take(folder: Path) -> tuple[int, int] | None:
             os.close(own)
 
 
+def hold(folder: Path) -> int | None:
+    """Keep a folder from being removed as abandoned while the descriptor is open, also without a keeper; None: it is gone."""
+    return _locked(folder / "agents", fcntl.LOCK_SH)
+
+
 def is_up(folder: Path) -> bool:
     """Return whether a keeper takes connections."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -56,13 +62,13 @@ def keeper_of(folder: Path) -> int:
         return int(pid) if user == os.geteuid() else 0
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, how: int = fcntl.LOCK_EX) -> int | None:
     """Wait for the lock; return None if the file was removed meanwhile, with its folder."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return None
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    fcntl.flock(descriptor, how)
     if _same(descriptor, path):
         return descriptor
     os.close(descriptor)

@@ -110,11 +110,12 @@ class OwnEtcdJob:
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                links = " ".join(os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd"))
+                links = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
             except OSError:
                 continue
             places = [str(self.folder_of(each)) for each in (*self.hosts, *self.others)]
-            if any(place in command or place in links for place in places):
+            opened = " ".join(each for each in links if not each.endswith("/agents"))  # agents hold that one
+            if any(place in command or place in opened for place in places):
                 found.append(pid)
         return found
 

@@ -99,6 +99,26 @@ def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
     laptop.assert_gone()
 
 
+def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was_killed(laptop):
+    """The agent is in, and about to start another keeper. Stopped, it shows what others see in between."""
+    agent = laptop.start("1")
+    agent.wait_for(seen(1, 0))
+    (place,) = laptop.folders()
+    agent.process.send_signal(signal.SIGSTOP)
+    keepers = laptop.keepers()
+    for pid in keepers:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_gone([pid for pid in keepers if pid != agent.process.pid]) == []
+    folder.remove_abandoned(place.with_name(folder.folder_of("another", ("localhost",), "localhost", {}).name))
+    agent.process.send_signal(signal.SIGCONT)
+    agent.wait_for("runs a member of the job's etcd", count=2)
+    laptop.gate.open()
+    done = agent.finish()
+    assert done.returncode == 0, done.err
+    assert "had lost the job's records" not in done.err
+    laptop.assert_gone()
+
+
 @pytest.mark.long
 def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent = laptop.start("1")

@@ -34,12 +34,12 @@ class Housekeeping:
 
     Attributes:
         cluster: what is known of it.
-        ready: agents may use etcd. was_ready: they could, once.
+        ready: agents may use etcd, or could once.
     """
 
     def __init__(self, job: KeeperJob, files: Files, runner: MemberRunner, door: Door, wake: Callable[[], None]) -> None:
         self.cluster: Cluster
-        self.ready = self.was_ready = False
+        self.ready = False
         self._job, self._files, self._runner, self._door, self._wake = job, files, runner, door, wake
         self._patient_until = time.monotonic() + PATIENCE_S
         self._record: HostRecord | None = None  # as told
@@ -119,7 +119,7 @@ class Housekeeping:
         if cluster.endpoints != self._endpoints:
             files = self._files
             self._endpoints = cluster.endpoints
-            self.ready = self.was_ready = True
+            self.ready = True
             tls = {"ca": files.ca, "cert": files.cert, "key": files.key}
             self._door.say({"say": "ready", "endpoints": cluster.endpoints, **tls})
 

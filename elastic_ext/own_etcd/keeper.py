@@ -144,7 +144,7 @@ class Keeper:
         alone = len(self._job.plan.hosts) == 1
         now = time.monotonic()
         self._deaths = [*(at for at in self._deaths if at > now - DEATHS_S), now]
-        if not served and not self._house.was_ready:
+        if not served and not self._house.ready:
             raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
         self._door.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
         if len(self._deaths) <= DEATHS:

@@ -60,7 +60,7 @@ class Journal(Companion):
     """
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
-        """metrics: are told of the first steps, too."""
+        """metrics: are told of recoveries, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
@@ -252,9 +252,10 @@ class Journal(Companion):
         if not rows or not all(row.first_step_ns for row in rows):
             return
         self._workers, at = None, max(row.first_step_ns for row in rows) / 1e9
-        self._metrics.first_steps(at, max(row.loading_s for row in rows))
         self.events.emit("first_step", seconds=max(0.0, at - self._began))
-        self._recovered(self._trace.first_steps(at))
+        if (course := self._trace.first_steps(at)) is not None:
+            self._metrics.recovered(course, max(row.loading_s for row in rows))
+            self._recovered(course)
 
     def _recovered(self, course: Course | None) -> None:
         if course is None:

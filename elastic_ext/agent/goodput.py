@@ -145,10 +145,10 @@ class Goodput:
         """The same, and wait for it; say where the time went. A second call does nothing. limit_s: for a write under way."""
         if self._closed:
             return
-        self._closed = True
         self.end()
         if self._thread is not None:
             self._thread.join(limit_s)
+        self._closed = True  # not before: if a signal ends the wait, the next call does the rest
         job = self.job()
         logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
 

@@ -23,6 +23,7 @@ from elastic_ext.agent.last_words import LastWords
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.errors import NodeDrained, NodeRefused
+from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
@@ -86,9 +87,12 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.end(error)
-        self.events.close(self.last_words.left_s())
-        self._spans.close(self.last_words.left_s())
+        with held() as told:
+            self.end(error)
+            self.events.close(self.last_words.left_s())
+            self._spans.close(self.last_words.left_s())
+        if error is None:
+            raise_again(told)
 
     def end(self, error: BaseException | None) -> None:
         """Tell that the agent ends, and why. A second call does nothing."""

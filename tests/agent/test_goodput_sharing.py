@@ -111,7 +111,7 @@ def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job
     assert record.exc_info[1] is job.fails
     mine.enter(families.RUNNING)
     mine.round_begins(None, 0, 1)
-    assert ends(mine.close)
+    assert ends(lambda: mine.close(LONG_S))
     assert job.calls == 1
 
 

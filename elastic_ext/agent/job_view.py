@@ -123,7 +123,7 @@ class JobView:
                 closing, wanted, new_state = self._closing, self._wanted, self._new_state
                 self._new_state = False
             if new_state:
-                due = min(due, time.monotonic() + settle_s(self._handler.node_id, self._node.place.nodes))
+                due = min(due, time.monotonic() + self._settle_s())
             if closing:
                 self._tell(last=True)
                 if wanted:
@@ -132,16 +132,22 @@ class JobView:
             if wanted:
                 self._look()
             if time.monotonic() >= due:
-                self._tell(last=False)
-                due = time.monotonic() + REPORT_S
+                told = self._tell(last=False)
+                due = time.monotonic() + (REPORT_S if told else self._settle_s())
 
-    def _tell(self, last: bool) -> None:
+    def _settle_s(self) -> float:
+        return settle_s(self._handler.node_id, self._node.place.nodes)
+
+    def _tell(self, last: bool) -> bool:
+        """Return whether it was written."""
         report = self._node.now(time.monotonic()).report
         told = report if report.node_rank == 0 else replace(report, rounds=())
         try:
             self._handler.show(node_report.encode(told), last)
         except (ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
+            return False
+        return True
 
     def _look(self) -> None:
         """Read of the job, for those who wait in `document`."""

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.goodput import Goodput, share_every_s
-from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.goodput import Shared, Spent, StateSeconds
 from elastic_ext.etcd import Unavailable
 from elastic_ext.observe import families
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -86,6 +86,21 @@ def test_the_first_round_knows_what_earlier_agents_have_reached(mine, job):
     steps: list[int] = []
     mine.round_begins(SimpleNamespace(repeat=steps.append, read_all=list), 5, 1)
     assert steps == [4]
+
+
+def test_what_the_job_has_spent_does_not_go_back(mine, job):
+    """On etcd an agent reads the sum that rank 0 made last, which may lack what this agent has given since."""
+    mine.share_with(lambda spent: (job.share(spent), Shared(Spent(), 2))[1])
+    mine.round_begins(None, 0, 1)
+    before = mine.job()
+    share_again(mine, job)
+    mine.close(LONG_S)
+    assert mine.job().spent.total_s > before.spent.total_s > 0
+    assert mine.job().hosts == 2
+    job.spent = job.spent.plus(Spent((StateSeconds("productive", 100.0),)))
+    mine.share_with(job.share)
+    mine._share_once()
+    assert mine.job().spent.by_state["productive"] == 100.0
 
 
 def test_what_could_not_be_shared_is_logged_once_and_shared_later(mine, job, caplog):

@@ -1,4 +1,4 @@
-"""The agent with points of goodput as close together as a page asks for them, so that a test sees in seconds what takes minutes."""
+"""The agent with points of goodput a second apart, if the page asks: a test sees in seconds what takes minutes."""
 
 import sys
 

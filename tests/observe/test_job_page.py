@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import sys
 import time
@@ -96,6 +97,13 @@ def test_the_course_of_rounds_and_goodput_is_drawn(browser: Any) -> None:
             found[float(x)] = found.get(float(x), 0.0) + float(height)
         assert len(found) == 60
         assert all(abs(height - 100) < 0.01 for height in found.values())
+        page.close()
+    points = document(1).goodput_points
+    waits = (points[0], replace(points[0], age_s=points[20].age_s), points[40])  # workers start, which counts later
+    with served(replace(document(1), goodput_points=waits)) as url:
+        page = opened(browser, url)
+        starts = page.evaluate("[...document.querySelectorAll('#columns rect')].map(e => parseFloat(e.getAttribute('x')))")
+        assert {round(each) for each in starts} == {0, 67}
         page.close()
 
 
@@ -201,9 +209,9 @@ def take(browser: Any, url: str, name: str) -> None:
         assert page.evaluate(OVERFLOW) == []
         assert page.problems == []
         path = SHOTS / f"status_{name}_{device}.png"
-        height = min(2200, page.evaluate("document.documentElement.scrollHeight"))
+        height = min(2600, page.evaluate("document.documentElement.scrollHeight"))
         shot = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": size["width"], "height": height})
-        image.open(io.BytesIO(shot)).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
+        image.open(io.BytesIO(shot)).convert("RGB").quantize(128, dither=0).save(path, optimize=True)
         assert path.stat().st_size < 100_000
         page.close()
 
@@ -214,7 +222,7 @@ def test_a_real_job_on_the_page_of_one_of_its_nodes(
 ) -> None:
     """It loses a node, then etcd for a while, and ends by a bug. The pictures are those of the documentation."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = [sys.executable, str(SCRIPTS / "agent_with_points.py"), "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}"]
+    job = [sys.executable, str(SCRIPTS / "talkative_agent.py"), "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}"]
     job += ["--rdzv-id=pretrain", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "train.py"]
     environ = {"ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     with (
@@ -224,7 +232,7 @@ def test_a_real_job_on_the_page_of_one_of_its_nodes(
         url = one.wait_for(r"(http://[\d.:]+)/metrics")[0][1]
         two.wait_for("supervises this run")
         page = opened(browser, url)
-        page.locator("#nodes tbody tr", has_text="Checkpoint").nth(1).wait_for()
+        page.locator("#nodes tbody tr", has_text=re.compile(r"step \d+")).nth(1).wait_for()
         page.locator("#columns rect").nth(9).wait_for(state="attached")
         assert page.inner_text("#state") == "running"
         take(browser, url, "healthy")

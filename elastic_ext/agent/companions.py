@@ -20,6 +20,7 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.last_words import HURRIED_S, LAST_WORDS_S
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.standbys import WarmStarts, warm_starts
+from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
@@ -158,19 +159,30 @@ class JobCompanions:
         left: tuple[str, ...] = ()
         kill_at = math.inf if copy_s is None else time.monotonic() + copy_s
         self.journal.clean = clean
+        told: list[int] = []
+        well, limit_s = False, HURRIED_S  # if a signal ends a wait
         try:
-            self.warm_starts.close()
-            if self.copier is not None:  # before the reaper is closed, which would end the copier
-                left = self.copier.close(copy_s)
-        finally:  # even if a signal ended the wait
-            self.reaper.close(clean)
+            try:
+                self.warm_starts.close()
+                if self.copier is not None:  # before the reaper is closed, which would end the copier
+                    left = self.copier.close(copy_s)
+                well, limit_s = clean and not left, LAST_WORDS_S if copy_s is None else HURRIED_S
+            finally:
+                self.reaper.close(clean)
+        finally:
+            with held() as told:
+                self._say_last_words(well, min(limit_s, kill_at - time.monotonic()))
+        raise_again(told)  # unless this agent ends by an exception anyway
+        return left
+
+    def _say_last_words(self, well: bool, limit_s: float) -> None:
+        """Tell of the end. well: the job ended well. limit_s: seconds for all who take it. No signal may come between."""
         last_words = self.journal.last_words
-        last_words.begin(LAST_WORDS_S if copy_s is None else min(HURRIED_S, kill_at - time.monotonic()))
+        last_words.begin(limit_s)
         for companion in self.round_companions:
-            companion.job_ended(clean and not left)
+            companion.job_ended(well)
         self.observation.goodput.end()
         for companion in self.round_companions:
             companion.flush(last_words.left_s())
         self.observation.goodput.close(last_words.left_s())
         self.observation.show_last(last_words.left_s())
-        return left

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from elastic_ext.base import goodput, kinds
 from elastic_ext.base.errors import ElasticExtError
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 SHARE_S = 10.0  # mean time between two writes to etcd or a file; a killed agent loses one and a half times that at most
 WRITES_PER_S = 10.0  # of all agents of a job together
 AT_ROUNDS_END = 10  # so many agents, about, write at once: all nodes write other records then, and a recovery waits for those
+ROUNDING_S = 1e-3  # of a sum
 FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of this job have reached
 
 
@@ -54,6 +56,26 @@ def share_every_s(nodes: int) -> float:
     return max(SHARE_S, nodes / WRITES_PER_S)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """The job's sum as it was shared, and how much of it is this agent's: what this agent has spent since adds to it."""
+
+    shared: Shared = field(default_factory=Shared)
+    mine: Spent = field(default_factory=Spent)
+
+    def at(self, mine: Spent) -> Shared:
+        """Return the sum when this agent has spent so much."""
+        return Shared(self.shared.spent.plus(mine.since(self.mine)), max(1, self.shared.hosts))
+
+    def after(self, shared: Shared, mine: Spent) -> _Known:
+        """Return what is known after a sum was read. The agent of rank 0 may have made it before this one gave its share: then
+        what was known is more, and a goodput that is shown must not go back.
+        """
+        if shared.spent.total_s >= self.at(mine).spent.total_s - ROUNDING_S:
+            return _Known(shared, mine)
+        return replace(self, shared=replace(self.shared, hosts=shared.hosts))
+
+
 class Goodput:
     """This agent's ledger, and the thread that shares it. Any thread may call `look` and `job`, the main thread the others."""
 
@@ -63,7 +85,7 @@ class Goodput:
         self._ledger = Ledger(time.monotonic())
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
-        self._given, self._job = Spent(), Shared(Spent())
+        self._given, self._known = Spent(), _Known()
         self._changed, self._first = threading.Event(), threading.Event()
         self._ended = self._closed = False
         self._thread: threading.Thread | None = None
@@ -117,7 +139,7 @@ class Goodput:
         """Return where the time of the job went, as far as this agent knows: earlier agents and other hosts as last shared."""
         mine = self.look().spent
         with self._lock:
-            return Shared(self._job.spent.plus(mine.since(self._given)), max(1, self._job.hosts))
+            return self._known.at(mine)
 
     # Sharing.
 
@@ -145,10 +167,10 @@ class Goodput:
         """The same, and wait for it; say where the time went. A second call does nothing. limit_s: for a write under way."""
         if self._closed:
             return
-        self._closed = True
         self.end()
         if self._thread is not None:
             self._thread.join(limit_s)
+        self._closed = True  # not before: if a signal ends the wait, the next call does the rest
         job = self.job()
         logger.info("%s (%d hosts, %.0f s)", goodput.summary(job.spent), job.hosts, job.spent.total_s)
 
@@ -177,7 +199,7 @@ class Goodput:
         mine = self.look().spent
         shared = self._share(mine.since(self._given))
         with self._lock:
-            self._given, self._job = mine, shared
+            self._given, self._known = mine, self._known.after(shared, mine)
             self._ledger.learn(shared.spent)
 
 

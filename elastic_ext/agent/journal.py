@@ -23,6 +23,7 @@ from elastic_ext.agent.last_words import LastWords
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.errors import NodeDrained, NodeRefused
+from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying.restarts import CopyMetrics
 from elastic_ext.failures.ledger import JobVerdict
@@ -60,7 +61,7 @@ class Journal(Companion):
     """
 
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
-        """metrics: are told of the first steps, too."""
+        """metrics: are told of recoveries, too."""
         source = Source(handler.get_run_id(), host_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)
         self.warm, self.clean = 0, False
@@ -86,9 +87,12 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.end(error)
-        self.events.close(self.last_words.left_s())
-        self._spans.close(self.last_words.left_s())
+        with held() as told:
+            self.end(error)
+            self.events.close(self.last_words.left_s())
+            self._spans.close(self.last_words.left_s())
+        if error is None:
+            raise_again(told)
 
     def end(self, error: BaseException | None) -> None:
         """Tell that the agent ends, and why. A second call does nothing."""
@@ -252,9 +256,10 @@ class Journal(Companion):
         if not rows or not all(row.first_step_ns for row in rows):
             return
         self._workers, at = None, max(row.first_step_ns for row in rows) / 1e9
-        self._metrics.first_steps(at, max(row.loading_s for row in rows))
         self.events.emit("first_step", seconds=max(0.0, at - self._began))
-        self._recovered(self._trace.first_steps(at))
+        if (course := self._trace.first_steps(at)) is not None:
+            self._metrics.recovered(course, max(row.loading_s for row in rows))
+            self._recovered(course)
 
     def _recovered(self, course: Course | None) -> None:
         if course is None:

@@ -17,19 +17,21 @@ from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.goodput import AccountedMetrics
 from elastic_ext.agent.job_view import JobView
+from elastic_ext.agent.last_words import LEAST_S
 from elastic_ext.agent.own_node import Place
 from elastic_ext.agent.serving import Serving
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.observe import families, gpus, pages, textfile
+from elastic_ext.observe import families, gpus, pages
 from elastic_ext.observe.etcd_health import EtcdHealth
 from elastic_ext.observe.etcd_outage import Outage
 from elastic_ext.observe.goodput_collector import GoodputCollector
 from elastic_ext.observe.incidents import Incidents
 from elastic_ext.observe.metrics import WorkerProgress
 from elastic_ext.observe.script_metrics import ScriptMetrics
+from elastic_ext.observe.textfile import TextFile
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.run_id import host_name
 from elastic_ext.workers.standby.rules import ColdReason
@@ -86,6 +88,9 @@ class Observation(Companion):
         self._scripts: ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
+        self._file: TextFile | None = None
+        if settings.metrics_file is not None:
+            self._file = TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
         if not settings.metrics:
             return
         self._job = job = JobView(handler, metrics)
@@ -179,14 +184,20 @@ class Observation(Companion):
             )
 
     def show_last(self, left_s: float) -> None:
-        """Leave what the agent has counted last. It may be called again if there is more. left_s: for the job to hear of it."""
+        """Leave what the agent has counted last. It may be called again if there is more.
+
+        left_s: for `metrics_file` to be written, and beside that for the job to hear of it.
+        """
+        by = time.monotonic() + left_s
         self._metrics.enter(families.ENDED)
+        if self._file is not None:
+            self._file.begin()
         if self._job is not None:
             self._job.close(left_s, last_look=self._settings.metrics_linger > 0)
         if self._serving is not None:
             self._serving.ended()
-        if self._settings.metrics_file is not None:
-            textfile.write(self._settings.metrics_file, self._metrics.registry, {**self._metrics.labels, "pid": str(os.getpid())})
+        if self._file is not None:
+            self._file.wait(max(LEAST_S, by - time.monotonic()))
 
     def close(self) -> None:
         """Show no more, if need be after a last scrape; see `linger_at_close`.

@@ -31,7 +31,6 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
             saves=each.saves,
             failed_saves=each.failed_saves,
             saving_s=each.saving_s,
-            first_step_at=each.first_step_ns / 1e9 if each.first_step_ns else None,
             loads=each.loads,
             loading_s=each.loading_s,
             checks=each.checks,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import getpass
 import http.client
+import queue
 import ssl
 import sys
+import threading
 import urllib.error
 import urllib.request
 
@@ -16,7 +18,7 @@ from elastic_ext.base.records import MAX_BYTES
 from elastic_ext.observe import job_document
 from elastic_ext.observe.job_document import Document
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
 MAX_PASSWORD_FILE = 4096  # bytes
 
 
@@ -52,18 +54,39 @@ class AgentUrl:
         )
 
     def read(self) -> Document:
-        """Return the document now. Raises UsageError: no answer; RecordError: it is of another version."""
+        """Return the document now. Raises UsageError: no whole answer within TIMEOUT_S; RecordError: it is of another version.
+
+        Another thread asks: a time limit of a connection is for each of its reads, and an agent may send byte by byte.
+        """
+        answers: queue.SimpleQueue[bytes | UsageError] = queue.SimpleQueue()
+        threading.Thread(target=self._ask, args=(answers,), name="elastic_ext-ask", daemon=True).start()
+        try:
+            answer = answers.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise UsageError(f"the agent at {self._url}: no whole answer within {TIMEOUT_S:g} s") from None
+        if isinstance(answer, UsageError):
+            raise answer
+        return records.read(Document, answer, self._url, job_document.SCHEMA)
+
+    def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
+        try:
+            answers.put(self._fetch())
+        except UsageError as error:
+            answers.put(error)
+
+    def _fetch(self) -> bytes:
+        """Return what the agent answers. Raises UsageError."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                text = answer.read(MAX_BYTES + 1)
+                text: bytes = answer.read(MAX_BYTES + 1)
+                return text
         except urllib.error.HTTPError as error:
             hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
             raise UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UsageError(f"the agent at {self._url}: {reason}") from error
-        return records.read(Document, text, self._url, job_document.SCHEMA)
 
 
 def _password(user: str, file: str | None) -> str:

@@ -259,7 +259,8 @@ def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[S
     found = []
     silent = sum(each.state == SILENT for each in nodes)
     if silent:
-        found.append(Unknown("state", f"{silent} nodes have told nothing of themselves yet"))
+        who = "1 node has told nothing of itself yet" if silent == 1 else f"{silent} nodes have told nothing of themselves yet"
+        found.append(Unknown("state", who))
     if not nodes:
         found.append(Unknown("nodes", "no agent is in the job any more, and what they told last has expired"))
     if not rounds and not nodes:

@@ -7,16 +7,14 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from http import HTTPStatus
 
+from elastic_ext.base.held_signals import held
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.observe.pages import METRICS, Page, Pages
 
 logger = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torch turns them into an exception that ends the agent
 
 
 class LastScrape:
@@ -54,7 +52,7 @@ class LastScrape:
         """
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
-        with _harmless_signals() as told:
+        with held() as told:
             if not self._seen.is_set():  # shown, because the agent seems to hang
                 logger.warning(
                     "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
@@ -70,24 +68,3 @@ class LastScrape:
                     logger.warning("metrics: nobody has scraped the last metrics within %g s (metrics_linger)", timeout_s)
         self._wakeup = None
         return told
-
-
-@contextmanager
-def _harmless_signals() -> Iterator[list[int]]:
-    """Inside this context these signals only wake, and go into the list that it yields; those that are ignored stay so.
-
-    Only the main thread may change that; agents of other threads get none.
-    """
-    told: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    # None: a handler that is not Python's, and could not be put back.
-    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
-    try:
-        for number in before:
-            signal.signal(number, lambda number, _: told.append(number))
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -28,7 +28,7 @@ from elastic_ext.base.printable import shown
 from elastic_ext.observe import families
 from elastic_ext.observe.agent_state import AgentState
 from elastic_ext.observe.families import COPIED, FAILED, MAX_TORCHELASTIC_NAMES, OTHER, PHASES, SAVED, WORKER_STATES, Labels
-from elastic_ext.observe.recovery import Recovery
+from elastic_ext.observe.recovery_trace import Course
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WorkerProgress:
     """One worker at the time of a scrape. Times are monotonic seconds.
 
     Attributes:
-        first_step_at, last_step_at: None before its first optimizer step.
+        last_step_at: None before its first optimizer step.
         stepping_s: from its first step to its last.
         skew: its recent time per step divided by the median of this agent's workers; None if unknown.
         saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
@@ -64,7 +64,6 @@ class WorkerProgress:
     saves: int = 0
     failed_saves: int = 0
     saving_s: float = 0.0
-    first_step_at: float | None = None
     loads: int = 0
     loading_s: float = 0.0
     checks: int = 0
@@ -125,7 +124,7 @@ class AgentMetrics(Collector):
             name: dict.fromkeys(family.known, 0.0) for name, family in families.JOB.items()
         }
         self._values["elastic_ext_worker_starts"] = dict.fromkeys([("warm", ""), *(("cold", each) for each in cold_reasons)], 0.0)
-        self._recovery, self._full = Recovery(), False
+        self._full = False
         self._phases = {phase: Histogram() for phase in PHASES}
         self._spans = {name: Histogram() for name in (families.WHOLE_RECOVERY, families.COPY)}
         self.state = AgentState()
@@ -146,7 +145,6 @@ class AgentMetrics(Collector):
             values.update(dict.fromkeys(values, 0.0))
             values[state,] = 1.0
             self.state.enter(state, now := time.monotonic())
-            self._recovery.entered(state, now)
             if state == families.ENDED:
                 self._values["elastic_ext_ended_timestamp_seconds"].setdefault((), self._clock.at(now))
 
@@ -176,18 +174,16 @@ class AgentMetrics(Collector):
             if limit >= 0:
                 self._values["elastic_ext_max_restarts"][()] = limit
 
-    def first_steps(self, at: float, load_s: float = 0.0) -> None:
-        """Note that all workers have made a step, the last its first at `at`, monotonic. load_s: their longest load; 0: none."""
+    def recovered(self, course: Course, load_s: float = 0.0) -> None:
+        """Record a recovery that is over. load_s: the longest load of a checkpoint by its workers; 0: none."""
+        whole_s, first_step = course.end - course.begin, course.phases[-1]
         with self._lock:
-            recovered = self._recovery.first_steps(at)
-            if recovered is None:
-                return
-            self._phases[families.FIRST_STEP].observe(recovered.first_step_s)
-            self._spans[families.WHOLE_RECOVERY].observe(recovered.whole_s)
+            self._phases[families.FIRST_STEP].observe(first_step.end - first_step.begin)
+            self._spans[families.WHOLE_RECOVERY].observe(whole_s)
             if load_s > 0:
                 self._phases[families.LOAD].observe(load_s)
-            self._values["elastic_ext_last_recovery_seconds"][()] = recovered.whole_s
-            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(at)
+            self._values["elastic_ext_last_recovery_seconds"][()] = whole_s
+            self._values["elastic_ext_last_recovery_timestamp_seconds"][()] = self._clock.at(course.end)
 
     def round_started(self, round: int, world_size: int) -> None:
         """Record a new round. world_size: number of workers on all nodes."""
@@ -289,9 +285,6 @@ class AgentMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         workers = self.progress()
-        whole = len(workers) == self._values["elastic_ext_workers"]["running",]  # others are still in their bootstrap
-        if workers and whole and all(each.first_step_at is not None for each in workers):
-            self.first_steps(max(each.first_step_at or 0.0 for each in workers), max(each.loading_s for each in workers))
         with self._lock:
             values = {name: dict(by_labels) for name, by_labels in self._values.items()}
             phases = {phase: (histogram.buckets(), histogram.sum) for phase, histogram in self._phases.items()}

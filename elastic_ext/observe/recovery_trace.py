@@ -1,6 +1,7 @@
 """The course of a recovery, phase by phase: from the moment an agent stops running workers until all of them have made a step.
 
-Counts as `recovery.Recovery` does: if the workers fail again before their first step, the recovery goes on. Pure.
+If the workers fail again before their first step, the recovery goes on. Metrics, events and spans tell of what is measured here.
+Pure.
 """
 
 from __future__ import annotations

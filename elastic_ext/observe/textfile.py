@@ -6,6 +6,8 @@ An agent ends at the verdict, mostly before the next scrape. What it counted las
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.exposition import write_to_textfile
@@ -44,3 +46,46 @@ def write(path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> 
         write_to_textfile(path, whole)
     except Exception as error:  # noqa: BLE001 - a collector may raise anything, and the result of the job matters more
         logger.warning("metrics: cannot write metrics_file=%s: %s", path, error)
+
+
+class TextFile:
+    """Writes the file in a thread, for a file server that hangs must not hold up the end of an agent.
+
+    For one thread: `begin`, then `wait`, and the same again if there is more.
+    """
+
+    def __init__(self, path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        """See `write`."""
+        self._path, self._registry, self._labels = path, registry, labels
+        self._thread: threading.Thread | None = None
+        self._again = self._told = False
+
+    def begin(self) -> None:
+        """Begin to write what the metrics are now. Returns at once."""
+        if self._thread is not None and self._thread.is_alive():
+            self._again = True  # beside a write that hangs, another would, too
+            return
+        self._again = False
+        thread = threading.Thread(
+            target=write, args=(self._path, self._registry, self._labels), name="elastic_ext-textfile", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit on threads
+            logger.warning("metrics: cannot write metrics_file=%s: %s", self._path, error)
+        else:
+            self._thread = thread
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until it is written, for limit_s seconds at most; log once if it is not."""
+        by = time.monotonic() + limit_s
+        while self._thread is not None:
+            self._thread.join(max(0.0, by - time.monotonic()))
+            if self._thread.is_alive():
+                if not self._told:
+                    logger.warning("metrics: metrics_file=%s does not take the last metrics within %.1f s", self._path, limit_s)
+                self._told = True
+                return
+            if not self._again:
+                return
+            self.begin()

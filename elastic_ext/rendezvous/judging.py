@@ -115,7 +115,6 @@ class LedgerFile:
             )
 
     def forget(self) -> None:
-        """Delete the ledger: the job has ended without a failure."""
-        self.ledger = Ledger()
+        """Delete the file: the job has ended well. Whoever asks this agent still hears of its failures."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

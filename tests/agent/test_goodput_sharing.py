@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.goodput import Goodput, share_every_s
-from elastic_ext.base.goodput import Shared, Spent
+from elastic_ext.base.goodput import Shared, Spent, StateSeconds
 from elastic_ext.etcd import Unavailable
 from elastic_ext.observe import families
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -88,6 +88,21 @@ def test_the_first_round_knows_what_earlier_agents_have_reached(mine, job):
     assert steps == [4]
 
 
+def test_what_the_job_has_spent_does_not_go_back(mine, job):
+    """On etcd an agent reads the sum that rank 0 made last, which may lack what this agent has given since."""
+    mine.share_with(lambda spent: (job.share(spent), Shared(Spent(), 2))[1])
+    mine.round_begins(None, 0, 1)
+    before = mine.job()
+    share_again(mine, job)
+    mine.close(LONG_S)
+    assert mine.job().spent.total_s > before.spent.total_s > 0
+    assert mine.job().hosts == 2
+    job.spent = job.spent.plus(Spent((StateSeconds("productive", 100.0),)))
+    mine.share_with(job.share)
+    mine._share_once()
+    assert mine.job().spent.by_state["productive"] == 100.0
+
+
 def test_what_could_not_be_shared_is_logged_once_and_shared_later(mine, job, caplog):
     caplog.set_level(logging.INFO)
     job.fails = Unavailable("etcd does not answer")
@@ -111,7 +126,7 @@ def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job
     assert record.exc_info[1] is job.fails
     mine.enter(families.RUNNING)
     mine.round_begins(None, 0, 1)
-    assert ends(mine.close)
+    assert ends(lambda: mine.close(LONG_S))
     assert job.calls == 1
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from elastic_ext.agent.goodput import AccountedMetrics
-from elastic_ext.agent.job_view import JobView
+from elastic_ext.agent.job_view import CHANGES_PER_S, SETTLE_S, JobView, settle_s
 
 
 class Broken:
@@ -35,3 +36,12 @@ def test_a_thread_that_has_failed_is_said_on_the_page():
         assert "has failed" in json.loads(view.document())["fault"]
     finally:
         view.close(0.0)
+
+
+def test_nodes_whose_state_changes_at_once_tell_of_it_one_after_the_other():
+    ids = [f"node{number}-77-ab" for number in range(512)]
+    spread = [settle_s(id_, 512) for id_ in ids]
+    assert spread == [settle_s(id_, 512) for id_ in ids]
+    assert SETTLE_S <= min(spread) < max(spread) <= SETTLE_S + 5.12
+    assert max(Counter(map(int, spread)).values()) < 1.5 * CHANGES_PER_S
+    assert settle_s("a", 2) < SETTLE_S + 0.02

@@ -9,9 +9,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from elastic_ext.agent.companion import Companion
+from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.last_words import LAST_WORDS_S, LEAST_S, LastWords
 from tests.etcd.conftest import until
 from tests.jobs import AGENT, Gate, Job
@@ -27,14 +31,19 @@ def test_they_share_one_deadline():
     assert words.left_s() == LEAST_S
 
 
-CRASHES_ONCE = """
+TRAINS = """
 import os, torch
 weight = torch.nn.Parameter(torch.ones(1))
 weight.sum().backward()
 torch.optim.SGD([weight], 0.1).step()
+"""
+CRASHES_ONCE = (
+    TRAINS
+    + """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     os.kill(os.getpid(), 9)
 """
+)
 
 # An exporter of OpenTelemetry, as pip would install one.
 EXPORTER = """
@@ -98,6 +107,79 @@ def test_who_hangs_delays_the_end_once(tmp_path, trainer):
     waits = re.findall(r"(last TrainJob status|last spans|last events).* within ([0-9.]+) s", done.err)
     assert {what for what, _ in waits} == {"last TrainJob status", "last spans", "last events"}, done.err
     assert sum(float(seconds) for _, seconds in waits) <= LAST_WORDS_S + 2 * LEAST_S + 0.01
+
+
+class Told(Exception):
+    """What torch's handler of signals raises."""
+
+
+def told_to_end(*_: object) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("when", "well"), [("flush", True), ("copy", False)])
+def test_a_signal_skips_none_of_them_and_then_does_what_it_would_have_done(when, well):
+    said: list[object] = []
+
+    class Reports(Companion):
+        def job_ended(self, clean: bool) -> None:
+            said.append(clean)
+
+        def flush(self, limit_s: float) -> None:
+            if when == "flush":
+                told_to_end()
+            said.append("flush")
+
+    def raises(*_: object) -> None:
+        raise Told
+
+    def copies(copy_s: float | None) -> tuple[str, ...]:
+        if when == "copy":
+            told_to_end()
+        return ()
+
+    goodput = SimpleNamespace(end=lambda: said.append("end"), close=lambda limit_s: said.append("goodput"))
+    companions = SimpleNamespace(
+        journal=SimpleNamespace(last_words=LastWords()),
+        warm_starts=SimpleNamespace(close=lambda: None),
+        copier=SimpleNamespace(close=copies),
+        reaper=SimpleNamespace(close=lambda clean: said.append("reaper")),
+        round_companions=[Reports()],
+        observation=SimpleNamespace(goodput=goodput, show_last=lambda left_s: said.append("shown")),
+    )
+    companions._say_last_words = lambda *of: JobCompanions._say_last_words(cast("JobCompanions", companions), *of)
+    before = signal.signal(signal.SIGTERM, raises)
+    try:
+        with pytest.raises(Told):
+            JobCompanions.finish(cast("JobCompanions", companions), True, None)
+        assert signal.getsignal(signal.SIGTERM) is raises
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == ["reaper", well, "end", "flush", "goodput", "shown"]
+
+
+@pytest.mark.long
+def test_an_agent_that_is_told_to_end_in_the_middle_of_them_says_the_rest(tmp_path, trainer):
+    """A Kubeflow Trainer that does not answer to the last status keeps it there."""
+    trainer.answers = [200, "hang"]
+    (tmp_path / "job.py").write_text(TRAINS + "import fcntl\nfcntl.flock(open('gate'), fcntl.LOCK_SH)\n")
+    environ = {
+        **trainer.environ(tmp_path / "token"),
+        "ELASTIC_EXT_METRICS_FILE": str(tmp_path / "job.prom"),
+        "LOGLEVEL": "INFO",
+        "TORCHELASTIC_LOG_LEVEL": "INFO",
+    }
+    gate = Gate(tmp_path / "gate")
+    with Job([*AGENT, "--nproc-per-node=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
+        trainer.wait(1)
+        gate.open()
+        trainer.wait(2)
+        job.process.send_signal(signal.SIGTERM)
+        done = job.finish()
+    assert done.returncode == 75
+    assert "last TrainJob status" in done.err
+    assert "goodput " in done.err
+    assert 'state="ended"} 1.0' in (tmp_path / "job.prom").read_text()
 
 
 SAVES = """

@@ -15,7 +15,7 @@ import pytest
 from elastic_ext.base import goodput, records
 from elastic_ext.base.goodput import HostRecord, Shared, Spent, StateSeconds
 from elastic_ext.base.kinds import Response
-from elastic_ext.cli import job_text, main, status
+from elastic_ext.cli import agent_url, job_text, main, status
 from elastic_ext.cli.job_text import Terminal
 from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
@@ -354,6 +354,35 @@ def test_an_agent_behind_tls_and_a_password(capsys, guarded):
         code, out, err = run(capsys, *wrong)
         assert (code, out) == (status.EX_UNAVAILABLE, "")
         assert told in err
+
+
+def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch):
+    monkeypatch.setattr(agent_url, "TIMEOUT_S", 0.3)
+    text = job_document.encode(document(2)).encode()
+    asked, over = threading.Event(), threading.Event()
+
+    class Drips(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.set()
+            self.send_response(200)
+            self.end_headers()
+            for byte in text:
+                if over.wait(0.1):
+                    break
+                self.wfile.write(bytes([byte]))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Drips) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        serving.start()
+        code, _, err = run(capsys, f"--url=http://127.0.0.1:{server.server_port}")
+        over.set()
+        server.shutdown()
+        serving.join()
+    assert asked.is_set()
+    assert (code, "no whole answer within 0.3 s" in err) == (status.EX_UNAVAILABLE, True)
 
 
 def test_nobody_is_sent_elsewhere(capsys):

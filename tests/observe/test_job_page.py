@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,9 +19,9 @@ import pytest
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.cli import main
 from elastic_ext.observe.gate import Gate
-from elastic_ext.observe.job_document import Document, Refusal, Straggler, Unknown
+from elastic_ext.observe.job_document import Refusal, Straggler, Unknown
 from tests.etcd_server import Certificates, EtcdServer
-from tests.jobs import ROOT, TORCHRUN, Job
+from tests.jobs import ROOT, SCRIPTS, Job
 from tests.observe.pages_in_chromium import DESKTOP, HTML, OVERFLOW, PHONE, chromium, document, failure, hashed, of_nodes, served
 
 SHOTS = ROOT / "entrypoints" / "monitoring"
@@ -88,12 +90,20 @@ def test_the_course_of_rounds_and_goodput_is_drawn(browser: Any) -> None:
         page = opened(browser, url)
         shares = page.evaluate("[...document.querySelectorAll('#track span')].map(e => [e.className, parseFloat(e.style.width)])")
         assert [(kind, round(share, 1)) for kind, share in shares] == [("", 64.4), ("gap", 1.9), ("", 33.6)]
+        assert "since this agent began" in page.inner_text("#over h3")  # earlier points went with earlier agents
         columns = "[...document.querySelectorAll('#columns rect')].map(e => ['x', 'height'].map(n => e.getAttribute(n)))"
         found: dict[float, float] = {}
         for x, height in page.evaluate(columns):
             found[float(x)] = found.get(float(x), 0.0) + float(height)
         assert len(found) == 60
         assert all(abs(height - 100) < 0.01 for height in found.values())
+        page.close()
+    points = document(1).goodput_points
+    waits = (points[0], replace(points[0], age_s=points[20].age_s), points[40])  # workers start, which counts later
+    with served(replace(document(1), goodput_points=waits)) as url:
+        page = opened(browser, url)
+        starts = page.evaluate("[...document.querySelectorAll('#columns rect')].map(e => parseFloat(e.getAttribute('x')))")
+        assert {round(each) for each in starts} == {0, 67}
         page.close()
 
 
@@ -166,91 +176,110 @@ def test_the_page_says_that_its_agent_has_gone(browser: Any) -> None:
 
 
 SCRIPT = """
-import os, torch
+import os, time, torch
+import torch.distributed as dist
 from pathlib import Path
-parameter = torch.nn.Parameter(torch.zeros(1))
-optimizer = torch.optim.SGD([parameter], lr=0.1)
-while not Path("end").exists():
-    parameter.grad = torch.ones(1)
+import elastic_ext
+from elastic_ext import Checkpointer
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = Checkpointer(model=model, optimizer=optimizer)
+step = checkpointer.load().step
+while True:
+    with elastic_ext.phase("data"):
+        time.sleep(0.01)
+    model(torch.ones(8)).sum().backward()
+    time.sleep(0.04)
+    dist.all_reduce(torch.zeros(1))
     optimizer.step()
-    if os.environ["RANK"] == "1" and Path("crash").exists():
-        os.unlink("crash")
-        os.kill(os.getpid(), 9)
+    step += 1
+    if step % 25 == 0:
+        checkpointer.save(step, wait=True)
+    if os.environ["RANK"] == "1" and Path("bug").exists():
+        print("loss", losss)
 """
 
 
+def take(browser: Any, url: str, name: str) -> None:
+    """Take the pictures of the documentation."""
+    image = pytest.importorskip("PIL.Image", reason="pillow makes the pictures small: it comes with matplotlib")
+    for size, device in ((PHONE, "phone"), (DESKTOP, "desktop")):
+        page = opened(browser, url, size, "dark" if name == "recovery" else "light")
+        assert page.evaluate(OVERFLOW) == []
+        assert page.problems == []
+        path = SHOTS / f"status_{name}_{device}.png"
+        height = min(2600, page.evaluate("document.documentElement.scrollHeight"))
+        shot = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": size["width"], "height": height})
+        image.open(io.BytesIO(shot)).convert("RGB").quantize(128, dither=0).save(path, optimize=True)
+        assert path.stat().st_size < 100_000
+        page.close()
+
+
 @pytest.mark.long
-def test_a_crash_of_a_real_job_shows_on_the_page_of_another_node(
+def test_a_real_job_on_the_page_of_one_of_its_nodes(
     browser: Any, server: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And an outage of etcd, and the end."""
+    """It loses a node, then etcd for a while, and ends by a bug. The pictures are those of the documentation."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=seen", "--nnodes=2"]
-    job += ["--max-restarts=3", "train.py"]
-    with Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="a") as one, Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="b") as two:
+    job = [sys.executable, str(SCRIPTS / "talkative_agent.py"), "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}"]
+    job += ["--rdzv-id=pretrain", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "train.py"]
+    environ = {"ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
+    with (
+        Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="n0", ELASTIC_EXT_METRICS_LINGER="100", **environ) as one,
+        Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="n1", **environ) as two,
+    ):
         url = one.wait_for(r"(http://[\d.:]+)/metrics")[0][1]
         two.wait_for("supervises this run")
         page = opened(browser, url)
-        page.locator("#nodes tbody tr").nth(1).wait_for()
+        page.locator("#nodes tbody tr", has_text=re.compile(r"step \d+")).nth(1).wait_for()
+        page.locator("#columns rect").nth(9).wait_for(state="attached")
         assert page.inner_text("#state") == "running"
-        (tmp_path / "crash").touch()
-        page.locator("#failures tbody tr", has_text="SIGKILL").wait_for()
-        page.locator("#rounds tbody tr").nth(1).wait_for()
-        assert page.is_hidden("#stale")
-        assert server.process is not None
-        server.process.send_signal(signal.SIGSTOP)
-        try:
-            page.locator("#stale", has_text="old").wait_for()
-            ages = set()
-            while len(ages) < 7:  # one a second, for longer than a call to etcd takes to give up (5 s)
-                with urllib.request.urlopen(url + "/job.json", timeout=2) as answer:
-                    ages.add(json.load(answer)["read_s"])
-                urllib.request.urlopen(url + "/metrics", timeout=2).close()
-                time.sleep(0.2)
-        finally:
-            server.process.send_signal(signal.SIGCONT)
-        page.locator("#stale", has_text="old").wait_for(state="hidden")
+        take(browser, url, "healthy")
+        two.process.kill()
+        page.locator("#state", has_text="recovering").wait_for()
+        take(browser, url, "recovery")
+        with Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="n2", **environ) as three:
+            page.locator("#rounds tbody tr").nth(1).wait_for()
+            page.locator("#state", has_text="running").wait_for()
+            assert page.is_hidden("#stale")
+            assert_an_outage_is_shown(page, url, server)
+            (tmp_path / "bug").touch()
+            page.locator("#failures tbody tr", has_text="NameError").wait_for()
+            page.locator("#state", has_text="failed").wait_for()
+            assert three.finish().returncode == 65
+        one.wait_for("serves its last metrics")
+        take(browser, url, "ended")
         assert page.problems == []
         page.close()
-        (tmp_path / "end").touch()
-        assert [one.finish().returncode, two.finish().returncode] == [0, 0]
-    assert main.main(["status", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=seen", "--json"]) == 0
+        urllib.request.urlopen(url + "/metrics").close()
+        assert one.finish().returncode == 65
+    assert main.main(["status", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=pretrain", "--json"]) == 1
     ended = json.loads(capsys.readouterr().out)
-    assert ended["job"]["state"] == "succeeded"
-    assert [(each["name"], each["state"], each["step"] > 0) for each in ended["nodes"]] in (
-        [("a", "ended", True), ("b", "ended", True)],
-        [("b", "ended", True), ("a", "ended", True)],
-    )
+    assert ended["job"]["state"] == "failed"
+    assert {(each["name"], each["state"], each["step"] > 0) for each in ended["nodes"]} >= {
+        ("n0", "ended", True),
+        ("n2", "ended", True),
+    }
     assert [each["round"] for each in ended["rounds"]] == [1, 2]
     assert {"productive", "rendezvous"} <= {each["state"] for each in ended["goodput"]}
 
 
-def scene(name: str) -> Document:
-    if name == "healthy":
-        return replace(document(8), unknown=())
-    if name == "recovery":
-        gone = failure(2, "n6 has gone: its host does not answer", host="n6")
-        changes = {6: {"state": "silent", "state_s": None, "seen_s": 52.0}, 4: {"state": "start"}}
-        return replace(of_nodes(document(8, "recovering", last=gone), changes), unknown=())
-    last = failure(2, "KeyError: 'labels' at train.py:88 in step: a bug in the code, it came back on the second try", 65)
-    return replace(document(8, "failed", last=last), unknown=(), stragglers=())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["healthy", "recovery", "ended"])
-def test_screenshots(browser: Any, name: str) -> None:
-    image = pytest.importorskip("PIL.Image", reason="pillow makes the pictures small: it comes with matplotlib")
-    with served(scene(name)) as url:
-        for size, device in ((PHONE, "phone"), (DESKTOP, "desktop")):
-            page = opened(browser, url, size, "dark" if name == "recovery" else "light")
-            assert page.evaluate(OVERFLOW) == []
-            assert page.problems == []
-            path = SHOTS / f"status_{name}_{device}.png"
-            height = min(1500, page.evaluate("document.documentElement.scrollHeight"))
-            shot = page.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": size["width"], "height": height})
-            image.open(io.BytesIO(shot)).convert("RGB").quantize(256, dither=0).save(path, optimize=True)
-            assert path.stat().st_size < 100_000
-            page.close()
+def assert_an_outage_is_shown(page: Any, url: str, server: EtcdServer) -> None:
+    """Stop etcd for some seconds. The agent goes on to answer, and says how old what it tells is."""
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        page.locator("#stale", has_text="old").wait_for()
+        ages = set()
+        while len(ages) < 7:  # one a second, for longer than a call to etcd takes to give up (5 s)
+            with urllib.request.urlopen(url + "/job.json", timeout=2) as answer:
+                ages.add(json.load(answer)["read_s"])
+            urllib.request.urlopen(url + "/metrics", timeout=2).close()
+            time.sleep(0.2)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    page.locator("#stale", has_text="old").wait_for(state="hidden")
 
 
 def test_a_browser_may_do_nothing_else_with_the_page() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from elastic_ext.observe.textfile import TextFile
 from tests.jobs import AGENT, Gate, Job
 
 SCRIPT = """
@@ -65,9 +71,8 @@ signal.pause()
 
 def test_a_recovery_lasts_until_the_first_step(tmp_path):
     (tmp_path / "job.py").write_text(STEPS)
-    with Job(
-        [*AGENT, "--nproc-per-node=1", "--max-restarts=3", str(tmp_path / "job.py")], tmp_path, ELASTIC_EXT_BACKOFF="0"
-    ) as job:
+    environ = {"ELASTIC_EXT_BACKOFF": "0", "ELASTIC_EXT_HANG": "off"}  # no check is due: only the step itself wakes the agent
+    with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=3", str(tmp_path / "job.py")], tmp_path, **environ) as job:
         (url,) = job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")
         job.wait_for("trains")
         while "elastic_ext_recovery_whole_seconds_count 1.0" not in (seen := scrape(url[1])):
@@ -76,3 +81,34 @@ def test_a_recovery_lasts_until_the_first_step(tmp_path):
     assert "elastic_ext_restarts_charged 1.0" in seen, [line for line in seen.splitlines() if "restarts" in line]
     assert "elastic_ext_max_restarts 3.0" in seen
     assert "\nelastic_ext_last_recovery_seconds " in seen
+
+
+class Hangs(Collector):
+    """As a file server does: whoever writes these metrics waits, until it is open."""
+
+    def __init__(self) -> None:
+        self.open, self.value = threading.Event(), 1.0
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        value = self.value
+        self.open.wait(60)
+        yield GaugeMetricFamily("value", "", value)
+
+
+def test_a_file_server_that_hangs_does_not_hold_up_the_end(tmp_path, caplog):
+    registry, hangs, path = CollectorRegistry(), Hangs(), tmp_path / "job.prom"
+    registry.register(hangs)
+    file = TextFile(str(path), registry, {})
+    for value in (1.0, 2.0):  # an agent that leaves shows its last metrics twice
+        hangs.value = value
+        file.begin()
+        file.wait(0.01)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"metrics: metrics_file={path} does not take the last metrics within 0.0 s"
+    ]
+    hangs.open.set()
+    file.wait(60)
+    assert "value 2.0" in path.read_text()

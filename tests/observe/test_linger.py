@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.cli import main
 from tests.etcd.conftest import until
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
@@ -28,6 +29,10 @@ ENDED = 'elastic_ext_agent_state{state="ended"} 1.0'
 def get(target: str, path: str = "/metrics") -> str:
     with urllib.request.urlopen(f"http://{target}{path}", timeout=30) as answer:
         return answer.read().decode()
+
+
+def status_of(target: str) -> dict[str, object]:
+    return json.loads(get(target, "/job.json"))["job"]
 
 
 def start(tmp_path: Path, script: str, launcher: list[str], linger: float = 100) -> Job:
@@ -54,7 +59,10 @@ def test_it_ends_once_its_end_was_scraped(tmp_path):
 )
 def test_a_signal_ends_it_and_nothing_else(tmp_path, script, code, number):
     with start(tmp_path, script, [*AGENT, "--nproc-per-node=1"]) as job:
+        ((target,),) = [each.groups() for each in job.wait_for(URL)]
         job.wait_for(LINGERS)
+        state, told = ("failed", 1) if code else ("succeeded", 0)
+        assert (status_of(target)["state"], main.main(["status", f"--url=http://{target}"])) == (state, told)
         job.process.send_signal(number)
         done = job.finish()
     assert done.returncode == code
@@ -140,6 +148,7 @@ def test_another_node_does_not_wait_for_it(tmp_path, server, backend):
             assert done.returncode == 0
             assert (backend == "ext_c10d") == ("the job's store, and its port, end with this agent" in done.err)
             lingering.wait_for(LINGERS)
+            assert status_of(target)["state"] == "succeeded"
             assert ENDED in get(target)
             assert lingering.finish().returncode == 0
 

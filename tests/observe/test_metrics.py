@@ -28,7 +28,7 @@ from elastic_ext.observe import metrics as metrics_module
 from elastic_ext.observe import pages
 from elastic_ext.observe.families import MAX_TORCHELASTIC_NAMES
 from elastic_ext.observe.metrics import AgentMetrics, WorkerProgress
-from elastic_ext.observe.recovery import Recovered, Recovery
+from elastic_ext.observe.recovery_trace import Cause, Course, Phase
 from elastic_ext.observe.server import MetricsServer
 from elastic_ext.observe.torchelastic import bridge_torchelastic
 
@@ -129,39 +129,16 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     }
 
 
-def test_a_whole_recovery_lasts_until_all_workers_have_made_a_step() -> None:
-    recovery = Recovery()
-    recovery.entered("rendezvous", 0)
-    recovery.entered("running", 1)
-    assert recovery.first_steps(3) is None  # the start of the job
-    failed_twice = ("stop", "verdict", "start", "running", "stop", "start", "running")  # the second time before the first step
-    for at, state in enumerate(failed_twice, start=10):
-        recovery.entered(state, at)
-    assert recovery.first_steps(14) is None  # of the workers before
-    assert recovery.first_steps(20) == Recovered(whole_s=10, first_step_s=4)
-    assert recovery.first_steps(21) is None
-    recovery.entered("stop", 24)
-    assert recovery.first_steps(20) is None  # those of before, seen again
-    for at, state in ((25, "start"), (26, "running"), (40, "stop")):
-        recovery.entered(state, at)
-    assert recovery.first_steps(28) == Recovered(whole_s=4, first_step_s=2)  # seen late: the next one has begun
-    for at, state in ((41, "start"), (42, "running")):
-        recovery.entered(state, at)
-    assert recovery.first_steps(45) == Recovered(whole_s=5, first_step_s=3)
-    recovery.entered("ended", 30)
-    assert recovery.first_steps(31) is None
-
-
 def test_the_last_recovery_is_shown() -> None:
-    metrics = agent()
-    for state in ("running", "stop", "start", "running"):
-        metrics.enter(state)
-    metrics.first_steps(time.monotonic() + 5)
+    metrics, now = agent(), time.monotonic()
+    phases = (Phase("stop", now - 1, now), Phase("start", now, now + 1), Phase("first_step", now + 1, now + 4))
+    metrics.recovered(Course(Cause(), 1, phases, True), load_s=0.5)
     found = read(metrics)
-    assert found["elastic_ext_last_recovery_seconds", ()] == pytest.approx(5, abs=1)
-    assert found["elastic_ext_last_recovery_timestamp_seconds", ()] == pytest.approx(time.time() + 5, abs=1)
+    assert found["elastic_ext_last_recovery_seconds", ()] == 5
+    assert found["elastic_ext_last_recovery_timestamp_seconds", ()] == pytest.approx(time.time() + 4, abs=1)
     assert found["elastic_ext_recovery_whole_seconds_bucket", (("le", "10.0"),)] == 1
-    assert found["elastic_ext_recovery_seconds_count", (("phase", "first_step"),)] == 1
+    of_phase = {phase: found["elastic_ext_recovery_seconds_sum", (("phase", phase),)] for phase in ("first_step", "load")}
+    assert of_phase == {"first_step": 3, "load": 0.5}
 
 
 def test_what_can_be_counted_is_there_from_the_start() -> None:

@@ -87,5 +87,5 @@ class AgentLedger:
             self._charged_at.append(time.monotonic())
 
     def forget(self) -> None:
-        """Delete the ledger: the job has ended well."""
+        """Delete the file: the job has ended well."""
         self._file.forget()

@@ -37,6 +37,13 @@ UNKNOWN = {
     "nodes": "torch's store holds no reports of the other nodes: ask each agent's own page",
     "failures": "only verdicts that this node has heard; another node may know a later one",
 }
+UNKNOWN_END = "the workers of this node have finished; it has not heard of those of the other nodes"
+
+
+def header_of(round_: int, launch: str, done: bool | None) -> Header:
+    """Return the state of the job as far as one node knows it, without any failure. done: see `several_nodes.Round`."""
+    state = State.FORMING if not round_ else State.DONE if done else State.RUNNING
+    return Header(round_, state, reason=UNKNOWN_END if done is False else "", job=launch)
 
 
 class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
@@ -159,6 +166,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
         return self._nodes.conclude(report)
 
     def finished(self) -> None:
+        self._nodes.finished()
         self._ledger.forget()
         self._ledger.goodput.forget()
 
@@ -215,7 +223,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
 
     def status(self) -> JobStatus:
         unknown = {} if isinstance(self._nodes, OneMachine) else dict(UNKNOWN)
-        header = Header(self.round, State.RUNNING if self.round else State.FORMING, job=self.launch)
+        header = header_of(self.round, self.launch, self._nodes.done)
         return JobStatus(self._run_id, header, {}, {}, self._ledger.ledger, {}, unknown=unknown)
 
     def leave(self) -> None:

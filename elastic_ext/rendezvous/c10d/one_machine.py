@@ -41,6 +41,7 @@ class OneMachine:
         self._on_event = on_event
         self._server: TCPStore | None = None
         self._closed = False
+        self.done: bool | None = None
 
     def next_round(self) -> RendezvousInfo:
         if self._closed:
@@ -62,6 +63,9 @@ class OneMachine:
         ledger, verdict = self._ledger.judge({self.node_id: report}, self._ledger.ledger, self.number)
         self._ledger.adopt(ledger, verdict)
         return verdict
+
+    def finished(self) -> None:
+        self.done = True
 
     def num_nodes_waiting(self) -> int:
         return 0

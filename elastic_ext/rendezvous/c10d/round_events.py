@@ -75,7 +75,7 @@ ALL_DONE = RoundEvent(EventKind.ALL_DONE, "all workers have finished")
 class LocalEvents:
     """The events of a round in which no other node can be reached. See `RoundEvents`."""
 
-    lost = ended_by_failure = ended_without_failure = False
+    lost = ended_by_failure = ended_without_failure = all_done = False
     left_by: str | None = None
 
     def __init__(self, on_event: Callable[[], None]) -> None:
@@ -183,6 +183,11 @@ class RoundEvents:
     def ended_without_failure(self) -> bool:
         """Whether nodes have moved on or left without a failure, so they will not report one."""
         return self._ended_by(EventKind.MOVED_ON, EventKind.LEFT)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether the workers of all nodes have finished, as far as this node has heard."""
+        return self._ended_by(EventKind.ALL_DONE)
 
     @property
     def left_by(self) -> str | None:

@@ -58,12 +58,14 @@ class Round:
         events: of all its nodes; local events before the first round, after this node has left, and if the store does not answer.
         server: of the round's store, if this agent hosts it.
         concluded: this node knows the verdict on the round.
+        done: whether the workers of all nodes have finished; None before those of this node have, False if it has not heard.
     """
 
     membership: Membership
     events: RoundEvents | LocalEvents
     server: TCPStore | None = None
     concluded: bool = False
+    done: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class SeveralNodes:
     @property
     def events(self) -> RoundEvents | LocalEvents:
         return self._round.events
+
+    @property
+    def done(self) -> bool | None:
+        return self._round.done
 
     # Forming a round
 
@@ -266,6 +272,10 @@ class SeveralNodes:
             self._refusals.add(verdict.host, verdict.decision.reason)
 
     # The end
+
+    def finished(self) -> None:
+        """Note that this node's workers have finished, and those of the others, as far as it knows."""
+        self._round.done = self._round.membership.nodes == 1 or self.events.all_done
 
     def is_closed(self) -> bool:
         return self._torch.is_closed()

@@ -133,19 +133,20 @@ class _Reports:
             worker_env.wake(self._wake_path)
 
     def modules(self) -> None:
-        """Write, once, which modules have been imported so far, in order, and which variables the script has set."""
+        """Write, once, which modules were imported so far, in order, and which variables the script has set. Wake the agent."""
         path, self._modules_path = self._modules_path, None
-        if path is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
         try:
-            import json
+            if path is not None:
+                import json
 
-            found = [(name, origin_of(module)) for name, module in list(sys.modules.items())]
-            changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
-            error_file.replace(path, json.dumps({"modules": found, "changed": changed}))
-            worker_env.wake(self._wake_path)
+                found = [(name, origin_of(module)) for name, module in list(sys.modules.items())]
+                changed = [name for name in {**os.environ, **self._environ} if os.environ.get(name) != self._environ.get(name)]
+                error_file.replace(path, json.dumps({"modules": found, "changed": changed}))
         except Exception as error:  # noqa: BLE001 - only the agent loses information; the script must not notice
             _warn(f"cannot report this worker's imports to the agent: {error_file.text_of(error)}")
+        worker_env.wake(self._wake_path)
 
 
 _reports = _Reports()

@@ -10,8 +10,15 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous.address import address_towards, host_of
-from elastic_ext.rendezvous.c10d.handler import EmbeddedRendezvous
+from elastic_ext.rendezvous.c10d.handler import UNKNOWN_END, EmbeddedRendezvous
+from elastic_ext.rendezvous.c10d.round_events import LocalEvents
+from elastic_ext.rendezvous.c10d.several_nodes import Round
+from elastic_ext.rendezvous.c10d.store_job import Membership
+from elastic_ext.rendezvous.round_records import State
 from tests.jobs import SCRIPTS, TORCHRUN, Job
 from tests.ports import free_port
 from tests.store_server import StoreServer
@@ -123,6 +130,26 @@ def test_an_agent_says_whether_the_rendezvous_store_is_its_own(caplog):
         assert starts(f"localhost:{port}") == f"the rendezvous store is at localhost:{port}, in this agent"
         told = starts(other.endpoint, is_host="0")
         assert told == f"the rendezvous store is at localhost:{other.port}, in another process"
+
+
+def test_a_job_that_has_ended_well_is_shown_so_with_its_failures():
+    handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings())
+    assert handler.status().header.state is State.FORMING
+    handler.next_rendezvous()
+    handler.conclude(Report("h", classify(Evidence(rank=0, exit_code=3))))
+    assert handler.status().header.state is State.RUNNING
+    handler.finished()
+    assert handler.status().header.state is State.DONE
+    assert len(handler.status().ledger.verdicts) == 1
+
+
+def test_a_node_that_has_not_heard_of_the_others_end_does_not_claim_it():
+    handler = EmbeddedRendezvous(RendezvousParameters("ext_c10d", f"localhost:{free_port()}", "job", 1, 2), Settings())
+    handler._nodes._round = Round(Membership(1, 0, 2), LocalEvents(lambda: None))  # the round's store does not answer
+    handler.finished()
+    header = handler.status().header
+    assert (header.state, header.reason) == (State.RUNNING, UNKNOWN_END)
+    handler.leave()
 
 
 def test_no_stranger_is_given_a_port_of_a_test():

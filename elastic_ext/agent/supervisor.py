@@ -58,7 +58,7 @@ class Supervisor(TorchAgent):
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
-        self._handler: Rendezvous = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
+        self._handler = handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
         self._settings: Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
@@ -71,9 +71,7 @@ class Supervisor(TorchAgent):
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = Verdicts(self._settings, self._handler)
-        self._metrics = observation.make_metrics(
-            self._settings, self._handler.get_run_id(), spec.local_world_size, self._progress
-        )
+        self._metrics = observation.make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, self._progress)
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None

@@ -36,7 +36,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(training: Training, which: str) 
     if which == "another":
         job.await_out("trains rank .* run 0", 4)
         again = loads(job, 0)[2:]
-        assert all(step > 0 and world == 2 and node != lost for step, world, node in again)
+        assert all(step > 0 and world == 2 and node != lost for step, world, node in again), f"lost {lost}: {job.out}"
     else:  # with it srun is lost, which writes the output: only checkpoints tell
         trained = BATCH_HOST in {node for _, _, node in loads(job, 0)}  # or it was the spare
         await_newer(training.folder, newest(training.folder), generations=int(trained))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from enum import Enum
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.sources import deletion_grace_s, slurm
 from elastic_ext.rendezvous.handler import Rendezvous
@@ -133,7 +135,7 @@ class SaveOnDemand(Companion):
     ) -> float | None:
         """Ask the job for a checkpoint and wait for it, if there is time before the platform takes this node away.
 
-        The end of the round ends the wait; so does the exception of another signal.
+        The end of the round ends the wait; so does the exception of a signal of the user.
 
         Args:
             signal_name: name of the signal that this agent got.
@@ -154,6 +156,7 @@ class SaveOnDemand(Companion):
         begin = time.monotonic()
         before = self._job.save_wanted
         self._job.request_save(f"{signal_name} on {self._job.host}")
+        reraise_signals(wakeup.clear())
         outcome = None
         while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:
             if processes.failed or not processes.running or self._job.round_over() is not None:
@@ -162,7 +165,11 @@ class SaveOnDemand(Companion):
                 outcome = result.value
             if outcome is None:
                 processes.wait(left_s, wakeup, wake_pipe)
-                wakeup.clear()
+                again = wakeup.clear()
+                reraise_signals(again)  # those of the user
+                for number in again:
+                    name, left = signal.Signals(number).name, begin + asked.wait_s - time.monotonic()
+                    logger.warning("%s again: waiting for the checkpoint for up to %.3g s; SIGINT ends the wait", name, left)
                 wake_pipe.clear()
         took_s = time.monotonic() - begin
         logger.warning("checkpoint before leaving: %s after %.2g s", outcome or "not finished", took_s)

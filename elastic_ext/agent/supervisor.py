@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, launch, node_commands, observation, postmortem, report, resume, saves
+from elastic_ext.agent import exits, launch, node_commands, notices, observation, postmortem, report, resume, saves
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.report import FailedWorker
 from elastic_ext.agent.resume import ResumePoint
@@ -58,7 +58,7 @@ class Supervisor(TorchAgent):
     """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
-        self._handler: Rendezvous = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
+        self._handler = handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
         self._settings: Settings = self._handler.settings
         self._logs = WorkerLogs(logs_specs)
         with usage_errors_exit():
@@ -71,8 +71,7 @@ class Supervisor(TorchAgent):
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = Verdicts(self._settings, self._handler)
-        run_id = self._handler.get_run_id()
-        self._metrics = observation.make_metrics(self._settings, run_id, spec.local_world_size, self._progress)
+        self._metrics = observation.make_metrics(self._settings, handler.get_run_id(), spec.local_world_size, self._progress)
         self._companions: JobCompanions  # set while run() is under way
         self._resume: ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
@@ -201,6 +200,7 @@ class Supervisor(TorchAgent):
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
+        notices.take_as_one(error.sigval, lambda: self._leave_by)  # first: asking for the time takes some
         grace_s = saves.time_left_s(self._settings, self.shutdown_timeout_s)
         self._leave_by = self._companions.journal.told_to_leave(error.sigval, grace_s)
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe

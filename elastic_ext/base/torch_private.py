@@ -129,8 +129,13 @@ def reraise_signals(signals: Iterable[int]) -> None:
     """
     for number in signals:
         handler = signal.getsignal(number)
-        if callable(handler) and getattr(handler, "__module__", None) in (SignalException.__module__, __name__):
+        if callable(handler) and ends_agent(handler):
             handler(number, None)
+
+
+def ends_agent(handler: object) -> bool:
+    """Return whether this signal handler raises SignalException: torch's does, and that of `taken_for_sigterm`."""
+    return getattr(handler, "__module__", None) in (SignalException.__module__, __name__)
 
 
 def _take_for_sigterm(number: int, frame: FrameType | None) -> None:

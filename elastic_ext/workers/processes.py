@@ -36,8 +36,8 @@ class Exit:
     Attributes:
         exitcode: as in subprocess: negative for the signal that killed it; None if it cannot be known (the worker is not a child
             of this process: start method forkserver).
-        stop_sent_ns: time.monotonic_ns() when the agent first sent the worker a signal to end; None if it never did, or if a
-            signal that the agent had not sent ended the worker.
+        stop_sent_ns: time.monotonic_ns() when the agent first sent the worker a signal to end; None if it never did, if it was
+            ending by then, or if a signal that the agent had not sent ended it.
         seen_ns: time.monotonic_ns() when the agent saw the exit.
     """
 
@@ -103,6 +103,7 @@ class WorkerProcesses:
         self._sent: dict[int, set[int]] = {}
         self._cut_short: dict[int, int] = {}  # the exit codes of workers that were killed after their exit handlers
         self._only_cut_short: set[int] = set()  # those that had not been told to end before
+        self._ending_before: set[int] = set()  # those that were ending when they were first told to
         self.stopped = False  # after stop() torch may reap, so no signal is sent to any of these pids again
         self.exits: dict[int, Exit] = {}
         try:
@@ -156,7 +157,9 @@ class WorkerProcesses:
             if exitcode == -signal.SIGKILL and local_rank in self._cut_short:
                 exitcode = self._cut_short[local_rank]
                 stop_sent_ns = None if local_rank in self._only_cut_short else stop_sent_ns
-            elif exitcode is not None and exitcode < 0 and -exitcode not in self._sent.get(local_rank, ()):
+            elif exitcode is not None and exitcode < 0:
+                stop_sent_ns = stop_sent_ns if -exitcode in self._sent.get(local_rank, ()) else None
+            elif local_rank in self._ending_before:
                 stop_sent_ns = None
             self.exits[local_rank] = Exit(local_rank, self.pids[local_rank], exitcode, stop_sent_ns, time.monotonic_ns())
 
@@ -220,6 +223,9 @@ class WorkerProcesses:
     def _signal(self, local_ranks: Iterable[int], sig: signal.Signals) -> None:
         for local_rank in list(local_ranks):
             if local_rank not in self.exits:
+                # Its connections close before its exit can be seen, so the failure of another worker may be known before its own.
+                if local_rank not in self._stop_sent_ns and pidfds.is_ending(self.pids[local_rank]):
+                    self._ending_before.add(local_rank)
                 self._stop_sent_ns.setdefault(local_rank, time.monotonic_ns())
                 self._sent.setdefault(local_rank, set()).add(sig)
             try:

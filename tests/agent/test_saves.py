@@ -6,14 +6,17 @@ import json
 import os
 import re
 import signal
+import time
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import saves
+from elastic_ext.agent import notices, saves
+from elastic_ext.base import torch_private
 from elastic_ext.failures import sources
 from elastic_ext.failures.sources import kubernetes
 from elastic_ext.workers.progress import Progress
@@ -149,6 +152,40 @@ def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path, variables, 
     (tmp_path / "noticed.sh").write_text("kill -USR1 $$")
     done = run([*AGENT, "--nproc-per-node=1", "--no-python", "sh", "noticed.sh"], tmp_path, **variables)
     assert done.returncode == code, done.err
+
+
+@pytest.mark.long("interrupted")
+@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT], ids=["told-again", "interrupted"])
+def test_only_the_user_ends_the_wait_for_a_save(tmp_path, last):
+    """SIGTERM comes twice from Slurm and from timeout(1), and says nothing new. SIGINT is a user who does not want to wait."""
+    variables = {"STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
+    with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
+        job.wait_for("steps", 2)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_for("saves", 2)
+        job.process.send_signal(last)
+        if last == signal.SIGTERM:
+            job.wait_for("SIGTERM again: waiting for the checkpoint")
+            (tmp_path / "go").touch()
+        done = job.finish()
+    assert done.returncode == (75 if last == signal.SIGTERM else 130), done.err
+    assert ("checkpoint before leaving: saved" in done.err) == (last == signal.SIGTERM)
+    assert len(list(tmp_path.glob("saved.*"))) == (2 if last == signal.SIGTERM else 0)
+
+
+def test_told_again_after_its_time_an_agent_ends_at_once():
+    before, leave_by = signal.getsignal(signal.SIGUSR1), None
+    try:
+        with torch_private.taken_for_sigterm([signal.SIGUSR1]):
+            notices.take_as_one(signal.SIGUSR1, lambda: leave_by)
+            os.kill(os.getpid(), signal.SIGUSR1)  # the platform has not said yet how much time there is
+            leave_by = time.monotonic() + 100
+            os.kill(os.getpid(), signal.SIGUSR1)
+            leave_by = time.monotonic()
+            with pytest.raises(SignalException):
+                os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.long("slow")

@@ -14,7 +14,7 @@ from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.resolution import Resumption
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, EXT, SCRIPTS, Job, run, wait_gone
+from tests.jobs import AGENT, EXT, SCRIPTS, TORCHRUN, Job, run, wait_gone
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 
@@ -39,6 +39,18 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path, fault, said):
     assert f"restart: {said}" in job.err
     assert sorted((line["rank"], line["attempt"]) for line in reports(job.out)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(re.findall(r"finished \d", job.out)) == 2
+
+
+@pytest.mark.long
+def test_an_exit_is_not_hidden_by_what_it_does_to_others(tmp_path, server):
+    """The kernel closes its connections first. The rank on the other node has failed over that before this exit can be seen."""
+    where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2"]
+    command = [*TORCHRUN, *where, "--max-restarts=1", "--nproc-per-node=1", SCRIPTS / "slow_exit_job.py"]
+    with Job(command, tmp_path) as one, Job(command, tmp_path) as other:
+        ended = one.finish(), other.finish()
+    assert [each.returncode for each in ended] == [0, 0]
+    for each in ended:
+        assert "restart: rank 1 ended with exit code 3" in each.err
 
 
 def test_the_budget_ends_and_giving_up_is_failing(tmp_path):

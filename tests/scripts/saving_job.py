@@ -2,6 +2,7 @@
 
 saving_job.py DIR [slow|deaf|stall]   DIR: gets saved.<attempt>.<rank> with the step of each save; slow: a save takes a second
                                       longer; deaf: it never asks whether to save; stall: nothing happens for $STALL seconds once
+$SAVE_WHEN: a file for which a save waits
 """
 
 import os
@@ -31,6 +32,9 @@ while True:
         print(f"steps {rank} attempt {attempt}", flush=True)
     if "deaf" not in how and elastic_ext.save_requested():
         begin = time.monotonic()
+        print(f"saves {rank}", flush=True)
+        while "SAVE_WHEN" in os.environ and not os.path.exists(os.environ["SAVE_WHEN"]):
+            time.sleep(0.01)
         if "slow" in how:
             time.sleep(1)
         with Path(sys.argv[1], f"saved.{attempt}.{rank}").open("a") as file:

@@ -60,9 +60,6 @@ def main(directory: Path) -> None:
         if what == ["bug"]:
             raise NameError("a bug on one node")
         if what[:1] == ["exit"]:
-            if os.fork() == 0:  # it keeps the connections: the agent must see this exit before the other ranks lose theirs
-                time.sleep(60)
-                os._exit(0)
             os._exit(int(what[1]))
     checkpointer.save(step, wait=True)
     checkpointer.close()

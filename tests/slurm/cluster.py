@@ -300,6 +300,15 @@ class SlurmJob:
         _wait(reached, timeout_s, lambda: f"expected {states}: {self._state_of_things(shown)}")
         return shown
 
+    def await_array_ended(self, tasks: int, timeout_s: float = 120) -> None:
+        """Wait until this many tasks of the array have ended."""
+        command = ("scontrol", "--oneliner", "show", "job", self.id)
+
+        def ended() -> bool:
+            return len(re.findall(rf"JobState=(?:{'|'.join(ENDED)}) ", self.cluster.call(*command))) >= tasks
+
+        _wait(ended, timeout_s, lambda: self.cluster.call(*command))
+
     def await_out(self, pattern: str, count: int = 1, timeout_s: float = 120) -> list[re.Match[str]]:
         """Wait until its output has `count` matches; return them."""
         found: list[re.Match[str]] = []

@@ -32,6 +32,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(training: Training) -> None:
     job.await_out("trains rank .* run 0", 3)
     members = ["n1", "n2", "n3"]
     lost = next(node for _, _, node in loads(job, 0) if node in members and node != BATCH_HOST)
+    await_newer(training.folder, "")
     training.cluster.kill_node(lost)
     job.await_out("trains rank .* run 0", 6)
     again = loads(job, 0)[3:]
@@ -47,6 +48,7 @@ def test_a_spare_takes_the_place_of_the_batch_host(training: Training) -> None:
     """In the same allocation, in the same run; it takes another run to say how the job has ended."""
     job = training.submit("--nodes=3", SPARES="1")
     job.await_out("trains rank .* run 0", 2)
+    await_newer(training.folder, "")
     training.cluster.kill_node(BATCH_HOST)
     # With it srun is lost, which writes the output: only checkpoints tell.
     trained = BATCH_HOST in {node for _, _, node in loads(job, 0)}  # or it was the spare
@@ -65,6 +67,7 @@ def test_without_a_spare_the_job_goes_on_elsewhere(training: Training, which: st
     job = training.submit("--nodes=2", JOIN_TIMEOUT="30")
     job.await_out("trains rank .* run 0", 2)
     lost = node_to_lose(training, job, which)
+    await_newer(training.folder, "")
     training.cluster.kill_node(lost)
     job.await_out("trains rank .* run 1", 2)
     again = loads(job, 1)
@@ -98,13 +101,13 @@ def test_training_goes_on_without_the_controller(training: Training) -> None:
 
 
 def newest(folder: Path) -> str:
-    """Name of the newest checkpoint: its step, then the number of the round."""
-    return max((each.name for each in (folder / "checkpoints").glob("step_*")), default="")
+    """Name of the newest complete checkpoint: its step, then the number of the round; "": none."""
+    return max((each.parent.name for each in (folder / "checkpoints").glob("step_*/manifest.json")), default="")
 
 
 def await_newer(folder: Path, than: str, generations: int = 0, timeout_s: float = 120) -> None:
     """Wait for a newer checkpoint. generations: of that many rounds later, or more."""
-    deadline, round_ = time.monotonic() + timeout_s, int(than.rpartition(".g")[2]) + generations
+    deadline, round_ = time.monotonic() + timeout_s, int(than.rpartition(".g")[2] or 0) + generations
     while newest(folder) <= than or int(newest(folder).rpartition(".g")[2]) < round_:
         assert time.monotonic() < deadline, f"no checkpoint after {than}"
         time.sleep(LOOK_S)

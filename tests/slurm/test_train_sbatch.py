@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from elastic_ext.failures.sources import slurm
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Training
@@ -22,6 +26,25 @@ def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
     (ended,) = training.cluster.completions(bad.id)  # once: it was not requeued
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "65:0")
     assert training.left_behind() == []
+
+
+@pytest.mark.long
+def test_an_array(training: Training) -> None:
+    """Each task is a job of its own: run id, state, output. sacct knows their ends without a database (--completion)."""
+    script = training.folder / "told.py"
+    script.write_text(
+        "import os; names = 'SLURM_ARRAY_TASK_ID SLURM_JOB_ID TORCHELASTIC_RUN_ID'; "
+        "print('task', *map(os.environ.get, names.split()))"
+    )
+    job = training.submit("--nodes=1", "--array=3,5", script=(str(script),), STATE="")
+    job.await_array_ended(2)
+    outputs = [out.read_text() for out in training.folder.glob("*.out")]
+    told = [re.findall(r"task (\d) (\d+) (\d+)\n", each)[0] for each in outputs]
+    assert sorted(task for task, _, _ in told) == ["3", "5"]
+    assert all(job_id == run_id for _, job_id, run_id in told)
+    shown = training.cluster.call("sacct", "--completion", "--noheader", "--format=jobid,state")
+    completed = {line.split()[0] for line in shown.splitlines() if "COMPLETED" in line}
+    assert len({job_id for _, job_id, _ in told} & completed) == 2, shown
 
 
 def test_slurm_reads_its_own_lists_of_hosts(cluster: SlurmCluster) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from elastic_ext.base.wakeup import Wakeup, readable
+from elastic_ext.workers import pidfds
 from elastic_ext.workers.processes import WorkerProcesses
 from tests.jobs import wait_gone
 
@@ -54,6 +55,28 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     stop_sent_ns = workers.exits[1].stop_sent_ns
     assert not workers.exits[1].ended_by_agent(stop_sent_ns - 1)
     assert workers.exits[1].ended_by_agent(stop_sent_ns + 1)
+    workers.close()
+
+
+@pytest.mark.parametrize("slowly", [False, True], ids=["ended", "ending"])
+def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
+    """Its exit cannot be seen yet, but its connections are closed: another worker has failed over that, and all are stopped."""
+    code = "import os, threading, ctypes, signal; "
+    if slowly:  # the main thread has ended, as in a process whose driver takes its time; then the process does
+        code += (
+            "threading.Thread(target=lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, [15]), print('up', flush=True), "
+            "__import__('time').sleep(1), os._exit(14))).start(); signal.pthread_sigmask(signal.SIG_BLOCK, [15]); "
+            "ctypes.CDLL(None).pthread_exit(None)"
+        )
+    else:
+        code += "os._exit(14)"
+    child = start(code)
+    while not pidfds.is_ending(child.pid):
+        time.sleep(0.01)
+    workers = WorkerProcesses({0: child.pid}, own_groups=True)
+    workers.stop(20, on_stragglers=lambda ranks: None)
+    assert workers.exits[0].exitcode == 14
+    assert not workers.exits[0].ended_by_agent(None)
     workers.close()
 
 

@@ -199,3 +199,24 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
             agent.wait_for(seen(2, 3))
         job.gate.open()
         assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]
+
+
+def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):
+    agent = laptop.start("1")
+    agent.wait_for(seen(1, 0))
+    keepers = laptop.keepers()
+    for pid in keepers:
+        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
+    laptop.gate.open()
+    done = agent.finish()
+    assert done.returncode == 0, done.err
+    assert "is gone; starting another" not in done.err
+    assert laptop.folders() == []
+
+
+def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(laptop):
+    done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
+    assert done.returncode == 78, done.err
+    assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
+    assert laptop.folders() == []

@@ -82,7 +82,7 @@ class MemberRunner:
             raise MemberFailed("this host has no program etcd: `pip install 'elastic_ext[etcd]'`, or put etcd on PATH")
         self._last = (name, initial_cluster, existing)
         listen = job.own.address or (job.plan.loopback and "127.0.0.1") or ""
-        seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data)
+        seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data, folders.run_of(job.folder))
         try:
             self._data.mkdir(mode=0o700, exist_ok=True)
             self.running = Member(member.command(job.program, seat, self._files, initial_cluster, existing), job.folder)

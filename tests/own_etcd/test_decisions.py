@@ -134,6 +134,13 @@ ORDER = ("h1", "h2", "h3", "h4", "h5")
         ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h4": host(4, False), "h5": host(5, False)}, None),
         # Called, and lost before it started.
         ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h5": host(5, False)}, (4, "")),
+        # Called, and it has turned out that it cannot run one: the next host is.
+        (
+            [*ALL[:2], known(4, False, False)],
+            {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1), "h5": host(5, False)},
+            (4, ""),
+        ),
+        (ALL, {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1)}, None),  # the only other host has no etcd
         # A new machine under the old name.
         (ALL, {"h1": host(1), "h2": host(2), "h3": host(3, False)}, (3, "")),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.own_etcd import folder, keeper
-from tests.jobs import TORCHRUN, descendants, wait_gone
+from tests.jobs import TORCHRUN, Job, descendants, wait_gone
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, revive
 from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
@@ -174,6 +174,27 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
             agent.wait_for('"world": 2')
         job.gate.open()
         assert [agent.finish().returncode for agent in agents[3:]] == [0, 0]
+
+
+@pytest.mark.long
+def test_a_host_that_cannot_run_a_member_is_passed_over(tmp_path):
+    """Its port is taken. The call goes to the next host, and the first one trains on."""
+    needs("ip")
+    with hosts_of(tmp_path, 5) as (job, hosts):
+        server = f"socket.create_server(('', {job.plan.peer_port}))"
+        taken = f"import signal, socket; s = {server}; print('up', flush=True); signal.pause()"
+        with Job([*hosts[3].inside, sys.executable, "-c", taken], tmp_path) as taker:
+            taker.wait_for("up")
+            agents = [job.start("1:5", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+            for agent in agents:
+                agent.wait_for('"world": 5')
+            lose(hosts[0])
+            agents[4].wait_for("runs a member")
+            for agent in agents[1:]:
+                agent.wait_for('"world": 4')
+            job.gate.open()
+            assert [agent.finish().returncode for agent in agents[1:]] == [0, 0, 0, 0]
+            assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
 
 @pytest.mark.long

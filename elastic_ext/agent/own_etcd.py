@@ -16,6 +16,12 @@ from elastic_ext.own_etcd.attachment import Attachment, NoEtcd
 from elastic_ext.rendezvous.etcd.connection import JOIN_TIMEOUT_S
 
 
+def exit_for(error: NoEtcd, settings: Settings) -> SystemExit:
+    """Say what is wrong; return what ends the command: the exit code says that it may be tried again."""
+    print(f"elastic_ext: {error}", file=sys.stderr)
+    return SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes))
+
+
 @contextmanager
 def brought(
     attachment: Attachment, params: RendezvousParameters, settings: Settings
@@ -33,8 +39,7 @@ def brought(
         yield changed, bring.with_access(settings, access)
     except NoEtcd as error:
         attachment.close()
-        print(f"elastic_ext: {error}", file=sys.stderr)
-        raise SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes)) from error
+        raise exit_for(error, settings) from error
     except BaseException:
         attachment.close()
         raise

@@ -39,9 +39,16 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
 
     def begin(settings: Settings) -> None:
         from elastic_ext.own_etcd import bring, endpoint
+        from elastic_ext.own_etcd.attachment import NoEtcd
 
-        if endpoint.is_job(params.endpoint):
+        if not endpoint.is_job(params.endpoint):
+            return
+        try:
             begun.append(bring.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
+        except NoEtcd as error:
+            from elastic_ext.agent import own_etcd
+
+            raise own_etcd.exit_for(error, settings) from error
 
     def handler_class() -> Handler:
         from elastic_ext.agent import own_etcd

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError, UsageError
+from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.sources import slurm
 from elastic_ext.own_etcd import binary, certificates, early, folder, hosts, secret
@@ -61,11 +62,22 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     plan = make_plan(endpoint, run_id, slurm.hostnames(environ))
     own = hosts.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
-    folder.make(place)
-    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     program = binary.find(environ) if own.name in plan.hosts else _program_if_any(environ)
-    saved_dir = os.path.abspath(settings.etcd_data_dir) if settings.etcd_data_dir else None
+    saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
+    key = secret.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     return Attachment(KeeperJob(plan, own, place, key, program, saved_dir))
+
+
+def _made(data_dir: str) -> str:
+    """Make etcd_data_dir, if it is not there; return its full path. Raises UsageError."""
+    path = os.path.abspath(data_dir)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"etcd_data_dir={printable(data_dir)}: {error.strerror}; expected a directory to write to") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"etcd_data_dir={printable(data_dir)}: this user may not write there; expected a directory to write to")
+    return path
 
 
 def outlook(endpoint: str, settings: Settings, environ: Mapping[str, str]) -> tuple[binary.Program | None, str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from elastic_ext.base.errors import UsageError
 
 IN_MEMORY = "/dev/shm"
+MAX_PARENT = 32  # characters; 107 is the limit for a socket's path (unix(7)), and the folder's name and the file's take 70
 DATA_BYTES = 256 << 20  # etcd lays out two logs of 64 MB in advance; its records of a job are a few MB
 
 
@@ -38,6 +39,11 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
+def run_of(folder: Path) -> str:
+    """Return what all hosts of this run of the job have in common, and no other run of it has."""
+    return folder.name.rpartition("_")[2]
+
+
 def predecessors(mine: Path) -> list[Path]:
     """Return the directories of other runs of this job on this host: with other hosts, or from before a requeue."""
     return [each for each in mine.parent.glob(run_pattern(mine)) if each != mine]
@@ -49,7 +55,9 @@ def run_pattern(mine: Path) -> str:
 
 
 def _parent() -> str:
-    return IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tempfile.gettempdir()
+    """In memory, else where temporary files go, unless its path is too long for a socket in a folder there."""
+    places = (IN_MEMORY, tempfile.gettempdir(), "/tmp")
+    return next((each for each in places if len(each) <= MAX_PARENT and os.access(each, os.W_OK)), "/tmp")
 
 
 def _stem() -> str:

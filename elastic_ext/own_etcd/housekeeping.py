@@ -90,7 +90,7 @@ class Housekeeping:
         """Do what is to be done. Return when to look again though nothing has happened, monotonic; None: never."""
         self.cluster.update()
         runner = self._runner
-        if self.cluster.call is not None and runner.state is State.NONE:
+        if self.cluster.call is not None and runner.state is State.NONE and runner.able:
             logger.info("this host is called to run the member %s", self.cluster.call.name)
             self._called = True
             runner.join(self.cluster.call)
@@ -109,7 +109,7 @@ class Housekeeping:
         """Tell the other keepers of this host, then the agents of the endpoints. Raises EtcdError."""
         runner, cluster = self._runner, self.cluster
         is_member = runner.state is State.SERVES
-        record = HostRecord(runner.peer_url, runner.client_url, is_member, self._door.agents)
+        record = HostRecord(runner.peer_url if runner.able else "", runner.client_url, is_member, self._door.agents)
         if record != self._record or not cluster.told:
             joins = is_member and (self._record is None or not self._record.member)
             cluster.tell(record, *(self._joining(cluster) if joins else ()))

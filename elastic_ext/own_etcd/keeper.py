@@ -62,6 +62,8 @@ class Keeper:
         """Keep until the end."""
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(each, lambda *_: self._tell())
+        for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step; etcd ignores them, too
+            signal.signal(each, signal.SIG_IGN)
         try:
             self._begin()
             while not (life := self._look()).ends:
@@ -157,9 +159,11 @@ class Keeper:
     def _end(self) -> None:
         """Leave nothing behind."""
         self._door.stop_listening()
-        self._house.end(GONE_S)
-        self._runner.stop()
-        folder.remove(self._job.folder)
+        try:
+            self._house.end(GONE_S)
+        finally:
+            self._runner.stop()
+            folder.remove(self._job.folder)
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ class Seat:
         host: as the others know it.
         listen: numeric address to listen at; "" for all.
         data: its directory.
+        token: of the run: members of an earlier run of the job, on the same hosts, are another cluster's.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Seat:
     client_port: int
     peer_port: int
     data: Path
+    token: str
 
     @property
     def client_url(self) -> str:
@@ -64,6 +66,7 @@ def command(program: Program, seat: Seat, files: Files, initial_cluster: str, ex
         *("--listen-client-urls", url(listen, seat.client_port), "--advertise-client-urls", seat.client_url),
         *("--listen-peer-urls", url(listen, seat.peer_port), "--initial-advertise-peer-urls", seat.peer_url),
         *("--initial-cluster", initial_cluster, "--initial-cluster-state", "existing" if existing else "new"),
+        *("--initial-cluster-token", seat.token),
         *("--cert-file", files.cert, "--key-file", files.key, "--client-cert-auth", "--trusted-ca-file", files.ca),
         *("--peer-cert-file", files.cert, "--peer-key-file", files.key, "--peer-client-cert-auth"),
         *("--peer-trusted-ca-file", files.ca),

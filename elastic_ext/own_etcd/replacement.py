@@ -15,7 +15,7 @@ class HostRecord:
     """What the keeper of a host says of it, under its lease.
 
     Attributes:
-        peer, client: URLs of the member that it has or could have.
+        peer, client: URLs of the member that it has or could have; peer "": it cannot run one.
         member: it has one.
         agents: number of agents on it.
     """
@@ -62,7 +62,7 @@ def decide(
     if size < 2:
         return None
     living = {record.peer for record in hosts.values() if record.member}
-    free = [name for name, record in hosts.items() if not record.member]
+    free = [name for name, record in hosts.items() if not record.member and record.peer]
     away = [each for each in members if each.peer not in living]
     if any(not each.started and each.peer == hosts[name].peer for each in away for name in free):
         return None  # a host has been called and is on its way: a second step meanwhile could cost the majority

@@ -41,11 +41,13 @@ class MemberRunner:
     Attributes:
         state: of it.
         running: it, if it has been started.
+        able: this host can run one: there is a program, and a member that was called here has not failed to serve.
     """
 
     def __init__(self, job: KeeperJob, files: Files) -> None:
         self.state = State.NONE
         self.running: Member | None = None
+        self.able = job.program is not None
         self._job, self._files = job, files
         self._data = folders.data_of(job.folder)
         self._last: tuple[str, str, bool] | None = None  # name, initial cluster, whether that exists
@@ -69,6 +71,7 @@ class MemberRunner:
     def join(self, call: Call) -> None:
         """Start a member that has been added to the cluster. Raises MemberFailed."""
         member.forget_data(self._data)
+        self.able = False  # until it serves
         self._start(call.name, call.cluster, True)
 
     def start_again(self) -> None:
@@ -82,7 +85,7 @@ class MemberRunner:
             raise MemberFailed("this host has no program etcd: `pip install 'elastic_ext[etcd]'`, or put etcd on PATH")
         self._last = (name, initial_cluster, existing)
         listen = job.own.address or (job.plan.loopback and "127.0.0.1") or ""
-        seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data)
+        seat = Seat(name, job.own.name, listen, job.plan.client_port, job.plan.peer_port, self._data, folders.run_of(job.folder))
         try:
             self._data.mkdir(mode=0o700, exist_ok=True)
             self.running = Member(member.command(job.program, seat, self._files, initial_cluster, existing), job.folder)
@@ -94,7 +97,7 @@ class MemberRunner:
         """Take its word that it serves."""
         assert self.running is not None
         self.running.note_ready()
-        self.state = State.SERVES
+        self.state, self.able = State.SERVES, True
 
     def take_end(self) -> str:
         """Clean up after a member that has ended by itself; return its last words."""

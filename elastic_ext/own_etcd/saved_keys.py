@@ -113,7 +113,6 @@ class SavedKeys:
 
         Raises EtcdError.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
         found = newest(self._directory, self._run_id)
         while True:
             kv = self._client.get(keys.SAVED).kv
@@ -184,7 +183,10 @@ class SavedKeys:
             watch.close()
         if header is not None and _is_for_good(header):
             for path in _paths(self._directory, self._run_id):
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("%s cannot be removed: %s", path, error.strerror)
             return
         try:
             self.write()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
+from elastic_ext.own_etcd import folder
 
 LEAST_BYTES = 16  # 128 bits, if they are random
 MAX_BYTES = 1 << 16
@@ -30,6 +31,7 @@ def job_secret(variable: str | None, path: str | None, loopback: bool, own_folde
     if path is not None:
         return _long_enough(_read_or_make(Path(path)), f"job_secret_file={printable(path)}")
     check_unneeded(loopback)
+    folder.make(own_folder)  # not before: a wrong command leaves nothing behind
     return _read_or_make(own_folder / "secret")
 
 

@@ -134,6 +134,13 @@ ORDER = ("h1", "h2", "h3", "h4", "h5")
         ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h4": host(4, False), "h5": host(5, False)}, None),
         # Called, and lost before it started.
         ([*ALL[:2], known(4, False, False)], {"h1": host(1), "h2": host(2), "h5": host(5, False)}, (4, "")),
+        # Called, and it has turned out that it cannot run one: the next host is.
+        (
+            [*ALL[:2], known(4, False, False)],
+            {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1), "h5": host(5, False)},
+            (4, ""),
+        ),
+        (ALL, {"h1": host(1), "h2": host(2), "h4": HostRecord("", "", False, 1)}, None),  # the only other host has no etcd
         # A new machine under the old name.
         (ALL, {"h1": host(1), "h2": host(2), "h3": host(3, False)}, (3, "")),
     ],
@@ -218,3 +225,20 @@ def test_a_predecessor_is_the_same_job_on_the_same_host_from_another_run():
         "before the requeue",
         "with other hosts",
     ]
+
+
+def test_the_path_of_a_keepers_socket_fits_whatever_tmpdir_is(monkeypatch, tmp_path):
+    """The kernel takes 107 bytes; the largest user id and the longest names of a run make the longest path."""
+    monkeypatch.setattr(folder, "IN_MEMORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(folder.os, "geteuid", lambda: 2**32 - 2)
+    monkeypatch.setattr(folder.tempfile, "tempdir", str(tmp_path))  # longer than 32 characters
+    place = folder.folder_of("r" * 250, ("h" * 250,) * 3, "h" * 250, {"SLURM_RESTART_COUNT": "1" * 10})
+    assert len(str(place / "socket.part")) <= 107
+
+
+def test_the_members_of_two_runs_of_a_job_are_no_cluster():
+    """On the same hosts and ports, with the same secret: what is left of the run before a requeue must not be joined."""
+    hosts = ("a", "b", "c")
+    before, after = (folder.folder_of("job", hosts, "a", {"SLURM_RESTART_COUNT": count}) for count in "01")
+    assert folder.run_of(before) != folder.run_of(after)
+    assert folder.run_of(after) == folder.run_of(folder.folder_of("job", hosts, "b", {"SLURM_RESTART_COUNT": "1"}))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.own_etcd import folder, keeper
-from tests.jobs import TORCHRUN, descendants, wait_gone
+from tests.jobs import TORCHRUN, Job, descendants, wait_gone
 from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, revive
 from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
@@ -179,6 +179,27 @@ def test_a_spare_takes_the_place_of_a_lost_member_then_another_host_that_of_the_
 
 
 @pytest.mark.long
+def test_a_host_that_cannot_run_a_member_is_passed_over(tmp_path):
+    """Its port is taken. The call goes to the next host, and the first one trains on."""
+    needs("ip")
+    with hosts_of(tmp_path, 5) as (job, hosts):
+        server = f"socket.create_server(('', {job.plan.peer_port}))"
+        taken = f"import signal, socket; s = {server}; print('up', flush=True); signal.pause()"
+        with Job([*hosts[3].inside, sys.executable, "-c", taken], tmp_path) as taker:
+            taker.wait_for("up")
+            agents = [job.start("1:5", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
+            for agent in agents:
+                agent.wait_for('"world": 5')
+            lose(hosts[0])
+            agents[4].wait_for("runs a member")
+            for agent in agents[1:]:
+                agent.wait_for('"world": 4')
+            job.gate.open()
+            assert [agent.finish().returncode for agent in agents[1:]] == [0, 0, 0, 0]
+            assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
+
+
+@pytest.mark.long
 def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -201,3 +222,24 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
             agent.wait_for(seen(2, 3))
         job.gate.open()
         assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]
+
+
+def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):
+    agent = laptop.start("1")
+    agent.wait_for(seen(1, 0))
+    keepers = laptop.keepers()
+    for pid in keepers:
+        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
+    laptop.gate.open()
+    done = agent.finish()
+    assert done.returncode == 0, done.err
+    assert "is gone; starting another" not in done.err
+    assert laptop.folders() == []
+
+
+def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(laptop):
+    done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
+    assert done.returncode == 78, done.err
+    assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
+    assert laptop.folders() == []

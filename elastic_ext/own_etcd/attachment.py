@@ -153,7 +153,9 @@ class Attachment:
             word = stdout.readline()
         self._keepers.append(keeper)
         if word not in (UP, BUSY):
-            raise NoEtcd(f"the keeper of the job's etcd cannot be started: exit code {keeper.wait()}; its error is above")
+            raise NoEtcd(
+                f"the keeper of the job's etcd cannot be started: exit code {keeper.wait()}; its log was {self._job.folder}/log"
+            )
 
     def _run(self) -> None:
         """Take what the keeper says; come in again if it is gone."""

@@ -73,6 +73,9 @@ class Keeper:
             logger.error("%s", error)
             self._door.accept()  # the agent that has started this keeper may still be outside
             self._door.say({"say": "failed", "text": str(error)})
+        except Exception as error:
+            logger.exception("the keeper fails")  # to a file that goes with the folder: the agents tell of it
+            self._door.say({"say": "failed", "text": f"the keeper of the job's etcd has failed: {error!r}"})
         finally:
             self._end()
 

@@ -127,6 +127,8 @@ class Directory:
         first, newest = self.first, self.newest
         if first is None or newest is None or newest.path in ("", first.path):
             return False
+        if first.step is not None and newest.step is not None and newest.step <= first.step:
+            return False  # the first one was deleted: an older one is the newest now
         return step is None or newest.step is None or newest.step >= step
 
     def close(self) -> None:
@@ -134,91 +136,109 @@ class Directory:
         self._closed.set()
 
 
+@dataclass
+class _UnderWay:
+    """One drain of this node in one round.
+
+    Attributes:
+        directory: looks at `checkpoint_dir`; None: there is none, or nothing is to be looked for any more.
+        reported: checkpoints that the workers had reported when it began.
+        before: number of the job's last save on demand then.
+        goal: step of the first checkpoint in `local_dir` since: later ones do not move it.
+        asked: this node has asked for a save.
+    """
+
+    drain: Drain
+    directory: Directory | None
+    reported: int
+    before: int
+    goal: int | None = None
+    asked: bool = False
+    last: Plan | None = None
+
+    def published(self, saved_at: int | None, reported: bool) -> bool:
+        """Return whether checkpoint_dir holds a new checkpoint, since the request.
+
+        saved_at: the newest step in local_dir, which copies of older ones may follow; None: they save to checkpoint_dir itself.
+        A script may save faster than that is copied: the newest never gets there.
+        """
+        if self.goal is None and reported:
+            self.goal = saved_at
+        if self.directory is None or (saved_at is not None and self.goal is None):
+            return False
+        return self.directory.newer_than(self.goal)
+
+    def step(self, workers: LocalWorkers) -> int | None:
+        """Return the step of the newest checkpoint; None if unknown."""
+        steps = [row.saved_step for row in workers.read_progress() if row.saved_step is not None]
+        newest = self.directory.newest if self.directory is not None else None
+        steps += [newest.step] if newest is not None and newest.step is not None else []
+        return max(steps, default=None)
+
+    def close(self) -> None:
+        if self.directory is not None:
+            self.directory.close()
+            self.directory = None
+
+
 class DrainWatch(Companion):
-    """Carries out a drain of this node in one round, from the request to the checkpoint."""
+    """Carries out the drains of this node in one round, each from the request to the checkpoint."""
 
     def __init__(self, job: Rendezvous, saves: SaveOnDemand | None, settings: Settings) -> None:
         """saves: None if workers cannot be asked to save."""
         self._job, self._saves, self._settings = job, saves, settings
-        self._drain: Drain | None = None  # that is under way
-        self._directory: Directory | None = None
-        self._reported = 0  # checkpoints that the workers had reported when it began
-        self._before = 0  # the job's last save on demand then
-        self._goal: int | None = None  # the step of the first checkpoint in local_dir since: later ones do not move it
-        self._asked = False
-        self._last: Plan | None = None
+        self._under_way: _UnderWay | None = None
 
     def check(self, workers: LocalWorkers) -> None:
         drain = self._job.drain
         if drain is None or drain.released or drain.now:
             self._end()
             return
-        if self._drain is None or drain.number != self._drain.number:
-            self._begin(drain, workers)
-        if self._last is not None and self._last.step is Step.GO:
-            return
-        seen = self._look(workers)
-        decided = plan(seen)
-        if decided != self._last:
-            logger.warning("drain (%s): %s", shown(drain.reason), decided.reason)
-        self._last = decided
-        if decided.step is Step.ASK:
-            self._asked = True
-            self._job.request_save(f"{self._job.host} is to leave: {drain.reason}")
-        elif decided.step is Step.GO:
-            self._job.report_drained(drain.number, self._step(workers))
-            self._close_directory()
+        if self._under_way is None or drain.number != self._under_way.drain.number:
+            self._under_way = self._begin(drain, workers)
+        if self._under_way.last is None or self._under_way.last.step is not Step.GO:
+            self._carry_out(self._under_way, workers)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self._end()
 
-    def _begin(self, drain: Drain, workers: LocalWorkers) -> None:
+    def _begin(self, drain: Drain, workers: LocalWorkers) -> _UnderWay:
         self._end()
-        self._drain, self._asked, self._last, self._goal = drain, False, None, None
-        self._reported = sum(row.saves for row in workers.read_progress())
-        self._before = self._job.save_wanted
+        directory = None
         if self._settings.checkpoint_dir is not None:
-            self._directory = Directory(lambda: published(self._settings), lambda: self._job.on_event())
+            directory = Directory(lambda: published(self._settings), lambda: self._job.on_event())
+        return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), self._job.save_wanted)
 
-    def _look(self, workers: LocalWorkers) -> Seen:
+    def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
+        decided = plan(self._look(this, workers))
+        if decided != this.last:
+            logger.warning("drain (%s): %s", shown(this.drain.reason), decided.reason)
+        this.last = decided
+        if decided.step is Step.ASK:
+            this.asked = True
+            self._job.request_save(f"{self._job.host} is to leave: {this.drain.reason}")
+        elif decided.step is Step.GO:
+            self._job.report_ready_to_leave(this.drain.number, this.step(workers))
+            this.close()
+
+    def _look(self, this: _UnderWay, workers: LocalWorkers) -> Seen:
         rows = workers.read_progress()
         local = self._settings.local_dir is not None
-        reported = sum(row.saves for row in rows) > self._reported
+        reported = sum(row.saves for row in rows) > this.reported
         saved = [row.saved_step for row in rows if row.saved_step is not None]
         result = None
-        if self._saves is not None and self._asked and self._job.save_wanted > self._before:
+        if self._saves is not None and this.asked and self._job.save_wanted > this.before:
             result = self._saves.update(workers)
         return Seen(
             asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),
-            asked=self._asked,
+            asked=this.asked,
             result=result,
             reported=reported,
-            published=self._published(max(saved, default=None) if local else None, reported),
+            published=this.published(max(saved, default=None) if local else None, reported),
             local=local,
         )
 
-    def _published(self, saved_at: int | None, reported: bool) -> bool:
-        """Return whether `checkpoint_dir` holds a new checkpoint. saved_at: the newest in `local_dir`; None: there is none.
-
-        reported: it is from after the request. If workers save there faster than it is copied, the newest never gets there.
-        """
-        if self._goal is None and reported:
-            self._goal = saved_at
-        if self._directory is None or (saved_at is not None and self._goal is None):
-            return False
-        return self._directory.newer_than(self._goal)
-
-    def _step(self, workers: LocalWorkers) -> int | None:
-        steps = [row.saved_step for row in workers.read_progress() if row.saved_step is not None]
-        newest = self._directory.newest if self._directory is not None else None
-        steps += [newest.step] if newest is not None and newest.step is not None else []
-        return max(steps, default=None)
-
     def _end(self) -> None:
-        self._drain = None
-        self._close_directory()
-
-    def _close_directory(self) -> None:
-        if self._directory is not None:
-            self._directory.close()
-            self._directory = None
+        if self._under_way is not None:
+            self._under_way.close()
+        self._under_way = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from elastic_ext.base.printable import shown
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
+EX_TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: another try may help
 EX_CONFIG = 78  # sysexits.h: something was found in an unconfigured or misconfigured state
 _PUBLIC = "elastic_ext.errors"  # the public module of some errors, which tracebacks, evidence and the users' rules show
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import discovery, listing
 from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
@@ -20,7 +20,6 @@ from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli.terminal import ProgressBar, format_size, print_error, print_line
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
-EX_NO_SAVE = 75  # EX_TEMPFAIL of sysexits.h: another try may help
 SAVE_TIMEOUT_S = 600.0
 
 
@@ -265,7 +264,7 @@ def _save(args: argparse.Namespace) -> int:
         done = save(client, args.rdzv_id, "elastic-ext checkpoints save", args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
-        return EX_NO_SAVE
+        return EX_TRY_AGAIN
     print(done.step)
     return 0
 

@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 from elastic_ext.base import settings
-from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
+from elastic_ext.base.errors import EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
 from elastic_ext.cli.terminal import print_error, print_line
 
 TIMEOUT_S = 600.0
 MAX_REASON = 200  # characters: every node of the job reads it
-EX_TRY_AGAIN, EX_REFUSED = 75, 77  # of sysexits.h
+EX_REFUSED = 77  # sysexits.h, EX_NOPERM: the job does not allow it
 MEANINGS = {
     0: "the node has left, and the job runs again or has finished; with --undo: the host may take part",
     EX_UNAVAILABLE: "no such job runs, or etcd does not answer",

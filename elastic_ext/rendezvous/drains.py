@@ -5,7 +5,7 @@ outlives a leader, a round, and records that etcd has lost. `admit` makes it, fo
 checkpoint that was published since (`Node.drained`). The leader then releases it (`may_go`): the host is refused, the round
 ends, and no later round has the node, which leaves when it sees this.
 
-Invariant: a node is released only while at least min_nodes others are there; else it stays, and so does the drain.
+Invariant: a node is released only while at least min_nodes others are there; else it stays, and so does the drain (`held`).
 """
 
 from __future__ import annotations
@@ -136,10 +136,33 @@ def may_go(header: Header, nodes: Mapping[str, Node], running: Collection[str], 
             continue
         if id_ not in nodes:
             chosen.append(id_)  # it has left by itself: the host is refused all the same
-        elif len(staying) > min_nodes and (drain.now or id_ not in running or nodes[id_].drained == drain.number):
+        elif len(staying) > min_nodes and (drain.now or id_ not in running or (_is_ready(drain, nodes) and not drain.held)):
             staying.discard(id_)
             chosen.append(id_)
     return tuple(chosen)
+
+
+def _is_ready(drain: Drain, nodes: Mapping[str, Node]) -> bool:
+    """Return whether the node has published a checkpoint since it was asked."""
+    return drain.node in nodes and nodes[drain.node].drained == drain.number
+
+
+def held(header: Header, nodes: Mapping[str, Node], running: Collection[str], min_nodes: int) -> Header:
+    """Return the header in which running nodes that are ready are held, if the job cannot spare them; and in which those that
+    were held are asked again, under a new number, if it can: their checkpoint is old by then. The same one: nothing changes.
+
+    Call after `may_go`, which lets go all that can. Args: see there.
+    """
+    spare = len(set(nodes) - released(header)) - min_nodes
+    made, after = header.drains_made + 1, []
+    for drain in header.drains:
+        if not drain.released and drain.node in running:
+            if drain.held and spare > 0:
+                drain, spare = replace(drain, held=False, number=made), spare - 1
+            elif not drain.held and spare <= 0 and _is_ready(drain, nodes):
+                drain = replace(drain, held=True)
+        after.append(drain)
+    return header if tuple(after) == header.drains else replace(header, drains=tuple(after), drains_made=made)
 
 
 def release(header: Header, ids: Collection[str], nodes: Mapping[str, Node]) -> Header:

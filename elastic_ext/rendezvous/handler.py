@@ -131,7 +131,7 @@ class Rendezvous(Protocol):
     def drain(self) -> Drain | None:
         """An operator's request that this node leave the job; None: there is none. When it may go, it is in no round any more."""
 
-    def report_drained(self, number: int, step: int | None) -> None:
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
         """Tell that a checkpoint was published since the drain with this number was asked for. step: None if unknown."""
 
     def share_goodput(self, spent: Spent) -> Shared:

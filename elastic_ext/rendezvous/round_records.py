@@ -101,6 +101,7 @@ class Drain:
         now: it does not wait for a checkpoint.
         released: the leader has let the node go: no round has it any more.
         step: of the checkpoint that was published before it was released; -1: unknown, or none was.
+        held: it had published one, but could not be spared: it needs a new one once it can be.
     """
 
     node: Name
@@ -111,6 +112,7 @@ class Drain:
     now: bool = False
     released: bool = False
     step: Annotated[int, Within(-1, 2**63 - 1)] = -1
+    held: bool = False
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,15 @@ class Release:
     reason: str
 
 
-Action = Wait | Seal | End | Conclude | Release
+@dataclass(frozen=True)
+class Amend:
+    """Write this header: what it says of drained nodes has changed."""
+
+    header: Header
+    reason: str
+
+
+Action = Wait | Seal | End | Conclude | Release | Amend
 
 
 def next_action(view: View, limits: Limits, now: float) -> Action:
@@ -248,8 +256,17 @@ def _drains(view: View, limits: Limits, running: Mapping[str, int]) -> Action | 
         return None
     if ids := drains.may_go(view.header, view.nodes, running, limits.min_nodes):
         return Release(ids, f"{_named(ids)} may leave: {_reasons(view.header, ids)}")
+    if (after := drains.held(view.header, view.nodes, running, limits.min_nodes)) is not view.header:
+        return Amend(after, _amended(after))
     going = [id_ for id_ in running if id_ in drains.released(view.header)]
     return End(State.BROKEN, f"{_named(going)} drained: {_reasons(view.header, going)}") if going else None
+
+
+def _amended(header: Header) -> str:
+    ids = [each.node for each in header.drains if each.held]
+    if ids:
+        return f"{_named(ids)} cannot be spared now, and will have to save again before leaving"
+    return "a node that was to leave can be spared now: it saves again first"
 
 
 def _reasons(header: Header, ids: Sequence[str]) -> str:

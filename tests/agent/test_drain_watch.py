@@ -25,7 +25,7 @@ class Node:
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
             save_wanted=0,
-            report_drained=lambda number, step: self.went.append(step),
+            report_ready_to_leave=lambda number, step: self.went.append(step),
         )
         self._watch = DrainWatch(cast("Any", job), None, Settings(checkpoint_dir="/c", local_dir="/local"))
 
@@ -42,7 +42,8 @@ class Node:
         self._seen()
 
     def _seen(self) -> None:
-        directory = self._watch._directory
+        assert self._watch._under_way is not None
+        directory = self._watch._under_way.directory
         assert directory is not None
         while directory.newest != self.holds:
             assert self._look.wait(30)
@@ -70,3 +71,12 @@ def test_a_script_that_tells_of_no_save_leaves_with_the_next_copy(monkeypatch):
     node.copied(10)
     assert node.check(0, None)
     node.close()
+
+
+def test_without_the_newest_checkpoint_the_one_before_is_not_a_new_one(monkeypatch):
+    """Somebody has deleted it: what is the newest then is older than the request."""
+    directory = drain.Directory(lambda: Published(), lambda: None)
+    directory.close()
+    for first, newest, newer in [(30, 20, False), (30, 40, True), (30, 30, False), (None, 20, True), (30, None, True)]:
+        directory.first, directory.newest = Published("/c/first", first), Published("/c/newest", newest)
+        assert directory.newer_than(None) is newer, (first, newest)

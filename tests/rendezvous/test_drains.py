@@ -141,3 +141,27 @@ def test_how_a_drain_has_ended(asked, header, nodes, done, ending, said):
     found = outcome(asked, drain_request.Seen(header, nodes, done))
     assert (found.ending if found is not None else None) is ending
     assert said in (found.reason if found is not None else "")
+
+
+def test_who_is_ready_but_cannot_be_spared_saves_again_before_leaving():
+    """Its spare is lost before the checkpoint, and another one comes much later: steps since would be repeated."""
+    header, ready = drained(NODES[0]), {id_: node(1, 40) for id_ in NODES[:3]}
+    assert drains.may_go(header, ready, NODES[:3], 3) == ()
+    kept = drains.held(header, ready, NODES[:3], 3)
+    assert ([each.held for each in kept.drains], kept.drains_made) == ([True], 2)
+    assert drains.held(kept, ready, NODES[:3], 3) is kept
+    spared = {**ready, NODES[3]: node()}
+    assert drains.may_go(kept, spared, NODES[:3], 3) == ()
+    again = drains.held(kept, spared, NODES[:3], 3)
+    assert [(each.held, each.number) for each in again.drains] == [(False, 3)]
+    assert drains.may_go(again, spared, NODES[:3], 3) == ()  # its checkpoint is of the drain before
+    assert drains.may_go(again, {**spared, NODES[0]: node(3, 90)}, NODES[:3], 3) == (NODES[0],)
+    assert drains.may_go(kept, spared, (), 3) == (NODES[0],)  # between two rounds nothing is lost
+
+
+def test_nobody_is_held_who_can_go_or_has_nothing_saved():
+    header = drained(NODES[0], NODES[1])
+    assert drains.held(header, dict.fromkeys(NODES, node()), NODES, 4) is header
+    held = dataclasses.replace(header, drains=tuple(dataclasses.replace(each, held=True) for each in header.drains))
+    after = drains.held(held, dict.fromkeys(NODES, node(1, 40)), NODES, 3)
+    assert [each.held for each in after.drains] == [False, True]  # one can be spared, not both

@@ -205,7 +205,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def drain(self) -> None:
         """Return None: torch's store lies in an agent, and no command can reach it as a part of the job."""
 
-    def report_drained(self, number: int, step: int | None) -> None:
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
         """Do nothing: no node is drained."""
 
     @property

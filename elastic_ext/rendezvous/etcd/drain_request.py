@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -142,13 +142,14 @@ _ENDINGS = {Answer.LEFT: Ending.DRAINED, Answer.TOO_FEW: Ending.TOO_FEW}
 
 @dataclass(frozen=True)
 class _Records:
-    """The records of a job at one revision. found: the header's own."""
+    """The records of a job at one revision. found: the header's own. members: ids of the nodes in the header's round."""
 
     header: Header
     found: KeyValue
     nodes: frozenset[str]
     refused: dict[str, str]
     min_nodes: int
+    members: frozenset[str]
 
 
 class _Job:
@@ -162,7 +163,8 @@ class _Job:
         """Read what a decision needs. Raises NoSuchJob: none runs."""
         keys = self.keys
         gets = [Get(keys.header), Get(keys.job), Get(keys.nodes, prefix=True), Get(keys.refusals, prefix=True)]
-        header, job, nodes, refusals = self.client.txn([], gets).readings
+        gets.append(Get(keys.assignments, prefix=True))
+        header, job, nodes, refusals, assigned = self.client.txn([], gets).readings
         found = self._reader.header(header.kv) if header.kv is not None else None
         if header.kv is None or found is None or job.kv is None:
             raise NoSuchJob(f"the job {self._run_id} is not running: etcd holds no round of it")
@@ -175,7 +177,14 @@ class _Job:
             for kv in refusals.kvs
             if (host := self._reader.id_of(keys.refusals, kv.key)) is not None
         }
-        return _Records(found, header.kv, frozenset(here), refused, shared.min_nodes)
+        members = frozenset(
+            id_
+            for kv in assigned.kvs
+            if (id_ := self._reader.id_of(keys.assignments, kv.key)) is not None
+            and (assignment := self._reader.assignment(kv)) is not None
+            and assignment.of(found)
+        )
+        return _Records(found, header.kv, frozenset(here), refused, shared.min_nodes, members)
 
     def node_in(self, kv: KeyValue) -> str | None:
         """Return the id of the node whose record this is; None if it is none."""
@@ -203,18 +212,10 @@ class _Job:
             if admission.answer in _ENDINGS:
                 return admission, None
             if admission.header is seen.header or self.write(seen, admission.header):
-                ran = self._runs(seen, admission.nodes)
+                ran = seen.header.state is not State.RUNNING or not seen.members.isdisjoint(admission.nodes)
                 return admission, Asked(drains.host_of(admission.nodes[0]), admission.nodes, seen.header.round, ran)
             if time.monotonic() >= deadline:
                 raise LostRace("the job's header kept changing; nothing was changed, try again")
-
-    def _runs(self, seen: _Records, nodes: Collection[str]) -> bool:
-        """Return whether one of these nodes is in the round, so that it has to end."""
-        if seen.header.state is not State.RUNNING:
-            return True
-        kvs = self.client.get_prefix(self.keys.assignments).kvs
-        found = {self._reader.id_of(self.keys.assignments, kv.key): self._reader.assignment(kv) for kv in kvs}
-        return any(each is not None and each.of(seen.header) for id_, each in found.items() if id_ in nodes)
 
     def withdraw(self, host: str) -> bool:
         """Take a drain back; return False if it has begun."""
@@ -238,8 +239,8 @@ class _Job:
             if after is seen.header:
                 leaving = drains.released(after) & set(drains.nodes_on(host, seen.nodes))
                 return self._lift(host) + ("; it still leaves now" if leaving else "")
-            if self.write(seen, after):
-                return f"{host} stays in the job"
+            if self.write(seen, after, Delete(self.keys.refusal(host))):  # another agent of the host may have left already
+                return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
 
     def _lift(self, host: str) -> str:
         deleted = self.client.txn([], [Delete(self.keys.refusal(run_ids.checked(host)))]).responses[0]

@@ -241,9 +241,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def drain(self) -> Drain | None:
         return drains.of_node(self._participant.header, self.node_id)
 
-    def report_drained(self, number: int, step: int | None) -> None:
+    def report_ready_to_leave(self, number: int, step: int | None) -> None:
         """See `rendezvous.handler.Rendezvous`."""
-        self._participant.drained(number, -1 if step is None else step)
+        self._participant.ready_to_leave(number, -1 if step is None else step)
 
     # It ends.
 

@@ -22,7 +22,7 @@ from elastic_ext.rendezvous.etcd.node_records import NodeRecords
 from elastic_ext.rendezvous.etcd.outage import Outage
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy, RoundReports, write_verdict
 from elastic_ext.rendezvous.round_records import Header, State, encode
-from elastic_ext.rendezvous.rounds import Action, Conclude, End, Release, Seal, View, Wait
+from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,8 @@ class Leader:
             self._conclude(view, action)
         elif isinstance(action, Release):
             self._release(view, action)
+        elif isinstance(action, Amend):
+            self.write_header(action.header)
         elif isinstance(action, End):
             self.write_header(dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind))
 
@@ -192,13 +194,16 @@ class Leader:
     def _release(self, view: View, action: Release) -> None:
         """Let drained nodes leave, and refuse their hosts in the same transaction."""
         keys, hosts = self._context.keys, {each.host: each for each in view.header.drains if each.node in action.nodes}
-        puts = []
-        for host, drain in hosts.items():
-            lease = self._context.client.lease_grant(drain.refused_s)
-            puts.append(Put(keys.refusal(host), f"drained: {drain.reason}", lease_id=lease.lease_id))
+        client = self._context.client
+        leases = {host: client.lease_grant(drain.refused_s).lease_id for host, drain in hosts.items()}
+        puts = [Put(keys.refusal(host), f"drained: {hosts[host].reason}", lease_id=lease) for host, lease in leases.items()]
         after = drains.release(view.header, action.nodes, view.nodes)
         if not self._header.write(after, [self._still_leading], puts):
             self._reload()
+            for host, lease in leases.items():
+                kv = client.get(keys.refusal(host)).kv
+                if kv is None or kv.lease_id != lease:  # else it was written, and only the answer was lost
+                    client.lease_revoke(lease)
 
     def _reload(self) -> None:
         """Read again after a refused write: another node wrote first, or this node did and the answer was lost."""

@@ -156,7 +156,7 @@ class Participant:
         """Record that the save on demand with this number is complete."""
         self._update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
 
-    def drained(self, number: int, step: int) -> None:
+    def ready_to_leave(self, number: int, step: int) -> None:
         """Record that a checkpoint was published since the drain with this number was asked for. step: -1 if unknown."""
         self._update(lambda node: dataclasses.replace(node, drained=number, drained_at=step))
 

@@ -25,18 +25,19 @@ from tests.etcd_server import EtcdServer
 
 KEYS = JobKeys("job")
 NEWS_S = 60.0
+TWO_TO_FOUR = Limits(2, 4, 60.0)
 
 
 class Member:
-    """A node of a job that takes two to four of them."""
+    """A node of a job that takes two to four of them, or as many as the test says."""
 
-    def __init__(self, stack: ExitStack, server: EtcdServer, host: str, pid: int = 1) -> None:
+    def __init__(self, stack: ExitStack, server: EtcdServer, host: str, pid: int = 1, limits: Limits = TWO_TO_FOUR) -> None:
         self.changed = threading.Condition()
         self.dispatcher = Dispatcher()
         stack.callback(self.dispatcher.close, 5)
         client = stack.enter_context(EtcdClient(server.endpoint))
         self.id = f"{host}-{pid}-abcdef"
-        config = NodeConfig("job", self.id, Limits(2, 4, 60.0), 10, host)
+        config = NodeConfig("job", self.id, limits, 10, host)
         self.node = Participant(client, self.dispatcher, config, self._notify)
         self.join(0)
 
@@ -55,6 +56,22 @@ class Member:
         self.until(lambda header: self.id in drains.released(header))
 
 
+def await_nodes(client: EtcdClient, count: int) -> None:
+    """Wait until exactly so many are registered."""
+    with client.watch_with_snapshot(KEYS.nodes) as news:
+        while len(client.get_prefix(KEYS.nodes).kvs) != count:
+            assert news.get(NEWS_S) is not None
+
+
+def ask(pool: ThreadPoolExecutor, client: EtcdClient, member: Member) -> Future[Outcome]:
+    """Have a node drained, and return once it knows."""
+    told, request = threading.Event(), Request(member.id, "fan", 600)
+    asking = pool.submit(lambda: drain_request.drain(client, "job", request, NEWS_S, lambda line: told.set()))
+    assert told.wait(NEWS_S)
+    member.until(lambda header: drains.of_node(header, member.id) is not None)
+    return asking
+
+
 class Four:
     """Four nodes in round 1; the first one leads."""
 
@@ -63,24 +80,15 @@ class Four:
         for host in "abcd":
             self.members.append(Member(stack, server, host))
             if host == "a":
-                with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.nodes) as news:
-                    while not client.get_prefix(KEYS.nodes).kvs:
-                        assert news.get(NEWS_S) is not None
+                with EtcdClient(server.endpoint) as client:
+                    await_nodes(client, 1)
         for each in self.members:
             each.until(lambda header: header.round == 1)
         self.client = stack.enter_context(EtcdClient(server.endpoint))
         self.pool = stack.enter_context(ThreadPoolExecutor(1))
 
     def drain(self, host: str) -> Future[Outcome]:
-        """Ask, and return once the node knows."""
-        told = threading.Event()
-        asking = self.pool.submit(
-            lambda: drain_request.drain(self.client, "job", Request(host, "fan", 600), NEWS_S, lambda line: told.set())
-        )
-        assert told.wait(NEWS_S)
-        member = self.members["abcd".index(host)]
-        member.until(lambda header: drains.of_node(header, member.id) is not None)
-        return asking
+        return ask(self.pool, self.client, self.members["abcd".index(host)])
 
 
 @pytest.fixture
@@ -114,7 +122,7 @@ def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
         assert isinstance(late.node.failure, HostRefused)
     server.kill()
     server.restart()
-    b.node.drained(1, 40)
+    b.node.ready_to_leave(1, 40)
     b.until_released()
     server.kill()
     server.restart()
@@ -124,3 +132,30 @@ def test_etcd_is_started_again_before_the_checkpoint_and_after_it(four, server):
     b.node.leave(5)
     outcome = asking.result(NEWS_S)
     assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")
+
+
+def test_a_node_that_cannot_be_spared_is_asked_to_save_again_once_it_can(server):
+    """Of two nodes and a spare, the spare is lost before the checkpoint. With another one the node saves again first."""
+    with ExitStack() as stack:
+        limits = Limits(2, 2, 0.0)
+        a, b = (Member(stack, server, host, limits=limits) for host in "ab")
+        for each in (a, b):
+            each.until(lambda header: header.round == 1)
+        spare = Member(stack, server, "c", limits=limits)
+        client = stack.enter_context(EtcdClient(server.endpoint))
+        await_nodes(client, 3)
+        asking = ask(stack.enter_context(ThreadPoolExecutor(1)), client, b)
+        number = drains.of_node(b.node.header, b.id).number
+        spare.node.leave(5)
+        await_nodes(client, 2)
+        b.node.ready_to_leave(number, 40)
+        b.until(lambda header: drains.of_node(header, b.id).held)
+        spare = Member(stack, server, "d", limits=limits)
+        b.until(lambda header: drains.of_node(header, b.id).number > number)
+        b.node.ready_to_leave(drains.of_node(b.node.header, b.id).number, 90)
+        b.until_released()
+        a.until(lambda header: header.state is State.BROKEN)
+        a.join(1)
+        b.node.leave(5)
+        outcome = asking.result(NEWS_S)
+        assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 90, round 2 runs with 2 nodes")

@@ -79,7 +79,12 @@ def _add_save(actions: argparse._SubParsersAction[Any]) -> None:
         "Ask a job with the rendezvous ext_etcd for a checkpoint, wait until it is complete, and print its step. The exit code "
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
-    save.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
+    save.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT[,...]",
+        required=True,
+        help="the etcd servers of the job, or job:... as for torchrun",
+    )
     save.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
     save.add_argument("--timeout", type=_seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds; default: %(default)g")
     save.set_defaults(run=_save)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from typing import Any
 
@@ -35,7 +36,12 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
     )
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
-    drain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help="the etcd servers of the job")
+    drain.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT[,...]",
+        required=True,
+        help="the etcd servers of the job, or job:... as for torchrun",
+    )
     drain.add_argument("--rdzv-id", metavar="ID", required=True, help="the job")
     drain.add_argument("--rdzv-backend", metavar="NAME", default="ext_etcd", help="as for torchrun; only ext_etcd can drain")
     drain.add_argument("--reason", metavar="TEXT", default="", help="for logs, status and whoever starts an agent there again")
@@ -63,22 +69,22 @@ def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
     if args.rdzv_backend != "ext_etcd":
         raise UsageError(_ONLY_ETCD)
+    from elastic_ext.cli.job_client import job_client
     from elastic_ext.rendezvous.drains import Request
     from elastic_ext.rendezvous.etcd import drain_request
-    from elastic_ext.rendezvous.etcd.connect import connect
     from elastic_ext.rendezvous.etcd.drain_request import Ending
 
-    known = settings.read({}, os.environ)
-    try:
-        client = connect(args.rdzv_endpoint, known)
-    except UsageError as error:
-        print_error(f"{error} (if this is the endpoint of a job with ext_c10d: such a job cannot be drained)")
-        return EX_UNAVAILABLE
-    with client:
+    with contextlib.ExitStack() as stack:
+        try:
+            client = stack.enter_context(job_client(args.rdzv_endpoint, args.rdzv_id))
+        except UsageError as error:
+            print_error(f"{error} (if this is the endpoint of a job with ext_c10d: such a job cannot be drained)")
+            return EX_UNAVAILABLE
         if args.undo:
             print_line(drain_request.undo(client, args.rdzv_id, args.node))
             return 0
-        request = Request(args.node, " ".join(args.reason.split())[:MAX_REASON], known.refuse_node, args.now)
+        refused_s = settings.read({}, os.environ).refuse_node
+        request = Request(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
         try:
             over = drain_request.drain(client, args.rdzv_id, request, args.timeout, print_line)
         except KeyboardInterrupt:

@@ -25,7 +25,11 @@ def add_command(commands: argparse._SubParsersAction[Any]) -> None:
         "after a bad case, or if a record of a job cannot be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="one JSON object, or one on each line of a .jsonl file")
-    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help="instead of files: the etcd servers of a job")
+    explain.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT[,...]",
+        help="instead of files: the etcd servers of a job, or job:... as for torchrun",
+    )
     explain.add_argument("--rdzv-id", metavar="ID", help="the job; prints what failed, when, where, and what was decided and why")
     explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which set of exit codes to print")

@@ -19,7 +19,9 @@ Read = Callable[[], Document]
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that name a job."""
-    command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="the etcd servers of the job")
+    command.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="the etcd servers of the job, or job:... as for torchrun"
+    )
     command.add_argument("--rdzv-id", metavar="ID", default="", help="the job")
     command.add_argument("--url", metavar="http://HOST:PORT", default="", help="instead: any of its agents; for ext_c10d")
     web = command.add_argument_group("for --url, if the agent has a metrics_web_config")

@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
         "Check torch, the entry point, the agent, warm standbys, etcd, checkpoint_dir, the metrics port, sources of evidence and "
         "limits. Starts no job and leaves nothing behind. The exit code is 78 if a check fails, else 0."
     )
-    examine.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="etcd servers to check as well")
+    examine.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help="etcd servers to check as well, or job:... as for torchrun"
+    )
     examine.add_argument("--rdzv-conf", metavar="KEY=VALUE[,...]", default="", help="settings, as for torchrun")
     examine.add_argument("--json", action="store_true", help="print JSON")
     examine.set_defaults(run=_doctor)

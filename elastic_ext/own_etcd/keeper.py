@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.own_etcd import certificates, folder, lifetime, locks
+from elastic_ext.own_etcd import certificates, folder, lifetime, locks, member
 from elastic_ext.own_etcd.door import Door
 from elastic_ext.own_etcd.housekeeping import Housekeeping
 from elastic_ext.own_etcd.job import KeeperJob, load
@@ -143,16 +143,17 @@ class Keeper:
             self._house.tell_silent()
 
     def _member_ended(self) -> None:
-        """Start it again with its data. If it keeps ending, as one does that was replaced, this host is one without a member."""
+        """Start it again with its data. Where it was replaced, or keeps ending, this host is one without a member."""
         served = self._runner.running is not None and self._runner.running.served
         words = self._runner.take_end()
         alone = len(self._job.plan.hosts) == 1
         now = time.monotonic()
         self._deaths = [*(at for at in self._deaths if at > now - DEATHS_S), now]
-        if not served and not self._house.ready:
+        replaced = words.startswith(member.REMOVED) and not alone  # while no keeper was here
+        if not served and not self._house.ready and not replaced:
             raise MemberFailed(f"etcd does not start on {self._job.own.name}: {words}")
         self._door.say({"say": "warning", "text": f"the etcd of this job has ended on {self._job.own.name}: {words}"})
-        if len(self._deaths) <= DEATHS:
+        if len(self._deaths) <= DEATHS and not replaced:
             return self._runner.start_again()
         if alone:
             raise MemberFailed(f"the etcd of this job keeps ending on {self._job.own.name}: {words}")

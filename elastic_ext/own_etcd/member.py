@@ -22,6 +22,9 @@ HEARTBEAT_MS, ELECTION_MS = 100, 1000
 ALONE_HEARTBEAT_MS, ALONE_ELECTION_MS = 20, 100
 END_S = 2.0  # after SIGKILL
 LOG_LINES, LOG_BYTES = 5, 4096  # of its log, in our error
+REMOVED = (
+    "exit code 0;"  # begins the last words of a member that the others have removed; a signal or an error gives another code
+)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 

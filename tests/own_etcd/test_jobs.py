@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from elastic_ext.own_etcd import folder, keeper
 from tests.jobs import TORCHRUN, Job, descendants, wait_gone
-from tests.own_etcd.hosts import OwnEtcdJob, hosts_of, lose, revive
+from tests.own_etcd.hosts import GONE_S, OwnEtcdJob, hosts_of, lose, pids_in, revive
 from tests.programs import needs
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
 
@@ -243,3 +244,31 @@ def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(lap
     assert done.returncode == 78, done.err
     assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
     assert laptop.folders() == []
+
+
+@pytest.mark.long
+def test_a_host_whose_member_was_replaced_meanwhile_goes_on_without_one(tmp_path):
+    """Its keeper is killed while its agent is stopped, and a spare host gets the member: its data is that of a removed one."""
+    needs("ip")
+    with hosts_of(tmp_path, 4) as (job, hosts):
+        agents = [
+            job.start("1:4", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
+        ]
+        for agent in agents:
+            agent.wait_for(seen(4, 0))
+        stopped = agents[2].process
+        stopped.send_signal(signal.SIGSTOP)
+        keepers = [pid for pid in pids_in(hosts[2]) if pid in job.keepers()]
+        for pid in keepers:
+            os.kill(pid, signal.SIGKILL)
+        agents[3].wait_for("runs a member")
+        stopped.send_signal(signal.SIGCONT)
+        for agent in agents:
+            agent.wait_for(r'"world": 4, "attempt": [1-9]')
+        deadline = time.monotonic() + GONE_S
+        while len(left := [pid for pid in pids_in(hosts[2]) if pid in job.keepers()]) != 1:
+            assert time.monotonic() < deadline, f"expected a keeper without a member, but these run: {left}"
+            time.sleep(0.05)
+        job.gate.open()
+        assert [agent.finish().returncode for agent in agents] == [0] * 4
+        assert "does not start" not in agents[2].err

@@ -56,14 +56,12 @@ def wrong_core(manifest: Manifest) -> list[str]:
 
 def wrong_pod(template: Manifest) -> list[str]:
     """The same for a pod template."""
-    metadata = {"name": "pod", **at({"metadata": template.get("metadata", {})}, "metadata")}
-    return wrong_core({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+    return wrong_core({"apiVersion": "v1", "kind": "PodTemplate", "template": template})
 
 
 def wrong_job(template: Manifest) -> list[str]:
     """The same for a job template."""
-    metadata = {"name": "job", **at({"metadata": template.get("metadata", {})}, "metadata")}
-    return wrong_core({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]})
+    return wrong_core({"apiVersion": "batch/v1", "kind": "CronJob", "spec": {"schedule": "* * * * *", "jobTemplate": template}})
 
 
 def wrong_training_operator(manifest: Manifest) -> list[str]:

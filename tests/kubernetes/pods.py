@@ -67,8 +67,9 @@ class Pods:
             self._start(index, host)
 
     def _start(self, index: int, host: Host) -> None:
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name_of(index).partition(".")[0]]
         agent = Job(
-            [*host.inside, *TORCHRUN, *self.options, f"--rdzv-id={self.run_id}", *self.script],
+            [*host.inside, *named, *TORCHRUN, *self.options, f"--rdzv-id={self.run_id}", *self.script],
             self.folder,
             NODE=name_of(index),
             GATE=str(self.gate.path),
@@ -80,7 +81,8 @@ class Pods:
 
     def _tell_names(self) -> None:
         """Written in place: each process has the file mounted."""
-        lines = ["127.0.0.1 localhost", *(f"{address} {name_of(index)}" for index, address in self.addresses.items())]
+        named = ((address, name_of(index)) for index, address in self.addresses.items())
+        lines = ["127.0.0.1 localhost", *(f"{address} {name} {name.partition('.')[0]}" for address, name in named)]
         for host in self.all_hosts:
             (NAMES / host.inside[-1] / "hosts").write_text("\n".join(lines) + "\n")
 

@@ -77,3 +77,22 @@ def test_a_budget_that_is_spent_ends_all(tmp_path):
         kube.start_all()
         assert kube.reconcile() == "PodFailurePolicy", kube.codes
         assert kube.codes == [(0, 1)]
+
+
+@pytest.mark.long
+def test_without_etcd_the_first_pod_takes_the_store_with_it(tmp_path):
+    """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other pod
+    cannot go on without the old one: it leaves with 75 and is replaced too. Then all begin again, with a full budget.
+    """
+    options = ("--rdzv-backend=ext_c10d", "--nnodes=2", "--max-restarts=3")
+    first = {"PET_MASTER_ADDR": name_of(0), "PET_MASTER_PORT": "29500"}
+    script = (str(ROOT / "tests/scripts/stepping_job.py"),)
+    with pods(tmp_path, SPEC, 2, 2, options, first, script=script) as kube:
+        kube.start_all()
+        kube.wait_for("trains: 0")
+        kube.out_of_memory(0)
+        assert kube.reconcile() is None
+        other = kube.running[1].agent
+        assert kube.reconcile() is None
+        assert kube.codes == [(0, 137), (1, 75)], other.err
+        kube.wait_for("trains: 0")

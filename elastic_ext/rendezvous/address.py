@@ -26,8 +26,8 @@ MASTER_PORT = "29500"  # torchrun's default for --master-port
 def endpoint_of(given: str, max_nodes: int, environ: Mapping[str, str]) -> str:
     """Return the endpoint of a job on c10d: that of --rdzv-endpoint, else the address that an operator gives to all nodes.
 
-    Kubeflow Trainer sets PET_MASTER_ADDR and PET_MASTER_PORT and no endpoint. Torch uses them for its static rendezvous alone; with
-    any other, each node would wait at a store of its own.
+    Kubeflow Trainer sets PET_MASTER_ADDR and PET_MASTER_PORT and no endpoint. Torch uses them for its static rendezvous alone;
+    with any other, each node would wait at a store of its own.
     """
     address = environ.get("PET_MASTER_ADDR", "")
     if given or max_nodes == 1 or not address:

@@ -56,6 +56,7 @@ reference: $(READY) ## write the generated tables of elastic_ext/REFERENCE.md
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --editable '.[dev]'
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/trainer-2.1.0 kubeflow-trainer-api==2.1.0
 	touch $(READY)
 
 clean:

@@ -40,6 +40,8 @@ LOCAL_ENDPOINT = "localhost:0"
 
 def parser() -> ArgumentParser:
     """Return torchrun's parser with our defaults; PET_* variables win over these, as they do over torchrun's."""
+    if os.environ.get("PET_STANDALONE") == "":  # so says Kubeflow's training operator; torchrun expects a number
+        os.environ["PET_STANDALONE"] = "1"
     options: ArgumentParser = torchrun.get_args_parser()
     options.prog = "python -m elastic_ext.agent"
     options.description = (
@@ -60,8 +62,8 @@ def settle(args: Namespace) -> Namespace:
     if args.standalone:
         args.standalone = False
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = BACKEND, LOCAL_ENDPOINT, str(uuid.uuid4())
-    if args.rdzv_backend == BACKEND and args.rdzv_endpoint == LOCAL_ENDPOINT and args.rdzv_id == "none":
-        args.rdzv_id = str(uuid.uuid4())
+    if args.rdzv_backend == BACKEND and args.rdzv_endpoint == LOCAL_ENDPOINT:
+        _settle_place(args)
     if args.max_restarts < NO_LIMIT:
         raise UsageError(f"--max-restarts={args.max_restarts}: expected 0 or more, or -1 for no limit")
     if args.max_restarts == NO_LIMIT:  # torchrun itself refuses it
@@ -76,6 +78,14 @@ def settle(args: Namespace) -> Namespace:
     if not 1 <= nodes[0] <= nodes[1]:
         raise UsageError(f"--nnodes={args.nnodes}: expected MIN or MIN:MAX with 1 <= MIN <= MAX; nothing was started")
     return args
+
+
+def _settle_place(args: Namespace) -> None:
+    """Tell a job on this machine alone from one whose nodes meet where an operator says (see `address.endpoint_of`)."""
+    if os.environ.get("PET_MASTER_ADDR") and str(args.nnodes).rpartition(":")[2] != "1":
+        args.rdzv_endpoint = ""
+    elif args.rdzv_id == "none":
+        args.rdzv_id = str(uuid.uuid4())
 
 
 def _configure_logging() -> None:

@@ -37,7 +37,7 @@ from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.sources import slurm
 from elastic_ext.observe import families
 from elastic_ext.observe.metrics import WorkerProgress
-from elastic_ext.rendezvous.handler import Rendezvous
+from elastic_ext.rendezvous.handler import JobDone, Rendezvous
 from elastic_ext.workers import descriptors
 from elastic_ext.workers.logs import WorkerLogs
 
@@ -117,6 +117,11 @@ class Supervisor(TorchAgent):
                 return self._run_rounds()
         except JobStopped as stopped:
             return self._stop_for(stopped.verdict)
+        except JobDone as done:
+            exits.set_succeeded()
+            logger.info("%s; nothing is left to do on this node", done)
+            ranks = (worker.global_rank for worker in self._worker_group.workers)  # torch wants a value for each; -1: never started
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         except BadCheckpoints as error:
             return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))
         except (NodeUnfit, OSError) as error:

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
@@ -19,6 +20,22 @@ logger = logging.getLogger(__name__)
 REACH_S = 3.0
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 LOOPBACK_NAMES = ("", "localhost", "127.0.0.1", "::1")
+MASTER_PORT = "29500"  # torchrun's default for --master-port
+
+
+def endpoint_of(given: str, max_nodes: int, environ: Mapping[str, str]) -> str:
+    """Return the endpoint of a job on c10d: that of --rdzv-endpoint, else the address that an operator gives to all nodes.
+
+    Kubeflow Trainer sets PET_MASTER_ADDR and PET_MASTER_PORT and no endpoint. Torch uses them for its static rendezvous alone;
+    with any other, each node would wait at a store of its own.
+    """
+    address = environ.get("PET_MASTER_ADDR", "")
+    if given or max_nodes == 1 or not address:
+        return given
+    host = f"[{address}]" if ":" in address and not address.startswith("[") else address
+    endpoint = f"{host}:{environ.get('PET_MASTER_PORT') or MASTER_PORT}"
+    logger.info("the nodes meet at %s (PET_MASTER_ADDR; there is no --rdzv-endpoint)", endpoint)
+    return endpoint
 
 
 def own_address(local_addr: str | None, endpoint_host: str, max_nodes: int, setting: str | None = None) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.goodput import Shared, Spent
@@ -23,7 +24,11 @@ from elastic_ext.rendezvous.round_records import Drain, EndKind
 if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
 
-__all__ = ["EndKind", "Rendezvous", "RoundEnd"]
+__all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd"]
+
+
+class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked
+    """All workers of the job have finished while this node waited as a spare, or before it came: nothing went wrong."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ def checked(run_id: str) -> str:
 def checked_given(run_id: str) -> str:
     """Return the run id of a job on etcd. Raises UsageError: see `checked`; or the user has given none."""
     if run_id in ("", "none"):
-        raise UsageError("ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own")
+        raise UsageError(
+            "ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own (on Kubernetes "
+            "PET_RDZV_ID from the UID of the Job or JobSet, see entrypoints/kubernetes)"
+        )
     return checked(run_id)
 
 

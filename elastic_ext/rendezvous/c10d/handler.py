@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.cuts import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report
 from elastic_ext.rendezvous import foreign_agent, run_id
-from elastic_ext.rendezvous.address import check_own, host_of, own_address
+from elastic_ext.rendezvous.address import check_own, endpoint_of, host_of, own_address
 from elastic_ext.rendezvous.c10d.agent_ledger import AgentLedger
 from elastic_ext.rendezvous.c10d.one_machine import OneMachine
 from elastic_ext.rendezvous.c10d.several_nodes import SeveralNodes
@@ -57,6 +58,7 @@ class EmbeddedRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore
     def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
         run_id.checked(params.run_id)
+        params.endpoint = endpoint_of(params.endpoint, params.max_nodes, os.environ)
         if params.local_addr:
             run_id.checked_address(params.local_addr)
         self.settings = settings

@@ -38,6 +38,7 @@ from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
+from elastic_ext.rendezvous.handler import JobDone
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
@@ -105,6 +106,7 @@ class JobConnection:
         Raises:
             JobStopped: a verdict has ended the job.
             NodeDrained: an operator has this node leave.
+            JobDone: without this node.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
@@ -124,7 +126,8 @@ class JobConnection:
                 if (verdict := self._verdict_that_ends()) is not None:
                     raise JobStopped(verdict)
                 if participant.header.state in (State.CLOSED, State.DONE):
-                    raise RendezvousClosedError(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
+                    over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
+                    raise over(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""

@@ -1,0 +1,98 @@
+"""The rules act: real agents in namespaces, replaced as the manifests' rules say. See `pods`: no API server is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs import ROOT
+from tests.kubernetes.operators import JobSetAction, JobSetController
+from tests.kubernetes.pods import Pods, name_of, pods
+from tests.kubernetes.schemas import at, documents
+from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
+
+JOBSET = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "jobset.yaml")[0], "spec")
+SPEC = at(JOBSET, "replicatedJobs", 0, "template", "spec")
+HOSTS = ",".join(map(name_of, range(3)))
+SECRET = {"ELASTIC_EXT_JOB_SECRET": "a secret of the job, from a Secret"}
+
+
+def job(tmp_path, nnodes: str, count: int, spares: int, *script: str, max_restarts: int = 3):
+    """As the manifests have it: etcd by `job:`, on the first three pods."""
+    endpoint = f"--rdzv-endpoint=job:{HOSTS if count > 2 else name_of(0)}"
+    options = ("--rdzv-backend=ext_etcd", endpoint, f"--nnodes={nnodes}", f"--max-restarts={max_restarts}")
+    more = {"script": script} if script else {}
+    return pods(tmp_path, SPEC, count, spares, options, SECRET, **more)
+
+
+def last_attempt(kube: Pods) -> int:
+    return max(report["attempt"] for report in reports(*(pod.agent for pod in kube.running.values())))
+
+
+def trains(kube: Pods, world: int, attempt: int) -> None:
+    kube.wait_for(seen(world, attempt))
+
+
+def finish(kube: Pods) -> None:
+    kube.gate.open()
+    assert kube.reconcile(ends=len(kube.running)) is None
+    assert sorted(kube.ended) == list(range(kube.count)), kube.codes
+
+
+@pytest.mark.long
+def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(tmp_path):
+    """The first pod, with the first member of etcd, is preempted, twice. Then a node is lost, and a container runs out of memory.
+    Each time the others wait for the new pod, which has another address under the old name; nothing is charged for an eviction.
+    """
+    with job(tmp_path, "3", 3, spares=4) as kube:
+        kube.start_all()
+        trains(kube, 3, 0)
+        for attempt, strike in enumerate((kube.evict, kube.evict, kube.lose_node, kube.out_of_memory), 1):
+            before = dict(kube.addresses)
+            victim = 0 if strike == kube.evict else attempt - 2
+            strike(victim)
+            assert kube.reconcile() is None
+            assert kube.addresses[victim] != before[victim]
+            trains(kube, 3, attempt)
+        assert kube.codes[:2] == [(0, 75), (0, 75)]
+        assert [code for _, code in kube.codes[2:]] == [137, 137]
+        assert dict(kube.controller.failures) == {2: 1}, "the rest was free"
+        finish(kube)
+
+
+@pytest.mark.long
+def test_a_bug_ends_all(tmp_path):
+    with job(tmp_path, "2", 2, 0, str(ROOT / "tests/scripts/elastic_job.py"), "bug:0") as kube:
+        kube.start_all()
+        reason = kube.reconcile()
+        assert reason == "PodFailurePolicy", kube.codes
+        assert kube.codes[0][1] == 65
+    assert JobSetController(at(JOBSET, "failurePolicy")).failed(reason) is JobSetAction.FAIL
+
+
+@pytest.mark.long
+def test_a_budget_that_is_spent_ends_all(tmp_path):
+    """exit 9 in each try, and one restart: the agents leave with 1."""
+    faults = [f"exit9:{attempt}" for attempt in range(3)]
+    with job(tmp_path, "1", 1, 0, str(ROOT / "tests/scripts/elastic_job.py"), *faults, max_restarts=1) as kube:
+        kube.start_all()
+        assert kube.reconcile() == "PodFailurePolicy", kube.codes
+        assert kube.codes == [(0, 1)]
+
+
+@pytest.mark.long
+def test_without_etcd_the_first_pod_takes_the_store_with_it(tmp_path):
+    """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other pod
+    cannot go on without the old one: it leaves with 75 and is replaced too. Then all begin again, with a full budget.
+    """
+    options = ("--rdzv-backend=ext_c10d", "--nnodes=2", "--max-restarts=3")
+    first = {"PET_MASTER_ADDR": name_of(0), "PET_MASTER_PORT": "29500"}
+    script = (str(ROOT / "tests/scripts/stepping_job.py"),)
+    with pods(tmp_path, SPEC, 2, 2, options, first, script=script) as kube:
+        kube.start_all()
+        kube.wait_for("trains: 0")
+        kube.out_of_memory(0)
+        assert kube.reconcile() is None
+        other = kube.running[1].agent
+        assert kube.reconcile() is None
+        assert kube.codes == [(0, 137), (1, 75)], other.err
+        kube.wait_for("trains: 0")

@@ -92,7 +92,6 @@ def settings(args: argparse.Namespace) -> TrainingArguments:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": ["T5Block"],
         "state_dict_type": "SHARDED_STATE_DICT",
-        "activation_checkpointing": args.activation_checkpointing,
     }
     every = ("epoch", 500) if args.save_every == "epoch" else ("steps", int(args.save_every))
     made = TrainingArguments(
@@ -101,6 +100,9 @@ def settings(args: argparse.Namespace) -> TrainingArguments:
         max_steps=args.max_steps,
         per_device_train_batch_size=args.batch,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # That of fsdp_config would change the names of the weights, and so which checkpoints fit.
+        gradient_checkpointing=args.activation_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if args.activation_checkpointing else None,
         learning_rate=args.lr,
         logging_steps=1,
         save_strategy=every[0],

@@ -65,7 +65,7 @@ EPILOG = """environment:
   CHECKPOINT_DIR               default of --checkpoint-dir; if unset, the agent's checkpoint_dir, else "checkpoints"
   ELASTIC_EXT_RESUME_FROM      load exactly this checkpoint instead of the newest: a path, or a URL for fsspec
   TRAIN_FAULT=KIND:RANK:STEP   for demonstrations: RANK fails after STEP steps, before the next one. KIND is kill (SIGKILL),
-                               exit (status 3) or raise. Ignored where TORCHELASTIC_RESTART_COUNT is above 0"""
+                               stop (SIGSTOP), exit (status 3) or raise. Ignored where TORCHELASTIC_RESTART_COUNT is above 0"""
 
 
 EPOCH = 0  # args.save_every for --save-every=epoch
@@ -472,7 +472,12 @@ def raise_error() -> None:
     raise RuntimeError("raised because TRAIN_FAULT asks for it")
 
 
-FAULTS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: sys.exit(3), "raise": raise_error}
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: sys.exit(3),
+    "raise": raise_error,
+}
 
 
 def fail_on_request(rank: int, step: int) -> None:

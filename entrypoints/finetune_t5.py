@@ -61,7 +61,6 @@ def parse_args() -> argparse.Namespace:
     add("--activation_checkpointing", action="store_true")
     add("--examples", type=int, default=512)
     add("--lr", type=float, default=3e-4)
-    add("--save_every", default="epoch", help="epoch, or a number of steps")
     add("--checkpoint_dir", default=directory, help="a path that every node reaches")
     return parser.parse_args()
 
@@ -93,7 +92,6 @@ def settings(args: argparse.Namespace) -> TrainingArguments:
         "transformer_layer_cls_to_wrap": ["T5Block"],
         "state_dict_type": "SHARDED_STATE_DICT",
     }
-    every = ("epoch", 500) if args.save_every == "epoch" else ("steps", int(args.save_every))
     made = TrainingArguments(
         output_dir=args.checkpoint_dir,
         num_train_epochs=args.epochs,
@@ -105,8 +103,7 @@ def settings(args: argparse.Namespace) -> TrainingArguments:
         gradient_checkpointing_kwargs={"use_reentrant": False} if args.activation_checkpointing else None,
         learning_rate=args.lr,
         logging_steps=1,
-        save_strategy=every[0],
-        save_steps=every[1],
+        save_strategy="epoch",
         save_total_limit=3,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu else None,
@@ -153,6 +150,8 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[SaveOnDemand()],
     )
+    # T5 takes the number of items in the batch and ignores it; the Trainer counts on it, and would add up instead of averaging.
+    trainer.model_accepts_loss_kwargs = False
     start = chosen_checkpoint(args.checkpoint_dir)
     if trainer.is_world_process_zero():
         print(f"resuming from {start}" if start else "starting from random weights", flush=True)

@@ -37,12 +37,12 @@ def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_siz
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("checkpoint-"))
     assert kept == ["checkpoint-32", "checkpoint-36", "checkpoint-40"]
 
-    more = ["--max_steps=42", "--gradient_accumulation_steps=2", "--activation_checkpointing", "--save_every=1"]
+    more = ["--max_steps=42", "--gradient_accumulation_steps=2", "--activation_checkpointing"]
     other = run([*STOCK, "--nproc_per_node=3", *arguments, *more], tmp_path, **OFFLINE)
     assert other.returncode == 0, other.err
     assert f"resuming from {tmp_path}/checkpoints/checkpoint-40\n" in other.out
     assert "done at step 42" in other.out
-    assert (tmp_path / "checkpoints" / "checkpoint-41").is_dir()
+    assert all(4 < float(loss) < 8 for loss, *_ in STEP.findall(done.out + other.out))  # ln 384 is 5.9: the mean, over everything
 
 
 def is_rank_1(pid: int) -> bool:

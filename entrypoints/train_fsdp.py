@@ -16,8 +16,13 @@ Each start resumes from the newest complete checkpoint, at any world size. Worth
   ranks' data loaders are at the same position, and the state of any one is right for all ranks at another world size.
 * Checkpoints are taken between optimizer steps, because half-accumulated gradients of FSDP2 cannot be saved.
 
---checkpoint-dir must be on storage that every node reaches. To return to an older checkpoint, remove the newer step_*
-directories. The script needs no health check: every step has collectives, which fail when a peer is gone.
+With --save-every=epoch, rank 0 writes a file for torch.load after each epoch instead, checkpoint_epoch_N.pt: the form for a
+checkpoint that other programs must read. It holds the whole model, so rank 0 needs the memory for that, and training waits for
+it. A checkpoint of either form is resumed from, whatever --save-every is.
+
+--checkpoint-dir must be on storage that every node reaches. To return to an older checkpoint, remove the newer ones. The script
+needs no health check: every step has collectives, which fail when a peer is gone. --health-every has one nevertheless, which
+names the ranks that are missing.
 """
 
 import argparse
@@ -32,16 +37,20 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
-from elastic_ext import Checkpointer
+from elastic_ext import Checkpointer, health_barrier, report_saved
+from elastic_ext.checkpoints.choice.discovery import newest_complete
 from elastic_ext.checkpoints.writing.checkpointer import Event
 
 try:
@@ -56,11 +65,24 @@ EPILOG = """environment:
   CHECKPOINT_DIR               default of --checkpoint-dir; if unset, the agent's checkpoint_dir, else "checkpoints"
   ELASTIC_EXT_RESUME_FROM      load exactly this checkpoint instead of the newest: a path, or a URL for fsspec
   TRAIN_FAULT=KIND:RANK:STEP   for demonstrations: RANK fails after STEP steps, before the next one. KIND is kill (SIGKILL),
-                               exit (status 3) or raise. Ignored where TORCHELASTIC_RESTART_COUNT is above 0"""
+                               stop (SIGSTOP), exit (status 3) or raise. Ignored where TORCHELASTIC_RESTART_COUNT is above 0"""
+
+
+EPOCH = 0  # args.save_every for --save-every=epoch
+EPOCH_FILE = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
 def default_directory() -> str:
     return os.environ.get("CHECKPOINT_DIR") or os.environ.get("ELASTIC_EXT_CHECKPOINT_DIR") or "checkpoints"
+
+
+def steps_or_epoch(text: str) -> int:
+    """A number of steps, 1 or more; 0 for "epoch"."""
+    if text == "epoch":
+        return EPOCH
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected epoch or a number of steps, 1 or more")
+    return int(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -68,7 +90,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint-dir", default=default_directory(), help="a path, or a URL for fsspec")
     add("--resume", choices=("auto", "none"), default="auto", help="none: start from scratch, even after a restart")
-    add("--save-every", type=int, default=100, help="steps between checkpoints; the last step is always saved")
+    add(
+        "--save-every",
+        type=steps_or_epoch,
+        default=100,
+        help="steps between checkpoints, and the last step is always saved; or epoch: a file after each epoch",
+    )
     add("--keep", type=int, default=3, help="how many of the newest complete checkpoints to keep")
     add("--epochs", type=int, default=1)
     add("--max-steps", type=int, default=0, help="stop after this many steps in total, unless --epochs ends first (0: no limit)")
@@ -80,7 +107,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--log-every", type=int, default=10)
     add("--global-batch", type=int, default=12, help="sequences per optimizer step, over all ranks")
-    add("--accumulate", type=int, default=1, help="micro-steps per optimizer step; fewer if a rank has fewer sequences")
+    add(
+        "--accumulate",
+        "--gradient-accumulation-steps",
+        type=int,
+        default=1,
+        help="micro-steps per optimizer step; fewer if a rank has fewer sequences",
+    )
+    add(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute activations again in the backward pass: slower, less memory",
+    )
     add("--seq-len", type=int, default=64)
     add("--dim", type=int, default=64)
     add("--layers", type=int, default=2)
@@ -95,11 +133,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="use deterministic algorithms only")
     add("--collective-timeout", type=float, default=600.0, help="seconds until a collective fails because a peer is lost")
+    add("--health-every", type=int, default=0, help="steps between two health barriers of all ranks (0: none)")
+    add("--health-timeout", type=float, default=10.0, help="seconds that a health barrier waits for the other ranks")
     add("--print-state-hash", action="store_true", help="print a hash of parameters and optimizer moments at each load and save")
     args = parser.parse_args(argv)
-    for name in ("save_every", "keep", "log_every", "accumulate", "seq_len"):
+    for name in ("keep", "log_every", "accumulate", "seq_len"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected 1 or more")
+    if args.save_every == EPOCH and "://" in args.checkpoint_dir:
+        parser.error(
+            f"--checkpoint-dir is {args.checkpoint_dir}, expected a path: --save-every=epoch writes files; give steps for a URL"
+        )
     if not re.fullmatch(rf"(({'|'.join(FAULTS)}):\d+:\d+)?", os.environ.get("TRAIN_FAULT", "")):
         parser.error(f"TRAIN_FAULT is {os.environ['TRAIN_FAULT']}, expected KIND:RANK:STEP with KIND one of {', '.join(FAULTS)}")
     return args
@@ -128,6 +172,7 @@ class ByteTransformer(nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
+        self.recompute = args.activation_checkpointing
         self.token, self.position = nn.Embedding(256, args.dim), nn.Embedding(args.seq_len, args.dim)
         self.blocks = nn.ModuleList(Block(args.dim, args.heads, args.dropout) for _ in range(args.layers))
         self.norm, self.head = nn.LayerNorm(args.dim), nn.Linear(args.dim, 256)
@@ -136,7 +181,7 @@ class ByteTransformer(nn.Module):
         tokens, targets = text[:, :-1], text[:, 1:]
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=text.device))
         for block in self.blocks:
-            x = block(x)
+            x = recomputed(block, x, use_reentrant=False) if self.recompute else block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
@@ -203,6 +248,47 @@ def micro_batches(share: Tensor, accumulate: int, smallest: int) -> list[Tensor]
     return [share[i::pieces] for i in range(pieces)]
 
 
+def chosen_checkpoint(directory: str) -> str:
+    """The agent's choice; without an agent that makes one, the newest complete one that rank 0 finds; "": none. Collective."""
+    chosen = os.environ.get("ELASTIC_EXT_RESUME_FROM")
+    if chosen is not None:
+        return chosen
+    resume = newest_complete(directory).resume if dist.get_rank() == 0 else None
+    found = [resume.path if resume else ""]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def with_numbers(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """An optimizer's state by the number of each parameter, as `Optimizer.load_state_dict` takes it, from one by name."""
+    number = {name: i for i, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {number[name]: moments for name, moments in state["state"].items()}, "param_groups": groups}
+
+
+def with_names(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The opposite of `with_numbers`."""
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[i]: moments for i, moments in state["state"].items()}, "param_groups": groups}
+
+
+def write_file(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Under another name first: whoever is killed while it writes leaves no half of a checkpoint."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def keep_newest(directory: Path, count: int) -> None:
+    found = {path: int(match[1]) for path in directory.iterdir() if (match := EPOCH_FILE.fullmatch(path.name))}
+    for path in sorted(found, key=found.__getitem__)[:-count]:
+        path.unlink()
+
+
 class Trainer:
     """Model, data, optimizer and checkpoints of one rank. One flat object, because the script is meant to be copied."""
 
@@ -243,27 +329,71 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        position = self.checkpointer.load() if self.args.resume == "auto" else None
-        if position is None or position.path is None:
+        if self.args.resume == "none":
             return
-        trained_on = position.note.get("data", "other data")
+        path = chosen_checkpoint(self.args.checkpoint_dir)
+        if EPOCH_FILE.fullmatch(os.path.basename(path)):
+            self.load_epoch_file(path)
+        else:
+            position = self.checkpointer.load()
+            if position.path is None:
+                return
+            path, self.step, self.epoch = position.path, position.step, position.epoch
+            self.check_data(path, position.note.get("data", "other data"))
+        say(f"resumed from {path} at step {self.step}")
+        self.print_state_hash()
+
+    def check_data(self, path: str, trained_on: str) -> None:
         if trained_on != self.data:
             sys.exit(
-                f"{position.path} was trained on {trained_on}; this run has {self.data}, "
-                "so its position would point at different data: "
+                f"{path} was trained on {trained_on}; this run has {self.data}, so its position would point at different data: "
                 "use the same flags and Python version, or another --checkpoint-dir"
             )
-        self.step, self.epoch = position.step, position.epoch
-        say(f"resumed from {position.path} at step {self.step}")
-        self.print_state_hash()
+
+    def load_epoch_file(self, path: str) -> None:
+        """Every rank reads the file and keeps its slices."""
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.check_data(path, saved["data"])
+        moments = with_names(saved["optimizer_state_dict"], [name for name, _ in self.model.named_parameters()])
+        whole = StateDictOptions(full_state_dict=True)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=saved["model_state_dict"], optim_state_dict=moments, options=whole
+        )
+        self.scheduler.load_state_dict(saved["scheduler_state_dict"])
+        self.step, self.epoch = saved["step"], saved["epoch"]
+
+    def save_epoch_file(self, loss: float) -> None:
+        """Rank 0 writes checkpoint_epoch_N.pt for N finished epochs, and removes all but the newest."""
+        began, number = time.monotonic(), self.step // len(self.shares)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, moments = get_state_dict(self.model, self.optimizer, options=whole)  # collective; for rank 0 alone
+        if self.rank == 0:
+            checkpoint = {
+                "epoch": number,
+                "model_state_dict": model,
+                "optimizer_state_dict": with_numbers(moments, [name for name, _ in self.model.named_parameters()]),
+                "loss": loss,
+                "scheduler_state_dict": self.scheduler.state_dict(),
+                "step": self.step,
+                "data": self.data,
+            }
+            directory = Path(self.args.checkpoint_dir)
+            write_file(directory / f"checkpoint_epoch_{number}.pt", checkpoint)
+            keep_newest(directory, self.args.keep)
+            say(f"saved {directory}/checkpoint_epoch_{number}.pt")
+        report_saved(self.step, time.monotonic() - began)
 
     def fit(self) -> None:
         last = min(self.total_steps, self.step + (self.args.stop_after_steps or sys.maxsize))
         self.logged_at, self.logged_step = time.monotonic(), self.step
         while self.step < last:
             self.shares.epoch = self.epoch
+            if self.args.save_every == EPOCH and self.ends_epoch():  # else the generator is that of the checkpoint
+                torch.manual_seed(derived_seed(self.args.seed, "dropout", self.rank, self.epoch))
             for share in self.loader:
                 fail_on_request(self.rank, self.step)
+                if self.args.health_every and self.world > 1 and self.step % self.args.health_every == 0:
+                    health_barrier(self.args.health_timeout)
                 lr = self.scheduler.get_last_lr()[0]
                 loss = self.optimizer_step(share)
                 self.step += 1
@@ -297,8 +427,10 @@ class Trainer:
 
     def after_step(self, loss: Tensor, lr: float, last: int) -> None:
         asked = self.checkpointer.save_requested(self.step)
-        logs, saves = (self.step % every == 0 or self.step == last for every in (self.args.log_every, self.args.save_every))
-        if not (logs or saves or asked):
+        logs = self.step % self.args.log_every == 0 or self.step == last
+        by_epoch, ends = self.args.save_every == EPOCH, self.ends_epoch()
+        saves = self.step == last and not ends if by_epoch else self.step % self.args.save_every == 0 or self.step == last
+        if not (logs or saves or asked or (by_epoch and ends)):
             return
         mean = float(loss)  # this waits for the device, so not at every step
         if not math.isfinite(mean):  # before a save, which would displace a good checkpoint
@@ -308,10 +440,16 @@ class Trainer:
             value, rate = f"{mean:.6f} ({mean.hex()})", tokens / (now - self.logged_at)
             say(f"epoch {self.epoch} step {self.step} loss {value} lr {lr:.3e} tokens/s {rate:.0f}")
             self.logged_at, self.logged_step = now, self.step
+        if by_epoch and ends:
+            self.print_state_hash()
+            self.save_epoch_file(mean)
         if saves or asked:
             self.print_state_hash()
             # Somebody waits for a requested save and may end this run right after it, so no further step is started.
             self.checkpointer.save(self.step, epoch=self.epoch, note={"data": self.data, "loss": mean}, wait=asked)
+
+    def ends_epoch(self) -> bool:
+        return self.step % len(self.shares) == 0
 
     def on_checkpoint(self, event: Event) -> None:
         if event.kind == "saved":  # the Checkpointer logs failures
@@ -334,7 +472,12 @@ def raise_error() -> None:
     raise RuntimeError("raised because TRAIN_FAULT asks for it")
 
 
-FAULTS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: sys.exit(3), "raise": raise_error}
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: sys.exit(3),
+    "raise": raise_error,
+}
 
 
 def fail_on_request(rank: int, step: int) -> None:
@@ -381,8 +524,13 @@ def main(argv: list[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def run(argv: list[str] | None = None) -> None:
+    """What the process of a worker does."""
+    main(argv)
     if not torch.cuda.is_initialized():  # gloo's threads may abort an interpreter that ends beside them (pytorch issue 190489)
         sys.stdout.flush()
         os._exit(0)
+
+
+if __name__ == "__main__":
+    run()

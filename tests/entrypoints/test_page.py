@@ -1,0 +1,111 @@
+"""entrypoints/README.md: its commands are run as written, its links lead somewhere, and the tests that it names are there."""
+
+import os
+import re
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, Finished, Job
+from tests.networks import network
+
+PAGE = ROOT / "entrypoints" / "README.md"
+TEXT = PAGE.read_text()
+COMMANDS = list(dict.fromkeys(block.strip("\n") for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)))
+
+# What a test changes: where the nodes and the shared storage are, and sizes.
+FSDP = "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 16 --data-mb 0.0011 --warmup-steps 2"
+SMALLER = {
+    "TRAINERS_PER_NODE=4": "TRAINERS_PER_NODE=1",
+    "--nproc_per_node=4": "--nproc_per_node=1",
+    "--nproc_per_node=8": "--nproc_per_node=2",
+    "train_pytorch_fsdp_elastic.py": f"train_pytorch_fsdp_elastic.py {FSDP}",
+    "train_fsdp.py": f"train_fsdp.py {FSDP}",
+    "--epochs=10": "--epochs=2 --d_model=32 --layers=1 --examples=32",
+}
+
+
+def nodes_of(command: str) -> int:
+    """How many nodes a command is for: each of them runs it."""
+    return int(next(iter(re.findall(r"(?:NUM_NODES=|MIN_SIZE=|--nnodes=)(\d+)", command)), 1))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "entrypoints", tmp_path / "entrypoints", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "entrypoints" / "finetune_t5.py", tmp_path / "entrypoints" / "t5-fsdp.py")
+    return tmp_path
+
+
+def on_each_node(command: str, checkout: Path) -> list[Finished]:
+    """Run a command to its end on as many hosts as it is for. They share the directory, as nodes share a file system."""
+    for written, here in {**SMALLER, "/mnt/shared": str(checkout / "shared")}.items():
+        command = command.replace(written, here)
+    with ExitStack() as stack:
+        hosts = stack.enter_context(network(nodes_of(command))).hosts
+        command = re.sub(r"node1\.example\.com|\bmaster\b", hosts[0].address, command)
+        jobs = []
+        for number, host in enumerate(hosts):
+            job = Job([*host.inside, "sh", "-ec", command], checkout / "entrypoints", **variables(number))
+            jobs.append(stack.enter_context(job))
+        return [job.finish() for job in jobs]
+
+
+def variables(number: int) -> dict[str, str]:
+    return {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        # A host knows by its name that an address is its own; these here have no names. And 1 s for more nodes, up to MAX.
+        "PET_RDZV_CONF": f"is_host={number == 0},last_call_timeout=1",
+        "ELASTIC_EXT_NODE_NAME": f"node{number}",
+        "GLOO_SOCKET_IFNAME": "net0",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(command: str, checkout: Path) -> None:
+    done = on_each_node(command, checkout)
+    assert [each.returncode for each in done] == [0] * nodes_of(command), "".join(each.all for each in done)
+    starts = len(re.findall(r"\.py\b", re.sub(r"#.*", "", command)))
+    out = "".join(each.out for each in done)
+    assert len(re.findall(r"^done ", out, re.MULTILINE)) == starts >= 1
+    assert re.findall(r"resum\w+ from \S*?(\w+)\.pt", out) == re.findall(r"# resumes from (\w+)\.pt", command)
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"\[`?(test_\w+)`?\]\(([^)#]+)\)", TEXT)
+    assert len(named) > 40
+    for test, path in named:
+        file = PAGE.parent / path
+        assert file.exists(), path
+        assert re.search(rf"^(?:async )?def {test}\(", file.read_text(), re.MULTILINE), f"{path} has no {test}"
+
+
+def test_every_row_has_a_test() -> None:
+    """In the tables whose last column is that of the tests."""
+    tables = re.findall(r"^\|[^\n]*\| (?:test|시험) \|\n\|[-| ]+\|\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
+    assert len(tables) == 5
+    for row in "".join(tables).splitlines():
+        assert re.search(r"\[`?test_\w+", row.rpartition(" | ")[2]), row
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", TEXT):
+        assert (PAGE.parent / target).exists(), target
+
+
+def test_every_script_is_on_the_page() -> None:
+    scripts = {path.name for path in PAGE.parent.iterdir() if path.suffix in (".py", ".sh")}
+    assert scripts == set(re.findall(r"^\| \[`([\w.]+)`\]\(\1\)", TEXT, re.MULTILINE))
+
+
+def test_both_quick_starts_have_the_same_commands() -> None:
+    english, korean = (
+        re.findall(r"```sh\n(.*?)```", re.split(r"^## ", TEXT.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0], re.DOTALL)
+        for title in ("Quick start", "빠른 시작")
+    )
+    assert english == korean != []

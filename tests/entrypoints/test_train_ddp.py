@@ -1,0 +1,98 @@
+"""entrypoints/train_ddp.py: one file, model_latest.pt, on shared storage or on each node's own disk."""
+
+import importlib.util
+import os
+import re
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.jobs import AGENT, EXT, ROOT, Finished, Job, descendants, run
+from tests.ports import free_port
+
+torch = pytest.importorskip("torch")
+
+SCRIPT = ROOT / "entrypoints" / "train_ddp.py"
+AT = re.compile(r"epoch (\d+) loss \S+ \((\S+)\)")
+
+
+@pytest.fixture(scope="module")
+def train() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_ddp", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def a_worker(job: Job) -> int:
+    """The pid of the worker of rank 1."""
+    for pid in descendants(job.process.pid):
+        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError("no worker of rank 1")
+
+
+@pytest.mark.long
+def test_a_killed_job_goes_on_from_the_one_file(tmp_path: Path) -> None:
+    """Nothing of elastic_ext is in the script. What is trained twice is the same to the bit, and so is the end."""
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", str(SCRIPT), "--epochs=6", "--examples=16384"]
+    with Job(command, tmp_path, CHECKPOINT_DIR="shared") as job:
+        job.wait_for("epoch 1 loss")
+        os.kill(a_worker(job), signal.SIGKILL)
+        done = job.finish()
+    assert done.returncode == 0, done.err
+    first, again = done.out.split("Resuming from epoch ")
+    start = int(re.match(r"\d+", again)[0])
+    assert 1 <= start <= len(AT.findall(first)) + 1  # the file of an epoch is there a moment before, or after, its line
+    assert [int(epoch) for epoch, _ in AT.findall(again)] == list(range(start, 6))
+    assert set(AT.findall(first)[start:]) <= set(AT.findall(again))
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["model_latest.pt"]
+
+
+def test_the_file_is_replaced_in_one_step(train: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "shared" / "model_latest.pt"
+    train.save(path, {"epoch": 1})
+    with pytest.raises(Exception, match="pickle"):
+        train.save(path, {"epoch": 2, "model": lambda: 0})
+    assert torch.load(path) == {"epoch": 1}
+
+
+@pytest.mark.long
+def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: Path) -> None:
+    stock = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for ranks, epochs in ((2, 1), (3, 2), (1, 3)):
+        done = run([*stock, f"--nproc-per-node={ranks}", str(SCRIPT), f"--epochs={epochs}"], tmp_path)
+        assert done.returncode == 0, done.err
+        assert re.findall(r"Resuming from epoch (\d+)", done.out) == ([str(epochs - 1)] if epochs > 1 else [])
+        assert [epoch for epoch, _ in AT.findall(done.out)] == [str(epochs - 1)]
+
+
+@pytest.mark.long
+def test_each_node_has_the_same_copy_on_its_own_disk_and_a_new_node_gets_it(tmp_path: Path) -> None:
+    of_two_nodes(tmp_path, epochs=2)
+    files = [tmp_path / name / "model_latest.pt" for name in ("disk0", "disk1")]
+    one, other = (torch.load(path) for path in files)
+    assert one["epoch"] == other["epoch"] == 2
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    files[0].unlink()  # as on a node that takes the place of one that was lost
+    again = of_two_nodes(tmp_path, epochs=3)
+    assert "Resuming from epoch 2" in again
+    assert [epoch for epoch, _ in AT.findall(again)] == ["2"]
+    assert [torch.load(path)["epoch"] for path in files] == [3, 3]
+
+
+def of_two_nodes(folder: Path, epochs: int) -> str:
+    """Run to the end on two agents, each with a directory of its own; return what rank 0 printed."""
+    where = [*EXT[:-1], f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
+    command = [*where, str(SCRIPT), "--copies=node", f"--epochs={epochs}"]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(Job(command, folder, CHECKPOINT_DIR=f"disk{number}")) for number in range(2)]
+        done: list[Finished] = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 0], done[0].err + done[1].err
+    return "".join(each.out for each in done)

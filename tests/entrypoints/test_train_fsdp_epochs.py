@@ -1,0 +1,184 @@
+"""entrypoints/train_fsdp.py --save-every=epoch: checkpoint_epoch_N.pt, a file that plain PyTorch reads; and its other options."""
+
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.entrypoints.test_train_fsdp import REFUSED, SCRIPT, TINY, Output, agent, imported, launch, stock
+from tests.jobs import Job
+
+torch = pytest.importorskip("torch")
+
+EPOCHS = ("--save-every=epoch", "--max-steps=0")  # of 6 steps, see TINY
+NUMBERED = re.compile(r"saved .*/checkpoint_epoch_(\d+)\.pt")
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def by_step(losses: list[tuple[int, str]]) -> dict[int, set[str]]:
+    return {step: {loss for other, loss in losses if other == step} for step, _ in losses}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Output]:
+    """5 epochs on 2 ranks, one of which is killed in the third. For reading only."""
+    directory = tmp_path_factory.mktemp("epochs") / "checkpoints"
+    flags = (*EPOCHS, "--epochs=5", "--health-every=2")
+    output = launch(agent(2, directory), directory, *flags, TRAIN_FAULT="kill:1:15")
+    assert output.status == 0, output.errors
+    return directory, output
+
+
+# ---------------------------------------------------------------- files of epochs
+
+
+def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: tuple[Path, Output]) -> None:
+    directory, output = killed
+    assert output.resumed == [f"{directory}/checkpoint_epoch_2.pt at step 12"]
+    assert NUMBERED.findall(output.text) == ["1", "2", "3", "4", "5"]
+    assert files(directory) == [f"checkpoint_epoch_{number}.pt" for number in (3, 4, 5)]
+    assert [step for step, _ in output.losses] == [*range(1, 16), *range(13, 31)]
+    assert all(len(losses) == 1 for losses in by_step(output.losses).values())  # steps 13 to 15 were done twice, to the bit
+
+
+def test_plain_pytorch_reads_the_file(killed: tuple[Path, Output]) -> None:
+    """As people write it by hand: no process group, no FSDP, no elastic_ext."""
+    directory, output = killed
+    train = imported()
+    model = train.ByteTransformer(train.parse_args(TINY))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint = torch.load(directory / "checkpoint_epoch_5.pt")
+    model.load_state_dict(checkpoint["model_state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    start_epoch = checkpoint["epoch"]
+    assert start_epoch == 5
+    assert (30, float(checkpoint["loss"]).hex()) in output.losses
+    assert tuple(optimizer.param_groups[0]["betas"]) == (0.9, 0.95)
+    for parameter in model.parameters():
+        moments = optimizer.state[parameter]
+        assert moments["step"] == 30
+        assert moments["exp_avg"].shape == parameter.shape
+
+
+@pytest.mark.long
+def test_files_of_epochs_load_at_another_world_size(killed: tuple[Path, Output]) -> None:
+    directory, output = killed
+    flags = (*EPOCHS, "--epochs=6", "--stop-after-steps=1")
+    again = launch(stock(3), directory, *flags)
+    assert again.status == 0, again.errors
+    assert again.resumed == [f"{directory}/checkpoint_epoch_5.pt at step 30"]
+    assert again.hashes[0] == output.hashes[-1]
+    assert list(directory.glob("step_00000031.*/manifest.json"))  # the run ended in mid-epoch: no step is lost
+    last = launch([sys.executable], directory, *EPOCHS, "--epochs=6")
+    assert last.status == 0, last.errors
+    assert last.hashes[0] == again.hashes[-1]
+    assert last.text.splitlines()[-1] == "done at step 36 of 36"
+
+
+@pytest.mark.long
+def test_told_to_leave_in_mid_epoch_no_step_is_lost(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    flags = ("--save-every=epoch", "--epochs=100000", "--max-steps=100000")
+    command = [*agent(2, directory), str(SCRIPT), *TINY, f"--checkpoint-dir={directory}", *flags]
+    with Job(command, tmp_path) as running:
+        running.wait_for(r"saved .*/checkpoint_epoch_2\.pt")
+        running.process.send_signal(signal.SIGTERM)
+        done = running.finish()
+    assert done.returncode == 75, done.err
+    first = Output(75, done.out, done.err)
+    again = launch(agent(2, directory), directory, *flags, "--stop-after-steps=2")
+    assert again.status == 0, again.errors
+    assert again.hashes[0] == first.hashes[-1]
+    assert again.resumed == [f"{directory}/step_{first.hashes[-1][0]:08d}.g0001 at step {first.hashes[-1][0]}"]
+
+
+def test_the_newest_files_are_those_with_the_highest_numbers(tmp_path: Path) -> None:
+    train = imported()
+    for number in (8, 9, 10, 11):
+        (tmp_path / f"checkpoint_epoch_{number}.pt").touch()
+    (tmp_path / "checkpoint_epoch_best.pt").touch()
+    train.keep_newest(tmp_path, 3)
+    kept = ["checkpoint_epoch_10.pt", "checkpoint_epoch_11.pt", "checkpoint_epoch_9.pt", "checkpoint_epoch_best.pt"]
+    assert files(tmp_path) == kept
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    train, path = imported(), tmp_path / "folder" / "checkpoint_epoch_1.pt"
+    train.write_file(path, {"epoch": 1})
+    with pytest.raises(Exception, match="pickle"):
+        train.write_file(path, {"epoch": 2, "loss": lambda: 0})
+    assert torch.load(path) == {"epoch": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--save-every 0", "'0', expected epoch or a number of steps, 1 or more"),
+        ("--save-every epochs", "'epochs', expected epoch or a number of steps, 1 or more"),
+        ("--save-every epoch --checkpoint-dir s3://bucket/job", "expected a path"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(flags: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        imported().parse_args(shlex.split(flags))
+    assert expected in capsys.readouterr().err
+
+
+def test_checkpoint_dir_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = imported()
+    monkeypatch.setenv("ELASTIC_EXT_CHECKPOINT_DIR", "/of/the/agent")
+    monkeypatch.delenv("CHECKPOINT_DIR", raising=False)
+    assert train.parse_args([]).checkpoint_dir == "/of/the/agent"
+    monkeypatch.setenv("CHECKPOINT_DIR", "/mnt/shared/checkpoints")
+    assert train.parse_args([]).checkpoint_dir == "/mnt/shared/checkpoints"
+
+
+# ---------------------------------------------------------------- activations
+
+
+def test_activations_are_computed_again_and_the_gradients_are_the_same() -> None:
+    train = imported()
+    text = torch.randint(256, (4, 17))
+    gradients, calls = [], []
+    for flags in ([], ["--activation-checkpointing"]):
+        torch.manual_seed(0)
+        model = train.ByteTransformer(train.parse_args([*TINY, *flags]))
+        count: list[int] = []
+        model.blocks[0].norm1.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        model(text).backward()  # with dropout: both passes must draw alike
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        calls.append(len(count))
+    assert calls == [1, 2]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_accumulation_has_both_names() -> None:
+    assert imported().parse_args(["--gradient-accumulation-steps=4"]).accumulate == 4
+
+
+# ---------------------------------------------------------------- health
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_named_by_the_health_barrier_and_the_job_goes_on(tmp_path: Path) -> None:
+    """SIGSTOP, as on a host that does not answer any more. The file of epoch 1 is what all go on from."""
+    directory = tmp_path / "checkpoints"
+    flags = (*EPOCHS, "--epochs=2", "--health-every=2", "--health-timeout=3")
+    output = launch(agent(2, directory), directory, *flags, TRAIN_FAULT="stop:1:8")
+    assert output.status == 0, output.errors
+    assert "health barrier: rank 1 of 2 did not arrive within 3 s" in output.errors
+    assert output.resumed == [f"{directory}/checkpoint_epoch_1.pt at step 6"]
+    assert NUMBERED.findall(output.text) == ["1", "2"]
+
+
+@pytest.mark.long
+def test_a_run_of_other_data_is_refused(killed: tuple[Path, Output]) -> None:
+    output = launch([sys.executable], killed[0], *EPOCHS, "--seed=1")
+    assert output.status in REFUSED
+    assert "was trained on seed 0" in output.errors

@@ -176,6 +176,7 @@ def stored_at(directory: Path, step: int) -> str:
 # ---------------------------------------------------------------- saves on demand
 
 
+@pytest.mark.long
 def test_told_to_leave_no_step_is_lost(tmp_path: Path) -> None:
     """SIGTERM to the agent: saved at the step where the ranks were; the second run goes on from there."""
     directory = tmp_path / "checkpoints"

@@ -11,7 +11,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.failures.cuts import Reach, Silent
 from elastic_ext.rendezvous import drains, rounds
 from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
-from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
+from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
 
 
 def node(after=0, workers=2, **more):
@@ -195,6 +195,12 @@ FREED = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", released=Tr
 IS_OVER = {"state": State.BROKEN}
 THREE = {"a": node(), "b": node(), "c": node()}
 ABC = {"a": node(3), "b": node(3), "c": node(3)}
+KEPT = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", held=True),), drains_made=2)
+KEEP = Amend(KEPT, "node a cannot be spared now, and will have to save again before leaving")
+ASK_AGAIN = Amend(
+    dataclasses.replace(ASKED, drains=(Drain("a", "a", 3, "fan"),), drains_made=3),
+    "a node that was to leave can be spared now: it saves again first",
+)
 LEAVE = Release(("a",), "node a may leave: fan")
 
 
@@ -204,7 +210,9 @@ LEAVE = Release(("a",), "node a may leave: fan")
         (view(ASKED, THREE, "abc"), Wait("running")),
         (view(ASKED, {**THREE, "a": node(drained=1)}, "abc"), LEAVE),
         (view(ASKED, {**THREE, "a": node(drained=1, done=3)}, "abc"), Wait("running")),  # the job is about to end
-        (view(ASKED, {"a": node(drained=1), "b": node()}, "ab"), Wait("running")),  # the others would be too few
+        (view(ASKED, {"a": node(drained=1), "b": node()}, "ab"), KEEP),  # the others would be too few
+        (view(KEPT, {"a": node(drained=1), "b": node()}, "ab"), Wait("running")),
+        (view(KEPT, {"a": node(drained=1), "b": node(), "c": node()}, "ab"), ASK_AGAIN),
         (view(ASKED, {"b": node(), "c": node(), "a": node()}, "bc"), LEAVE),  # a spare: at once, and it does not join first
         (view(ASKED, {"b": node(), "c": node()}, "bc"), LEAVE),  # it is gone: the host is refused all the same
         (view(FREED, THREE, "abc"), End(State.BROKEN, "node a drained: fan")),

@@ -180,6 +180,7 @@ def resumptions(job: Job) -> list[str]:
     return re.findall(r"resuming from (\S+), step", job.err)
 
 
+@pytest.mark.long
 def test_in_place_it_resumes_from_the_nodes_own_disks(nodes, tmp_path):
     """With nothing in the remote directory: what is read is local, and from the other node what the other has written."""
     jobs = [nodes.start(name, 14, *SHORT, ELASTIC_EXT_COPY_MB_S=NO_COPIES, **IMPATIENT) for name in "ab"]

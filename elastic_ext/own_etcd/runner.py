@@ -19,9 +19,9 @@ from elastic_ext.own_etcd.member import Member, Seat
 logger = logging.getLogger(__name__)
 
 # Whether the others already run: a member that serves answers a handshake in milliseconds. All hosts begin at the same time, so
-# usually nobody is there yet; this is then the price.
+# usually nobody is there yet; this is then the price. It is for the handshake, too: a member listens from its start on, but answers
+# only once there is a leader, which may need this very member.
 PROBE_S = 0.3
-HANDSHAKE_S = 3.0  # who listens may be busy: a host that has lost its data must not take it for nobody
 
 
 class MemberFailed(ElasticExtError):
@@ -127,7 +127,7 @@ class MemberRunner:
         context.load_cert_chain(self._files.cert, self._files.key)
         try:
             with socket.create_connection((host, self._job.plan.client_port), PROBE_S) as plain:
-                plain.settimeout(HANDSHAKE_S)
+                plain.settimeout(PROBE_S)
                 with context.wrap_socket(plain, server_hostname=host):
                     return True
         except OSError:

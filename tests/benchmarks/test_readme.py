@@ -124,6 +124,11 @@ def scrape_load(record: dict[str, Any]) -> Rows:
     yield ["storm / control", f"{record['ratio']:.3f}", "", "", ""]
 
 
+def own_etcd(record: dict[str, Any]) -> Rows:
+    for row, sides in record["rows"].items():
+        yield [row, seconds(sides["running"]), seconds(sides["own"]), seconds(record["more_s"][row])]
+
+
 def verdict(record: dict[str, Any]) -> Rows:
     for name, side in record["sides"].items():
         yield [name, seconds(side["verdict_s"]), seconds(side["gone_s"]), " ".join(side["codes"])]
@@ -157,7 +162,10 @@ def checkpoints(record: dict[str, Any]) -> Rows:
 
 TABLES: dict[str, Callable[[dict[str, Any]], Rows]] = {
     **{table.__name__: table for table in (restart_reliability, restart, node_loss, hangs, rendezvous)},
-    **{table.__name__: table for table in (steady_state, overhead, scrape_load, verdict, code_bug_waste, classification)},
+    **{
+        table.__name__: table
+        for table in (steady_state, overhead, scrape_load, own_etcd, verdict, code_bug_waste, classification)
+    },
     **{table.__name__: table for table in (checkpoint_stall, checkpoints)},
 }
 

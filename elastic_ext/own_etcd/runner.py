@@ -19,7 +19,7 @@ from elastic_ext.own_etcd.member import Member, Seat
 logger = logging.getLogger(__name__)
 
 # Whether the others already run: a member that serves answers a handshake in milliseconds. All hosts begin at the same time, so
-# usually nobody is there yet; this is then the price. It is for the handshake, too: a member listens from its start on, but answers
+# usually nobody is there yet; this is then the price. So for the handshake: a member listens from its start on, but answers
 # only once there is a leader, which may need this very member.
 PROBE_S = 0.3
 

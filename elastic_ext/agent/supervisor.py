@@ -120,7 +120,8 @@ class Supervisor(TorchAgent):
         except JobDone as done:
             exits.set_succeeded()
             logger.info("%s; nothing is left to do on this node", done)
-            ranks = (worker.global_rank for worker in self._worker_group.workers)  # torch wants a value for each; -1: never started
+            # Torch wants a value for each worker. -1: never started.
+            ranks = (worker.global_rank for worker in self._worker_group.workers)
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         except BadCheckpoints as error:
             return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))

@@ -161,7 +161,13 @@ def name_of(index: int) -> str:
 
 @contextmanager
 def pods(
-    tmp_path: Path, spec: Manifest, count: int, spares: int, options: tuple[str, ...], environ: Mapping[str, str], **more: tuple[str, ...]
+    tmp_path: Path,
+    spec: Manifest,
+    count: int,
+    spares: int,
+    options: tuple[str, ...],
+    environ: Mapping[str, str],
+    **more: tuple[str, ...],
 ) -> Iterator[Pods]:
     """spares: how many pods may be replaced, each on a host that was not used before."""
     with network(count + spares) as made, ExitStack() as stack:

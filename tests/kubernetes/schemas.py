@@ -1,7 +1,7 @@
 """Strict checks of manifests against what the projects themselves publish: a field that no schema knows is an error.
 
 Core kinds: the JSON schemas of Kubernetes in kubernetes-validate 1.37.0, in its strict form. JobSet, TrainJob and runtimes: the
-models of kubeflow-trainer-api 2.1.0 and 2.3.0 (with those of JobSet 0.10 and 0.12), which drop an unknown field without a word, so
+models of kubeflow-trainer-api 2.1.0 and 2.3.0 (with those of JobSet 0.10 and 0.12), which drop an unknown field without a word:
 the round trip must give back what went in. PyTorchJob: the models of kubeflow-training 1.9.4.
 """
 

@@ -108,6 +108,7 @@ def with_strange_fields(manifest: Manifest) -> Iterator[Manifest]:
         yield changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain/job.yaml", "base/etcd.yaml", "training-operator/workers-only.yaml"])
 def test_a_strange_field_is_found_wherever_it_is(name):
     for manifest in documents(KUBERNETES / name):
@@ -118,6 +119,7 @@ def test_a_strange_field_is_found_wherever_it_is(name):
         assert missed == []
 
 
+@pytest.mark.long
 def test_a_strange_field_of_trainer_is_found_wherever_it_is():
     for name, old in (("t5-large.yaml", True), ("runtime-2.2.yaml", False)):
         (manifest,) = of_operators((name,))
@@ -181,9 +183,8 @@ def pod_specs() -> Iterator[tuple[str, Manifest]]:
     for path in files():
         for manifest in documents(path):
             for each in mappings(manifest):
-                if "containers" in each and "restartPolicy" in each | {"restartPolicy": manifest["kind"] == "PyTorchJob"}:
-                    if manifest["kind"] in ("Job", "JobSet", "ClusterTrainingRuntime", "PyTorchJob"):
-                        yield path.name, each
+                if "containers" in each and manifest["kind"] in ("Job", "JobSet", "ClusterTrainingRuntime", "PyTorchJob"):
+                    yield path.name, each
 
 
 def environment(pod: Manifest) -> Mapping[str, object]:
@@ -195,11 +196,14 @@ def test_settings_are_those_that_the_program_knows():
     from elastic_ext.base import settings
 
     for name, pod in pod_specs():
-        plain = {key: value for key, value in environment(pod).items() if isinstance(value, str) and key.startswith("ELASTIC_EXT_")}
+        plain = {
+            key: value for key, value in environment(pod).items() if isinstance(value, str) and key.startswith("ELASTIC_EXT_")
+        }
         settings.read({}, plain)
-        assert int(str(plain.get("ELASTIC_EXT_PLATFORM_GRACE", pod["terminationGracePeriodSeconds"]))) == pod[
-            "terminationGracePeriodSeconds"
-        ], name
+        assert (
+            int(str(plain.get("ELASTIC_EXT_PLATFORM_GRACE", pod["terminationGracePeriodSeconds"])))
+            == pod["terminationGracePeriodSeconds"]
+        ), name
 
 
 def test_a_new_pod_is_not_taken_for_the_one_that_was_refused():

@@ -88,6 +88,7 @@ def operator(server: EtcdServer, **more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_an_elastic_policy_with_etcd(tmp_path, server):
     done = pods(tmp_path, TORCHRUN, operator(server), operator(server))
     found = workers(done)

@@ -1,4 +1,4 @@
-"""`pod_api` in real jobs: a server as the API server is, with recorded pods, the account where a pod has it, and all its moods."""
+"""`pod_api` in real jobs: a server as the API server is, with recorded pods, the account where a pod has it, and its moods."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def api(tmp_path: Path) -> Iterator[ApiServer]:
 
 # In a mount namespace of its own, the account lies where Kubernetes mounts it.
 IN_POD = """
-mount -t tmpfs none /run && mkdir -p /run/secrets/kubernetes.io && cp -r "$0" /run/secrets/kubernetes.io/serviceaccount && exec "$@"
+mount -t tmpfs none /run && mkdir -p /run/secrets/kubernetes.io &&
+cp -r "$0" /run/secrets/kubernetes.io/serviceaccount && exec "$@"
 """
 
 

@@ -81,7 +81,7 @@ def test_a_budget_that_is_spent_ends_all(tmp_path):
 
 @pytest.mark.long
 def test_without_etcd_the_first_pod_takes_the_store_with_it(tmp_path):
-    """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other pod
+    """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other
     cannot go on without the old one: it leaves with 75 and is replaced too. Then all begin again, with a full budget.
     """
     options = ("--rdzv-backend=ext_c10d", "--nnodes=2", "--max-restarts=3")

@@ -1,0 +1,128 @@
+"""What the jobs stand on: the commands of the README on a real etcd, the image's layer of pip, and that no file is forgotten."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.etcd_server import Certificates, EtcdServer, distro_binary
+from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Job
+from tests.programs import needs
+
+KUBERNETES = ROOT / "entrypoints" / "kubernetes"
+README = (KUBERNETES / "README.md").read_text()
+COMMANDS = [
+    line.removeprefix("$ ") for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
+]
+
+
+class ScriptCertificates(Certificates):
+    """Those of etcd-certificates.sh."""
+
+
+def test_each_file_is_in_the_readme():
+    for path in KUBERNETES.rglob("*"):
+        if path.is_file() and path.name != "README.md":
+            shown = path.parent.name if path.parent.name == "chaos" else path.name
+            assert shown in README, path
+
+
+def test_commands_name_files_that_are_there():
+    for command in COMMANDS:
+        for word in shlex.split(command, comments=True):
+            if re.search(r"\.(yaml|sh)$", word):
+                assert (KUBERNETES / word).is_file(), command
+
+
+def test_the_address_in_the_runtimes_is_that_of_the_etcd():
+    _, _, statefulset = yaml.safe_load_all((KUBERNETES / "base" / "etcd.yaml").read_text())
+    (container,) = statefulset["spec"]["template"]["spec"]["containers"]
+    (cluster,) = (each for each in container["command"] if each.startswith("--initial-cluster="))
+    members = re.findall(r"https://([\w.-]+):2380", cluster)
+    assert len(members) == statefulset["spec"]["replicas"] == 3
+    for name in ("runtime-2.1.yaml", "runtime-2.2.yaml"):
+        assert ",".join(f"{member}:2379" for member in members) in (KUBERNETES / "trainer" / name).read_text()
+
+
+@pytest.mark.long
+def test_the_commands_for_users_make_an_etcd_that_a_job_can_use(tmp_path):
+    """Certificates by the script, users by the commands of the README; then a job with the settings of the manifests."""
+    needs("openssl")
+    made = tmp_path / "certificates"
+    subprocess.run([KUBERNETES / "base" / "etcd-certificates.sh", made], check=True, capture_output=True)
+    assert sorted(path.name for path in made.iterdir() if path.suffix in (".crt", ".key")) == [
+        *("ca.crt", "ca.key", "server.crt", "server.key"),
+    ]
+    with EtcdServer(tmp_path / "etcd", certificates=ScriptCertificates(made)) as server:
+        endpoint = f"https://localhost:{server.client_port}"
+        for command in COMMANDS:
+            _, etcdctl, words = command.partition(" -- etcdctl ")
+            if etcdctl:
+                words = words.replace("/certificates/ca.crt", str(made / "ca.crt"))
+                subprocess.run(
+                    [distro_binary("etcdctl"), f"--endpoints={endpoint}", *shlex.split(words)],
+                    check=True,
+                    capture_output=True,
+                    env={**os.environ, "ETCDCTL_API": "3"},
+                )
+        options = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint=localhost:{server.client_port}", "--rdzv-id=job"]
+        user = {"ELASTIC_EXT_ETCD_CA": str(made / "ca.crt"), "ELASTIC_EXT_ETCD_USER": "elastic-ext"}
+        with Job(
+            [*TORCHRUN, *options, SCRIPTS / "pet_job.py"], tmp_path, **user, ELASTIC_EXT_ETCD_PASSWORD="JOB-PASSWORD"
+        ) as job:
+            done = job.finish()
+        assert done.returncode == 0, done.err
+        assert "pet 0 1" in done.out
+        with Job([*TORCHRUN, *options, SCRIPTS / "pet_job.py"], tmp_path, **user, ELASTIC_EXT_ETCD_PASSWORD="wrong") as job:
+            assert job.finish().returncode != 0
+
+
+def dockerfile() -> list[str]:
+    """Its instructions, each on one line."""
+    text = re.sub(r"\\\n\s*", "", (KUBERNETES / "Dockerfile").read_text())
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_dockerfile():
+    instructions = dockerfile()
+    assert {line.split()[0] for line in instructions} <= {"ARG", "FROM", "RUN", "USER", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert [line for line in instructions if line.startswith("FROM")] == ["FROM ${BASE}"]
+    user = instructions.index("USER 1000")
+    assert not any(line.startswith("RUN") for line in instructions[user:]), "nothing runs as root after it"
+    (copied,) = (line.split()[2] for line in instructions if line.startswith("COPY"))
+    assert (ROOT / copied).is_file()
+
+
+@pytest.mark.long
+def test_the_layer_of_pip_installs_from_the_wheel_alone_and_runs_as_nobody_on_a_read_only_root(tmp_path):
+    """The dependencies are there, as in an image that has them; no index is asked."""
+    wheels = tmp_path / "wheels"
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT], check=True, cwd=tmp_path)
+    (wheel,) = wheels.iterdir()
+    assert wheel.stat().st_size < 1 << 20, "more than a ConfigMap holds"
+    (layer,) = (line for line in dockerfile() if "pip install" in line)
+    words = shlex.split(layer.partition("python -m ")[2].replace("${PIP_OPTIONS}", "--no-index").replace("${EXTRAS}", "web"))
+    words = [word.replace("/wheels", str(wheels)) for word in words]
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", *words, "--no-deps", "--target", site], check=True, capture_output=True, cwd=tmp_path)
+    script = tmp_path / "job.py"
+    script.write_text("import os, elastic_ext; print('in', elastic_ext.__file__, os.getuid())")
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(0o755)
+    read_only = (
+        'mount -o remount,bind,ro / && mount -t tmpfs none /dev/shm && cd / && exec setpriv --reuid=1000 --clear-groups "$@"'
+    )
+    command = ["unshare", "--mount", "--propagation=private", "sh", "-c", read_only, "sh", *TORCHRUN]
+    environ = {"PYTHONPATH": str(site), "TMPDIR": "/dev/shm", "PYTHONDONTWRITEBYTECODE": "1", "PET_RDZV_BACKEND": "ext_c10d"}
+    with Job([*command, "--rdzv-endpoint=localhost:0", script], tmp_path, **environ) as job:
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert f"in {Path(site)}/elastic_ext/__init__.py 1000" in done.out

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
@@ -65,6 +66,14 @@ def install(preset: str) -> None:
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
+
+
+def succeeded_without(group: WorkerGroup, done: Exception) -> RunResult:
+    """Note that the job has succeeded while this node waited; return what torch's launcher takes for that."""
+    set_succeeded()
+    logger.info("%s; nothing is left to do on this node", done)
+    ranks = (worker.global_rank for worker in group.workers)  # torch wants a value for each; -1: never started
+    return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
 
 def set_succeeded() -> None:

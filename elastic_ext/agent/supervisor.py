@@ -118,11 +118,7 @@ class Supervisor(TorchAgent):
         except JobStopped as stopped:
             return self._stop_for(stopped.verdict)
         except JobDone as done:
-            exits.set_succeeded()
-            logger.info("%s; nothing is left to do on this node", done)
-            # Torch wants a value for each worker. -1: never started.
-            ranks = (worker.global_rank for worker in self._worker_group.workers)
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+            return exits.succeeded_without(self._worker_group, done)
         except BadCheckpoints as error:
             return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))
         except (NodeUnfit, OSError) as error:
@@ -284,8 +280,6 @@ class Supervisor(TorchAgent):
     def _running(self) -> RunningRound:
         assert self._round is not None, "between two rounds"
         return self._round
-
-    # Metrics.
 
     def _progress(self) -> list[WorkerProgress]:
         """Return the rows of the metrics. The threads of the metrics server call this."""

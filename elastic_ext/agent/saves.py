@@ -18,6 +18,7 @@ from enum import Enum
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
+from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup
@@ -186,7 +187,9 @@ class SaveOnDemand(Companion):
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
             self._thread = threading.Thread(target=self._acknowledge, name="elastic_ext-save", daemon=True)
-            self._thread.start()
+            with held() as told:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+                self._thread.start()
+            raise_again(told)
 
     def _acknowledge(self) -> None:
         store = None

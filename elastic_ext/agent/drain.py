@@ -17,6 +17,8 @@ from elastic_ext.agent.saves import SaveOnDemand, SaveResult
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery
+from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.rendezvous.handler import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
 
@@ -82,18 +84,52 @@ def plan(seen: Seen) -> Plan:
 
 @dataclass(frozen=True)
 class Published:
-    """The newest complete checkpoint in `checkpoint_dir`; path "": none. step: None if unknown."""
+    """The newest complete checkpoint in `checkpoint_dir`, and what else lies there.
+
+    Attributes:
+        path: "": there is none.
+        step: None if unknown.
+        version: tells it from others of the same path: some scripts write each checkpoint to the same file.
+        lies_there: path and version of all that may be checkpoints, but for those that are incomplete or damaged.
+    """
 
     path: str = ""
     step: int | None = None
+    version: float | None = None
+    lies_there: frozenset[tuple[str, float | None]] = frozenset()
 
 
 def published(settings: Settings) -> Published:
     """Look for it. It may take as long as the storage does."""
     if settings.checkpoint_dir is None:
         return Published()
-    newest = discovery.newest_complete(settings.checkpoint_dir, discovery.Wanted(pattern=settings.checkpoint_pattern)).resume
-    return Published(newest.path, newest.step) if newest is not None else Published()
+    storage = open_storage(settings.checkpoint_dir)
+    choice = discovery.newest_in(storage, discovery.Wanted(pattern=settings.checkpoint_pattern))
+    entries = discovery.candidates(discovery.list_entries(storage), settings.checkpoint_pattern, detect.plugins())
+    # The time of a directory tells of its names, not of its content: writers of directories give each a name of its own.
+    versions = {entry.path: None if entry.is_dir else entry.mtime for entry in entries}
+    passed_over = {each.path for each in choice.passed_over}
+    lies_there = frozenset(each for each in versions.items() if each[0] not in passed_over)
+    newest = choice.resume
+    return (
+        Published(lies_there=lies_there)
+        if newest is None
+        else Published(newest.path, newest.step, versions.get(newest.path), lies_there)
+    )
+
+
+def is_new(first: Published, newest: Published, goal: int | None) -> bool:
+    """Return whether a checkpoint has been published since the first look: one of the step `goal`, if given, or a later one.
+
+    One that lay there at first is not new: it is the newest again where a later one was deleted. Steps alone cannot tell, since
+    those of some scripts begin anew with each epoch: a new checkpoint of a step before the first look's is of a later epoch.
+    """
+    if newest.path == "" or (newest.path, newest.version) in first.lies_there:
+        return False
+    if goal is None or newest.step is None:
+        return True
+    begins_anew = first.step if first.step is not None else 0
+    return (newest.step < begins_anew, newest.step) >= (goal < begins_anew, goal)
 
 
 class Directory:
@@ -122,14 +158,9 @@ class Directory:
                 self._on_look()
             self._closed.wait(POLL_S)
 
-    def newer_than(self, step: int | None) -> bool:
-        """Return whether there is a new checkpoint, of this step or a later one. step: None for any."""
-        first, newest = self.first, self.newest
-        if first is None or newest is None or newest.path in ("", first.path):
-            return False
-        if first.step is not None and newest.step is not None and newest.step <= first.step:
-            return False  # the first one was deleted: an older one is the newest now
-        return step is None or newest.step is None or newest.step >= step
+    def has_new(self, goal: int | None) -> bool:
+        """Return whether there is a new checkpoint, of the step `goal` or a later one. goal: None for any."""
+        return self.first is not None and self.newest is not None and is_new(self.first, self.newest, goal)
 
     def close(self) -> None:
         """Look no more. Does not wait: a storage may hang, and the look that is under way changes nothing."""
@@ -166,7 +197,7 @@ class _UnderWay:
             self.goal = saved_at
         if self.directory is None or (saved_at is not None and self.goal is None):
             return False
-        return self.directory.newer_than(self.goal)
+        return self.directory.has_new(self.goal)
 
     def step(self, workers: LocalWorkers) -> int | None:
         """Return the step of the newest checkpoint; None if unknown."""

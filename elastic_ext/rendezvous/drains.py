@@ -154,15 +154,20 @@ def held(header: Header, nodes: Mapping[str, Node], running: Collection[str], mi
     Call after `may_go`, which lets go all that can. Args: see there.
     """
     spare = len(set(nodes) - released(header)) - min_nodes
-    made, after = header.drains_made + 1, []
-    for drain in header.drains:
-        if not drain.released and drain.node in running:
-            if drain.held and spare > 0:
-                drain, spare = replace(drain, held=False, number=made), spare - 1
-            elif not drain.held and spare <= 0 and _is_ready(drain, nodes):
-                drain = replace(drain, held=True)
-        after.append(drain)
-    return header if tuple(after) == header.drains else replace(header, drains=tuple(after), drains_made=made)
+    concerned = [each for each in header.drains if not each.released and each.node in running]
+    hold = {each.node for each in concerned if not each.held and spare <= 0 and _is_ready(each, nodes)}
+    promised = sum(not each.held for each in concerned)  # to nodes that are saving
+    again = [each.node for each in concerned if each.held][: max(0, spare - promised)]
+    if not hold and not again:
+        return header
+    made = header.drains_made + 1
+
+    def changed(drain: Drain) -> Drain:
+        if drain.node in again:
+            return replace(drain, held=False, number=made)
+        return replace(drain, held=True) if drain.node in hold else drain
+
+    return replace(header, drains=tuple(map(changed, header.drains)), drains_made=made)
 
 
 def release(header: Header, ids: Collection[str], nodes: Mapping[str, Node]) -> Header:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
+
 from elastic_ext.agent import drain
-from elastic_ext.agent.drain import DrainWatch, Published
+from elastic_ext.agent.drain import DrainWatch, Published, is_new
 from elastic_ext.base.settings import Settings
 from elastic_ext.rendezvous.round_records import Drain
 
@@ -16,7 +21,7 @@ class Node:
     """A node with `local_dir` that is to leave, of which the test tells what its worker and the copier do."""
 
     def __init__(self, monkeypatch: Any) -> None:
-        self.holds = Published("/c/0", 0)
+        self.holds = Published("/c/0", 0, lies_there=frozenset({("/c/0", None)}))
         self.went: list[int | None] = []
         self._look = threading.Event()
         monkeypatch.setattr(drain, "POLL_S", 0.001)
@@ -73,10 +78,66 @@ def test_a_script_that_tells_of_no_save_leaves_with_the_next_copy(monkeypatch):
     node.close()
 
 
-def test_without_the_newest_checkpoint_the_one_before_is_not_a_new_one(monkeypatch):
-    """Somebody has deleted it: what is the newest then is older than the request."""
-    directory = drain.Directory(lambda: Published(), lambda: None)
-    directory.close()
-    for first, newest, newer in [(30, 20, False), (30, 40, True), (30, 30, False), (None, 20, True), (30, None, True)]:
-        directory.first, directory.newest = Published("/c/first", first), Published("/c/newest", newest)
-        assert directory.newer_than(None) is newer, (first, newest)
+class Files:
+    """A checkpoint_dir whose files the test writes and deletes; each is younger than those before it."""
+
+    def __init__(self, folder: Path, pattern: str = "") -> None:
+        self.folder, self.settings = folder, Settings(checkpoint_dir=str(folder), checkpoint_pattern=pattern)
+        self._written = 0
+
+    def look(self) -> Published:
+        return drain.published(self.settings)
+
+    def write(self, name: str) -> None:
+        torch.save({"weight": torch.zeros(1)}, self.folder / f".{name}")
+        self._written += 1
+        os.utime(self.folder / f".{name}", (self._written, self._written))
+        (self.folder / f".{name}").rename(self.folder / name)
+
+
+def test_a_checkpoint_that_lay_there_is_not_new_when_a_later_one_is_deleted(tmp_path):
+    files = Files(tmp_path)
+    files.write("model_20.pt")
+    files.write("model_30.pt")
+    first = files.look()
+    assert not is_new(first, files.look(), None)
+    (tmp_path / "model_30.pt").unlink()
+    assert not is_new(first, files.look(), None)
+    files.write("model_40.pt")
+    assert is_new(first, files.look(), None)
+
+
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [("epoch_1_step_900.pt", "epoch_2_step_5.pt"), ("model_latest.pt", "model_latest.pt"), ("", "model_1.pt")],
+)
+def test_a_checkpoint_is_new_whatever_its_step(tmp_path, before, later):
+    files = Files(tmp_path)
+    if before:
+        files.write(before)
+    first = files.look()
+    assert not is_new(first, files.look(), None)
+    files.write(later)
+    assert is_new(first, files.look(), None)
+
+
+def test_a_checkpoint_that_is_complete_only_now_is_new(tmp_path):
+    files = Files(tmp_path)
+    files.write("model_20.pt")
+    (tmp_path / "model_30.pt").write_bytes(b"PK\x03\x04 half")
+    first = files.look()
+    assert not is_new(first, files.look(), None)
+    files.write("model_30.pt")
+    assert is_new(first, files.look(), None)
+
+
+@pytest.mark.parametrize(
+    ("first", "goal", "copied", "new"),
+    [
+        *[(0, 20, 10, False), (0, 20, 20, True), (0, 20, 30, True), (0, None, 10, True), (0, 20, None, True)],
+        *[(800, 900, 850, False), (800, 900, 5, True)],  # 5 is of the next epoch
+        *[(800, 5, 900, False), (800, 5, 4, False), (800, 5, 5, True), (None, 5, 5, True)],
+    ],
+)
+def test_which_copy_is_late_enough(first, goal, copied, new):
+    assert is_new(Published("/c/first", first), Published("/c/copied", copied), goal) is new

@@ -165,3 +165,12 @@ def test_nobody_is_held_who_can_go_or_has_nothing_saved():
     held = dataclasses.replace(header, drains=tuple(dataclasses.replace(each, held=True) for each in header.drains))
     after = drains.held(held, dict.fromkeys(NODES, node(1, 40)), NODES, 3)
     assert [each.held for each in after.drains] == [False, True]  # one can be spared, not both
+
+
+def test_a_place_that_was_promised_to_one_node_is_not_promised_to_another():
+    """Else the second one saves for nothing."""
+    header = drained(NODES[0], NODES[1])
+    held = dataclasses.replace(header, drains=tuple(dataclasses.replace(each, held=True) for each in header.drains))
+    nodes = dict.fromkeys(NODES, node(1, 40))
+    after = drains.held(held, nodes, NODES, 3)
+    assert drains.held(after, nodes, NODES, 3) is after

@@ -182,7 +182,7 @@ def _options(tls: Tls | None) -> list[tuple[str, Any]]:
     return [*CHANNEL_OPTIONS, *name]
 
 
-CONNECTIONS = 2  # at least: while one stands still because its link loses packets, another does not (see `race`)
+CONNECTIONS = 3  # at least: while one or two stand still because their link loses packets, another does not (see `race`)
 
 
 class Endpoints:

@@ -33,7 +33,7 @@ SPARE_SHARE = 0.5
 def ask(caller: Caller, what: str, send: Callable[[Any], T], *, timeout_s: float | None, leader: bool = True) -> T:
     """Return the answer to a call that may be carried out twice. Args and errors: see `Caller.call`.
 
-    Several endpoints share its time one after the other. A lone one has all of it, on both of its connections.
+    Several endpoints share its time one after the other. A lone one has all of it, on two of its connections.
     """
     if len(caller.endpoints.endpoints) > 1:
         return caller.call(what, send, repeatable=True, timeout_s=timeout_s, leader=leader)

@@ -20,6 +20,7 @@ from tests.programs import needs
 from tests.prometheus_server import MONITORING, PrometheusServer, file_sd
 
 ENDS = "|_total|_sum|_count|_bucket|_info"
+ENDED = "agent:elastic_ext_ended_timestamp_seconds:labelled"
 RECORDED = re.compile(r"\b(?:agent|worker|run|run_state):\w+:\w+")
 
 
@@ -73,6 +74,7 @@ class Nodes:
         self.saving.touch()
         self.sd.mkdir()
         conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=0,lease_ttl=4,hang_timeout=4,last_call=1,stop_grace=2"
+        conf += ",metrics_linger=10"
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd}", "--rdzv-id=night", "--nnodes=2:3", "--nproc-per-node=1"]
         self.command = [*AGENT, *where, "--max-restarts=3", f"--rdzv-conf={conf}", str(SCRIPTS / "monitored_job.py")]
         self.jobs: dict[str, Job] = {}
@@ -149,6 +151,7 @@ def test_a_night_of_a_job_is_seen(tmp_path):
         seen.wait_for('ALERTS{alertname="CheckpointStale", alertstate="firing"}', lambda found: not found)
         nodes.finish.touch()
         assert [nodes.jobs[name].finish().returncode for name in ("n0", "n3")] == [0, 0]
+        seen.wait_for(f"last_over_time({ENDED}[1h])", lambda found: len(found) >= 2)  # both have lingered
         seen.wait_for("run:elastic_ext_agents:count", lambda found: not found)
         complaints = [line for line in seen.log.splitlines() if re.search("level=(warn|error)", line)]
         assert complaints == []
@@ -171,7 +174,8 @@ def look(seen: PrometheusServer) -> None:
     for rule in rules("alert_rules.yml"):
         seen.query(rule["expr"])
         for record in RECORDED.findall(rule["expr"]):
-            wanted[f"{rule['alert']}: {record}"] = f"last_over_time({record}[1h])"
+            if record != ENDED:  # an agent that is told to leave does not linger
+                wanted[f"{rule['alert']}: {record}"] = f"last_over_time({record}[1h])"
     for what, expr in wanted.items():
         assert seen.wait_for(expr, timeout_s=30), what  # the newest workers have made only a few steps
     runs = seen.query("count by (run_id) (agent:elastic_ext_agent_state:labelled)")

@@ -190,7 +190,7 @@ def test_no_more_threads_cost_no_lease(server: EtcdServer, monkeypatch: pytest.M
 
 def test_answers_that_arrive_together_move_nobody(client: EtcdClient):
     """As after a pause of etcd. To use another connection would break the watches' stream."""
-    first, _ = client._endpoints.from_current()
+    first, *_ = client._endpoints.from_current()
     turn = iter((first_asked := threading.Event(), threading.Event()))
     second_answered = threading.Event()
 

@@ -9,7 +9,13 @@ from typing import Protocol
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, Worker, WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 
 from elastic_ext.base.exchange import Exchange, SingleNode
 from elastic_ext.base.goodput import Shared, Spent
@@ -132,10 +138,14 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round; see `JobConnection.await_round` for the exceptions."""
         foreign_agent.warn_once(self)
-        with foreign_agent.closed_by_verdict(self):
-            while (info := self._next_round()) is None:
-                pass
-            return info
+        try:
+            with foreign_agent.closed_by_verdict(self):
+                while (info := self._next_round()) is None:
+                    pass
+                return info
+        except RendezvousTimeoutError:
+            self._job_continues = True  # others may wait for longer, and more may come
+            raise
 
     def _next_round(self) -> RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""

@@ -1,0 +1,336 @@
+"""The scenarios of "Slurm, Slinky, chaos tests" and of "Fault tolerance and elastic training", one test each, by these names.
+
+Real agents under stock torchrun, a real etcd, and `train_fsdp.py`, whose losses are those of an undisturbed run as long as every
+state that it resumes from is the one that it saved. More of the documents' scenarios: see entrypoints/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from tests.etcd_server import EtcdServer
+from tests.jobs import ROOT, TORCHRUN, Job, descendants, run, wait_gone
+from tests.lossy_network import DEVICE, LossyNetwork, Way
+from tests.programs import needs
+
+SCRIPT = ROOT / "entrypoints" / "train_fsdp.py"
+# Without dropout, the loss of a step does not depend on the number of ranks.
+TINY = shlex.split(
+    "--device cpu --dim 16 --layers 1 --heads 2 --seq-len 16 --global-batch 12 --data-mb 0.0011 --dropout 0 "
+    "--epochs 100000 --max-steps 100000 --log-every 1"
+)
+SAME = 1e-3  # relative: sums of other numbers of ranks are rounded otherwise, and some hundred steps carry that on
+SAVED = r"(?m)^saved "
+LOSS = re.compile(r"step (\d+) loss (\S+) \(")
+
+
+class Nodes:
+    """The agents of one job; each stands for a node. The first one that is started has rank 0 for as long as it lives."""
+
+    def __init__(self, folder: Path, etcd: str, stack: ExitStack) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        self.jobs: dict[str, Job] = {}
+        self._etcd, self._stack = etcd, stack
+
+    def start(self, name: str, nnodes: str, *flags: str, conf: str = "", inside: list[str] | None = None) -> Job:
+        """conf: more settings. inside: where it runs."""
+        conf = f"checkpoint_dir={self.checkpoints},lease_ttl=4,backoff=0,events_file={self.folder}/{name}.events,{conf}".rstrip(
+            ","
+        )
+        where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={self._etcd}", "--rdzv-id=job", f"--nnodes={nnodes}"]
+        launcher = [*(inside or []), *TORCHRUN, *where, "--max-restarts=5", f"--rdzv-conf=node_name={name},{conf}"]
+        command = [*launcher, str(SCRIPT), *TINY, f"--checkpoint-dir={self.checkpoints}", *flags]
+        variables = {"GLOO_SOCKET_IFNAME": DEVICE} if inside else {}
+        self.jobs[name] = self._stack.enter_context(Job(command, self.folder, **variables))
+        return self.jobs[name]
+
+    def start_all(self, names: str, nnodes: str, *flags: str, conf: str = "") -> Job:
+        """Return the one that has rank 0."""
+        first, *others = names
+        self.start(first, nnodes, *flags, conf=conf)
+        with EtcdClient(self._etcd) as client, client.watch_with_snapshot(JobKeys("job").nodes) as watch:
+            while not client.get_prefix(JobKeys("job").nodes).kvs:
+                assert watch.get(60) is not None
+        for name in others:
+            self.start(name, nnodes, *flags, conf=conf)
+        return self.jobs[first]
+
+    def lose(self, name: str) -> None:
+        """Kill all processes of a node."""
+        job = self.jobs.pop(name)
+        pids = descendants(job.process.pid)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+        assert wait_gone(pids) == []
+
+    def leave(self) -> None:
+        """Tell all to leave."""
+        for job in self.jobs.values():
+            job.process.terminate()
+        for job in self.jobs.values():
+            job.finish()
+
+    def worlds(self, name: str) -> list[int]:
+        """The world size of each round that a node has trained in."""
+        return [each["world_size"] for each in self.events(name, "round_started")]
+
+    def events(self, name: str, event: str) -> list[dict]:
+        lines = (self.folder / f"{name}.events").read_text().splitlines()
+        return [each for each in map(json.loads, lines) if each["event"] == event]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, server: EtcdServer) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, server.endpoint, stack)
+
+
+def losses(text: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in LOSS.findall(text)]
+
+
+def resumed(text: str) -> list[int]:
+    """The steps of the checkpoints that were resumed from."""
+    return [int(step) for step in re.findall(r"resumed from \S+ at step (\d+)", text)]
+
+
+def check_curve(text: str, folder: Path) -> list[int]:
+    """Check that each loss is that of an undisturbed run at the same step, that each round goes on where the checkpoint is that
+    it resumed from, and that none of its steps is missing. Return the steps of these checkpoints.
+    """
+    seen = losses(text)
+    last = max(step for step, _ in seen)
+    alone = run([sys.executable, str(SCRIPT), *TINY, f"--checkpoint-dir={folder}/alone", f"--stop-after-steps={last}"], folder)
+    assert alone.returncode == 0, alone.err
+    undisturbed = dict(losses(alone.out))
+    for step, loss in seen:
+        assert loss == pytest.approx(undisturbed[step], rel=SAME), step
+    rounds = [[step for step, _ in losses(part)] for part in text.split("resumed from ")]
+    begins = [0, *resumed(text)]
+    for begin, steps in zip(begins, rounds, strict=True):
+        assert steps == list(range(begin + 1, begin + 1 + len(steps)))
+    return begins[1:]
+
+
+@pytest.mark.long
+def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
+    """Hypothesis: 4 nodes become 3, and 4 again with a replacement, and the loss curve goes on as if nothing had happened.
+
+    Method: `--nnodes=3:4`; all processes of a node are killed; another node starts with the same command.
+    Observation: three rounds of 4, 3 and 4 ranks; each resumes, resharded, at the newest checkpoint; nothing is charged.
+    """
+    first = nodes.start_all("abcd", "3:4", "--save-every=10")
+    first.wait_for(SAVED, 2)
+    nodes.lose("c")
+    first.wait_for(r"resumed from", 1)
+    begun = losses(first.out)[-1][0]
+    first.wait_for(rf"step {begun + 25} loss")
+    nodes.start("e", "3:4", "--save-every=10")
+    first.wait_for(r"resumed from", 2)
+    first.wait_for(rf"step {losses(first.out)[-1][0] + 15} loss")
+    nodes.leave()
+    assert nodes.worlds("a") == [4, 3, 4]
+    begins = check_curve(first.out, nodes.folder)
+    assert len(begins) == 2
+    assert all(step % 10 == 0 and step >= 20 for step in begins)
+    assert not any(each["charged"] for each in nodes.events("a", "decision"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_delay_of_100_ms_between_workers(tmp_path: Path) -> None:
+    """Hypothesis: 100 ms between two hosts make training slow, and nothing else.
+
+    Method: two hosts and an etcd behind links of their own; from the first step on every packet takes 100 ms.
+    Observation: the same round trains on to the end; nothing restarts.
+    """
+    needs("ip")
+    with ExitStack() as stack:
+        network = stack.enter_context(LossyNetwork(["one", "two", "etcd"]))
+        nodes = behind(network, tmp_path, stack)
+        slow = ("--max-steps=20", "--save-every=10")
+        for name in ("one", "two"):
+            nodes.start(name, "2", *slow, inside=network.inside(name))
+        rank_0(nodes)
+        network.change({host: (Way(delay_s=0.1), Way()) for host in ("one", "two")})
+        done = [job.finish(200) for job in nodes.jobs.values()]
+        assert [each.returncode for each in done] == [0, 0], "".join(each.err for each in done)
+        assert [nodes.worlds(name) for name in nodes.jobs] == [[2], [2]]
+        assert [step for step, _ in losses("".join(each.out for each in done))] == list(range(1, 21))
+
+
+def behind(network: LossyNetwork, folder: Path, stack: ExitStack) -> Nodes:
+    etcd = EtcdServer(folder / "etcd", address=network.addresses["etcd"], inside=network.inside("etcd"))
+    return Nodes(folder, stack.enter_context(etcd).endpoint, stack)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
+    """Hypothesis: a link slower than the collectives' timeout ends the round cleanly; once it is mended, training goes on.
+
+    Method: every packet between two hosts takes 4 s, their collectives 3 s at most; after the first failure the link is mended.
+    Observation: the failure is logged as one of the network or a cascade, never of the code; no worker of the round is left; the
+    next round resumes from the newest checkpoint.
+    """
+    needs("ip")
+    with ExitStack() as stack:
+        network = stack.enter_context(LossyNetwork(["one", "two", "etcd"]))
+        nodes = behind(network, tmp_path, stack)
+        flags = ("--collective-timeout=3", "--save-every=10")
+        for name in ("one", "two"):
+            nodes.start(name, "2", *flags, inside=network.inside(name))
+        first = rank_0(nodes)
+        first.wait_for(SAVED)
+        workers = [pid for job in nodes.jobs.values() for pid in descendants(job.process.pid)]
+        network.change({"two": (Way(delay_s=4), Way())})
+        first.wait_for(r"(?i)timed? ?out|Connection closed by peer|reset by peer")
+        network.change({"two": (Way(), Way())})
+        first.wait_for(r"resumed from \S+ at step \d+")
+        first.wait_for(rf"step {losses(first.out)[-1][0] + 5} loss")
+        agents = {job.process.pid for job in nodes.jobs.values()}
+        left = [pid for pid in workers if pid not in agents and is_worker(pid)]
+        assert wait_gone(left) == []
+        nodes.leave()
+        assert len(check_curve(first.out, tmp_path)) == 1
+        kinds = {each["kind"] for name in nodes.jobs for each in nodes.events(name, "decision")}
+        assert kinds <= {"network", "hang", "cascade"}
+        assert kinds
+
+
+def rank_0(nodes: Nodes) -> Job:
+    """Wait for the first step; return the agent whose worker has told of it."""
+    while True:
+        for job in nodes.jobs.values():
+            try:
+                job.wait_for(r"step 1 loss", timeout_s=1)
+            except AssertionError:
+                continue
+            return job
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        return (
+            SCRIPT.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and b"TORCHELASTIC_RUN_ID" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.long
+def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
+    """Hypothesis: a job that trains does not need its control plane; it needs it again for the next failure.
+
+    Method: etcd is killed, and started again when many steps have been made without it; then a node is lost.
+    Observation: no restart while it is away; after that, the job goes on with the node that is left.
+    """
+    first = nodes.start_all("ab", "1:2", "--save-every=10")
+    first.wait_for(SAVED)
+    server.kill()
+    at = losses(first.out)[-1][0]
+    first.wait_for(rf"step {at + 300} loss")
+    server.start()
+    first.wait_for(rf"step {losses(first.out)[-1][0] + 50} loss")
+    assert nodes.worlds("a") == [2]
+    nodes.lose("b")
+    first.wait_for(r"resumed from")
+    first.wait_for(rf"step {losses(first.out)[-1][0] + 5} loss")
+    nodes.leave()
+    assert nodes.worlds("a") == [2, 1]
+    assert len(check_curve(first.out, nodes.folder)) == 1
+
+
+@pytest.mark.long
+def test_no_capacity_for_a_replacement(nodes: Nodes) -> None:
+    """Hypothesis: with too few nodes a job waits, and does not fall over; it trains on as soon as there is a replacement.
+
+    Method: of two nodes that are needed one is lost; after a while another one starts.
+    Observation: the node that is left runs no workers meanwhile, then resumes at the newest checkpoint.
+    """
+    first = nodes.start_all("ab", "2", "--save-every=10")
+    first.wait_for(SAVED)
+    nodes.lose("b")
+    while any(is_worker(pid) for pid in descendants(first.process.pid)):
+        assert first.process.poll() is None
+        assert wait_gone([pid for pid in descendants(first.process.pid) if is_worker(pid)]) == []
+    assert first.process.poll() is None
+    nodes.start("c", "2", "--save-every=10")
+    first.wait_for(r"resumed from")
+    first.wait_for(rf"step {losses(first.out)[-1][0] + 5} loss")
+    nodes.leave()
+    assert len(check_curve(first.out, nodes.folder)) == 1
+
+
+def test_nodes_that_give_up_waiting_leave_the_job_to_the_others(nodes: Nodes) -> None:
+    """Hypothesis: a node that has waited for too long asks its scheduler to start it again, and takes nobody along.
+
+    Method: of three nodes that are needed two are there, one of which waits for 5 s only; then two more start.
+    Observation: it ends with 75 and one clear line; the others train to the end.
+    """
+    flags = ("--max-steps=3",)
+    patient = nodes.start("b", "3", *flags, conf="join_timeout=100")
+    gives_up = nodes.start("a", "3", *flags, conf="join_timeout=5").finish()
+    assert gives_up.returncode == 75, gives_up.err
+    assert "no round was formed in 5 s (join_timeout)" in gives_up.err
+    assert patient.process.poll() is None
+    others = [patient, nodes.start("c", "3", *flags), nodes.start("d", "3", *flags)]
+    done = [each.finish() for each in others]
+    assert [each.returncode for each in done] == [0, 0, 0], "".join(each.err for each in done)
+
+
+@pytest.mark.long
+def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
+    """Hypothesis: after a power cut the same command is enough.
+
+    Method: all processes of all nodes are killed while they train; the same commands are run again.
+    Observation: the second run resumes at the newest checkpoint, and has the losses of a run that was never stopped.
+    """
+    first = nodes.start_all("ab", "2", "--save-every=10")
+    first.wait_for(SAVED, 2)
+    for name in ("a", "b"):
+        nodes.lose(name)
+    again = nodes.start_all("ab", "2", "--save-every=10")
+    again.wait_for(r"resumed from")
+    again.wait_for(LOSS.pattern, 5)
+    nodes.leave()
+    (step,) = check_curve(first.out + again.out, nodes.folder)
+    assert step >= 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grow_at", ["now", "checkpoint"])
+def test_a_node_joins(nodes: Nodes, grow_at: str) -> None:
+    """Hypothesis: a node that comes later joins the training that is under way, at once or at the next checkpoint.
+
+    Method: two nodes train; a third one starts; a checkpoint is saved every 10 steps.
+    Observation: a round of 2 ranks is followed by one of 3. With grow_at=checkpoint that is only once a checkpoint has been
+    saved after the node came, so at most what was trained since that one is trained again.
+    """
+    conf = f"grow_at={grow_at}"
+    first = nodes.start_all("ab", "2:3", "--save-every=10", conf=conf)
+    first.wait_for(SAVED)
+    came = losses(first.out)[-1][0]
+    nodes.start("c", "2:3", "--save-every=10", conf=conf)
+    first.wait_for(r"resumed from")
+    first.wait_for(rf"step {losses(first.out)[-1][0] + 5} loss")
+    nodes.leave()
+    assert nodes.worlds("a") == [2, 3]
+    (step,) = check_curve(first.out, nodes.folder)
+    assert step >= came if grow_at == "checkpoint" else step >= 10

@@ -160,6 +160,12 @@ class Settings:
         "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
         "checkpoint_dir in the background",
     )
+    max_rejoins: int = _setting(
+        20,
+        RESTARTS,
+        "ext_etcd: how often a host may join a job that is under way within an hour; if it comes once more it is refused, as it "
+        "restarts all nodes each time; -1: no limit",
+    )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_discovery_dir: str | None = _setting(

@@ -30,6 +30,7 @@ from elastic_ext.rendezvous.etcd.connection import JobConnection
 from elastic_ext.rendezvous.etcd.exchange import EtcdExchange
 from elastic_ext.rendezvous.etcd.goodput import EtcdGoodput, Place
 from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.late_joins import LateJoins
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.round_store import StoreConnector
 from elastic_ext.rendezvous.handler import EndKind, RoundEnd
@@ -102,7 +103,9 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         if own_etcd is not None:
             own_etcd.follow(self._participant.client)
         self.host, self.node_id = self._connection.host, self._connection.node_id
-        self._goodput = EtcdGoodput(self._participant.client, JobKeys(self._connection.run_id), self.host, self._place)
+        client, keys = self._participant.client, JobKeys(self._connection.run_id)
+        self._goodput = EtcdGoodput(client, keys, self.host, self._place)
+        self._late_joins = LateJoins(client, keys, self.host, settings.max_rejoins, settings.refuse_node)
         self._stores = StoreConnector(self._connection.changed, self.break_round)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
@@ -165,6 +168,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         if store is None:
             return None
         self._connection.enter_round(header, assignment)
+        self._late_joins.entered(header.round, self._participant.tasks)
         address = RendezvousStoreInfo(header.address, header.port)
         return RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 

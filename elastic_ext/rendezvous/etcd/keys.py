@@ -36,9 +36,12 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Written by the leader with the verdict, and counted by the leader.
     reports/ID      an observe.node_report.NodeReport, for people. Lease: node; of a job that has ended: job.
                     Written by that node when its state changes, else every 15 s. Read by whoever is asked for the job's status.
+    joins/HOST/ROUND  empty: with this round, that host joined a job that was under way. Lease: its own, of late_joins.WINDOW_S.
+                    Written and counted by that host's nodes.
     refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
-                    Written by the leader with the verdict, or as it lets a drained node go; deleted by `elastic-ext drain
-                    --undo`. Read by that host's nodes as they enter, and `elastic-ext explain`.
+                    Written by the leader with the verdict, or as it lets a drained node go, and by a node of a host that comes
+                    and goes; deleted by `elastic-ext drain --undo`. Read by that host's nodes as they enter, and `elastic-ext
+                    explain`.
 
 Leases:
 
@@ -98,6 +101,13 @@ class JobKeys:
 
     def charge(self, round_: int) -> str:
         return f"{self.charges}{round_}"
+
+    def joins(self, host: str) -> str:
+        """Return the prefix of the joins of one host."""
+        return f"{self.prefix}joins/{host}/"
+
+    def join(self, host: str, round_: int) -> str:
+        return f"{self.joins(host)}{round_}"
 
     def refusal(self, host: str) -> str:
         return self.refusals + host

@@ -1,0 +1,91 @@
+"""A host that joins a running job again and again, and restarts everybody each time, is refused after `max_rejoins` times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.etcd import EtcdClient
+from elastic_ext.rendezvous.etcd.keys import JobKeys
+from elastic_ext.rendezvous.etcd.late_joins import NO_LIMIT, WINDOW_S, Answer, LateJoins, decide
+from elastic_ext.rendezvous.etcd.tasks import HostRefused
+from tests.etcd_server import EtcdServer
+from tests.rendezvous.etcd.test_etcd_jobs import CONF, Nodes
+
+KEYS = JobKeys("job")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack)
+
+
+@pytest.mark.parametrize(
+    ("joins", "limit", "answer"),
+    [
+        *[(1, 20, Answer.NOTHING), (20, 20, Answer.NOTHING), (21, 20, Answer.REFUSE), (22, 20, Answer.LEAVE)],
+        *[(1, 0, Answer.REFUSE), (2, 0, Answer.LEAVE), (1000, NO_LIMIT, Answer.NOTHING)],
+    ],
+)
+def test_what_follows_from_a_join(joins: int, limit: int, answer: Answer) -> None:
+    assert decide(joins, limit).answer is answer
+
+
+class Tasks:
+    """Runs each task at once."""
+
+    def post(self, task) -> None:
+        task()
+
+    def run(self, task) -> None:
+        task()
+
+
+def test_only_a_node_that_was_not_in_the_round_before_is_counted(server: EtcdServer) -> None:
+    with EtcdClient(server.endpoint) as client:
+
+        def count() -> list[bytes]:
+            return [kv.key.rpartition(b"/")[2] for kv in client.get_prefix(KEYS.joins("n1")).kvs]
+
+        from_the_start = LateJoins(client, KEYS, "n1", 1, 60)
+        for round_ in (1, 2, 3):
+            from_the_start.entered(round_, Tasks())
+        assert count() == []
+        from_the_start.entered(5, Tasks())
+        assert count() == [b"5"]
+        LateJoins(client, KEYS, "n2", 1, 60).entered(5, Tasks())
+        from_the_start.entered(6, Tasks())
+        assert count() == [b"5"]
+        assert client.get(KEYS.refusal("n1")).kv is None
+        LateJoins(client, KEYS, "n1", 1, 60).entered(7, Tasks())
+        assert client.get(KEYS.refusal("n1")).kv is not None
+        with pytest.raises(HostRefused, match="joined the running job 3 times within 60 minutes"):
+            LateJoins(client, KEYS, "n1", 1, 60).entered(9, Tasks())
+        (lease,) = {kv.lease_id for kv in client.get_prefix(KEYS.join("n1", 5)).kvs}
+        assert WINDOW_S - 60 < client.lease_left_s(lease) <= WINDOW_S
+
+
+@pytest.mark.long
+def test_a_host_that_comes_and_goes_is_refused_and_the_job_goes_on(nodes: Nodes, server: EtcdServer) -> None:
+    steady = nodes.start("steady", server.endpoint, "1:2", conf=f"{CONF},max_rejoins=1,node_name=steady")
+    steady.wait_for('"world": 1')
+    conf = f"{CONF},max_rejoins=1,node_name=flapping"
+    for warned in (False, True):
+        job = nodes.start("flapping", server.endpoint, "1:2", conf=conf)
+        with EtcdClient(server.endpoint) as client, client.watch_with_snapshot(KEYS.joins("flapping")) as watch:
+            while len(client.get_prefix(KEYS.joins("flapping")).kvs) < 1 + warned:
+                assert watch.get(60) is not None
+        if warned:
+            job.wait_for("once it has left, this host may not come back")
+        job.process.terminate()
+        job.finish()
+    refused = nodes.start("flapping", server.endpoint, "1:2", conf=conf).finish()
+    assert refused.returncode == 69
+    assert "it has joined the running job 2 times within 60 minutes (max_rejoins=1)" in refused.err
+    assert steady.process.poll() is None
+    nodes.open_gate()
+    assert steady.finish().returncode == 0

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.files import write_whole
-from elastic_ext.base.printable import redacted
+from elastic_ext.base.printable import redacted, shown
 from elastic_ext.failures.policy import EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class FailuresWithCode(dict[int, ProcessFailure]):
 USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
 # Exceptions that end a job without a verdict.
 _ERROR_CODES = ((NodeRefused, EX_NODE), (RendezvousTimeoutError, EX_TRY_AGAIN), (RendezvousConnectionError, EX_TRY_AGAIN))
+
+# Of these the message says all; a traceback through torch's launcher would bury it.
+_ONE_LINE = (RendezvousTimeoutError, RendezvousConnectionError)
 
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.agent.__main__")  # as `python -m` names them
 
@@ -122,9 +125,11 @@ def _end_after_success() -> None:
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     global _succeeded
     _succeeded = False
-    if not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
-        _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     code = exit_code_of(error)
+    if isinstance(error, _ONE_LINE) and str(error):
+        print(shown(f"elastic_ext: {error}"), file=sys.stderr)
+    elif not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
+        _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     if code is not None:
         end(code)
 

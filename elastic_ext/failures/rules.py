@@ -291,6 +291,7 @@ TIER_3 = (
     _program("peer-gone", CASCADE, Response.FOLLOW, "a peer disappeared during a collective; the cause is elsewhere", "T",
          exceptions=_names("torch.distributed.DistBackendError DistBackendError"),
          texts=("watchdog caught collective operation timeout", "remote process exited or there was",
+                ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"))),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection),

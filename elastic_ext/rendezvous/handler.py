@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.goodput import Shared, Spent
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
 
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd"]
+
+JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node waits for a round (`join_timeout`), of so many nodes."""
+
+    timeout_s: float
+    min_nodes: int
+    max_nodes: int
+
+    @classmethod
+    def of(cls, params: RendezvousParameters) -> Patience:
+        return cls(float(params.config.get("join_timeout", JOIN_TIMEOUT_S)), params.min_nodes, params.max_nodes)
+
+    @property
+    def over(self) -> str:
+        """What the node says when it leaves."""
+        return (
+            f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
+            "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
+        )
 
 
 class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # torch's types are not checked

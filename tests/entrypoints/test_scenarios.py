@@ -279,23 +279,6 @@ def test_no_capacity_for_a_replacement(nodes: Nodes) -> None:
     assert len(check_curve(first.out, nodes.folder)) == 1
 
 
-def test_nodes_that_give_up_waiting_leave_the_job_to_the_others(nodes: Nodes) -> None:
-    """Hypothesis: a node that has waited for too long asks its scheduler to start it again, and takes nobody along.
-
-    Method: of three nodes that are needed two are there, one of which waits for 5 s only; then two more start.
-    Observation: it ends with 75 and one clear line; the others train to the end.
-    """
-    flags = ("--max-steps=3",)
-    patient = nodes.start("b", "3", *flags, conf="join_timeout=100")
-    gives_up = nodes.start("a", "3", *flags, conf="join_timeout=5").finish()
-    assert gives_up.returncode == 75, gives_up.err
-    assert "no round was formed in 5 s (join_timeout)" in gives_up.err
-    assert patient.process.poll() is None
-    others = [patient, nodes.start("c", "3", *flags), nodes.start("d", "3", *flags)]
-    done = [each.finish() for each in others]
-    assert [each.returncode for each in done] == [0, 0, 0], "".join(each.err for each in done)
-
-
 @pytest.mark.long
 def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     """Hypothesis: after a power cut the same command is enough.

@@ -146,6 +146,8 @@ ROWS = [
     ("gpu-access", "code", "confirm", raised("RuntimeError", "CUDA error: an illegal memory access was encountered"),
      raised("RuntimeError", "CUDA error: device-side assert triggered"), raised("torch.AcceleratorError", "m")),
     ("peer-gone", "cascade", "follow", raised("torch.distributed.DistBackendError", "NCCL error"),
+     raised("RuntimeError", "[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
+     raised("RuntimeError", "[unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete"),
      wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited")),
     ("peer-connection", "cascade", "follow", raised("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
      raised("RuntimeError", "Connection reset by peer"), wrote("NCCL WARN Broken pipe"),

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 
 from elastic_ext.base import kinds
@@ -204,6 +205,9 @@ class SeveralNodes:
     def _join(self) -> tuple[RendezvousInfo, PublishedRound, TCPStore | None]:
         try:
             return self._torch.next_round()
+        except RendezvousTimeoutError as error:  # torch's says nothing
+            self._job_continues = True  # others may wait longer, or come later
+            raise RendezvousTimeoutError(self._torch.patience.over) from error
         except (RendezvousClosedError, RendezvousGracefulExitError):  # the latter if the job has enough nodes without this one
             if (verdict := self._job.call(StoreJob.stopped)) is not None:
                 self._adopt(self._job.call(StoreJob.ledger) or self._ledger.ledger, verdict)

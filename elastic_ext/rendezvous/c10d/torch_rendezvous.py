@@ -24,6 +24,7 @@ from elastic_ext.rendezvous.address import listens_on
 from elastic_ext.rendezvous.c10d import job_keys
 from elastic_ext.rendezvous.c10d.backend import create
 from elastic_ext.rendezvous.c10d.job_keys import PublishedRound
+from elastic_ext.rendezvous.handler import Patience
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_server import serve
 
@@ -41,6 +42,7 @@ class TorchRendezvous:
     Attributes:
         store: the job's store, on a connection shared with torch's keep-alives.
         hosts_store: the store lives in this process.
+        patience: how long this node waits for others.
         launch: name of this launch of the job; the same on every node from the first round on.
     """
 
@@ -49,6 +51,7 @@ class TorchRendezvous:
         backend, self.store = create(params)
         self._handler = create_handler(self.store, backend, params)
         self._run_id = params.run_id
+        self.patience = Patience.of(params)
         self._address = address
         self._reader = RecordReader()
         self._unreachable = False

@@ -38,7 +38,7 @@ from elastic_ext.rendezvous.etcd.links.peers import Peers
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy
-from elastic_ext.rendezvous.handler import JobDone
+from elastic_ext.rendezvous.handler import JobDone, Patience
 from elastic_ext.rendezvous.job_state import JobStatus
 from elastic_ext.rendezvous.reader import RecordReader
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
@@ -46,7 +46,6 @@ from elastic_ext.rendezvous.rounds import Limits
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
 LEAVE_TIMEOUT_S = 3.0
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
@@ -77,7 +76,7 @@ class JobConnection:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
         """
         self.run_id = run_id.checked_given(params.run_id)
-        self._join_timeout_s = float(params.config.get("join_timeout", JOIN_TIMEOUT_S))
+        self._patience = Patience.of(params)
         client = connect(params.endpoint, settings)
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
@@ -110,7 +109,7 @@ class JobConnection:
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
-        deadline, told = time.monotonic() + self._join_timeout_s, ""
+        deadline, told = time.monotonic() + self._patience.timeout_s, ""
         with self.changed:
             while True:
                 header = participant.header
@@ -131,7 +130,7 @@ class JobConnection:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
-                    raise RendezvousTimeoutError(f"no round was formed in {self._join_timeout_s:g} s (join_timeout){why}")
+                    raise RendezvousTimeoutError(f"{self._patience.over}{why}")
                 self.changed.wait(left)
 
     def _verdict_that_ends(self) -> JobVerdict | None:
@@ -146,7 +145,7 @@ class JobConnection:
         """Return the job's verdict on this round; None if there is none and none will come in time."""
         participant = self.participant
         now = time.monotonic()
-        deadline, warn_at = now + self._join_timeout_s, now + WARN_AFTER_S
+        deadline, warn_at = now + self._patience.timeout_s, now + WARN_AFTER_S
         with self.changed:
             while True:
                 header = participant.header

@@ -90,7 +90,7 @@ class Decision:
         charged: whether the restart counts against the budget.
         response: the response of the whole job; None if no rule was applied.
         checkpoints_back: 1 to resume from the checkpoint before the newest.
-        delay_s: seconds to wait before the restart.
+        delay_s: seconds to wait before the restart; 0 without one.
         cold: whether to start the workers without warm standbys.
     """
 
@@ -237,9 +237,16 @@ def decide(
         charged,
         outcome.response,
         checkpoints_back if action is Action.RESTART else 0,
-        backoff.delay_s(budget.charged + 1, jitter) if charged else 0.0,
+        backoff.delay_s(budget.charged + 1 if charged else _free_tries(outcome, past), jitter),
         cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
     )
+
+
+def _free_tries(outcome: _Outcome, past: Sequence[Precedent]) -> int:
+    """Return which try this is of a program that asks for one without progress: that has no end, so it waits ever longer."""
+    if outcome.response is not Response.RESTART_FREE or outcome.kind != PREEMPTION:
+        return 0
+    return 1 + sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
 
 
 def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:

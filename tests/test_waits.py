@@ -12,6 +12,7 @@ WHY = {
     "checkpoints/storage/polling.py:poll": "a storage tells of no change",
     "cli/status.py:_watch": "nothing tells a command of changes in an agent; every 2 s, as the page does",
     "rendezvous/c10d/several_nodes.py:_leave_round": "the backoff that was decided, as on the nodes that failed",
+    "rendezvous/etcd/connect.py:_await_answer": "nothing tells when somebody begins to listen",
     "rendezvous/etcd/links/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/etcd/links/watcher.py:_confirm": "a dead node does not answer; only the end of the time tells so",
     "rendezvous/etcd/links/watcher.py:watch": "a host that cannot be reached tells nothing when it can again",

@@ -16,7 +16,7 @@ from elastic_ext.own_etcd.attachment import Attachment, NoEtcd
 from elastic_ext.rendezvous.handler import JOIN_TIMEOUT_S
 
 
-def exit_for(error: NoEtcd, settings: Settings) -> SystemExit:
+def exit_for(error: Exception, settings: Settings) -> SystemExit:
     """Say what is wrong; return what ends the command: the exit code says that it may be tried again."""
     print(f"elastic_ext: {error}", file=sys.stderr)
     return SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes))

@@ -53,6 +53,7 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
     def handler_class() -> Handler:
         from elastic_ext.agent import own_etcd
         from elastic_ext.agent.resume import newest_checkpoint
+        from elastic_ext.rendezvous.etcd.connect import NoAnswer
         from elastic_ext.rendezvous.etcd.handler import EtcdRendezvous
 
         def make(params: RendezvousParameters, settings: Settings) -> RendezvousHandler:
@@ -61,7 +62,10 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
                 return newest_checkpoint(settings)
 
             if not begun:
-                return EtcdRendezvous(params, settings, newest)
+                try:
+                    return EtcdRendezvous(params, settings, newest)
+                except NoAnswer as error:
+                    raise own_etcd.exit_for(error, settings) from error
             with own_etcd.brought(begun[0], params, settings) as (theirs, with_tls):
                 return EtcdRendezvous(theirs, with_tls, newest, begun[0])
 

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.machinery
 import importlib.metadata
+import os
 import sys
 import threading
 import types
@@ -37,8 +38,29 @@ def etcd3() -> types.ModuleType:
     with _lock:
         if _loaded is None:
             check_distribution()
+            _use_the_systems_resolver()
             _loaded = _import()
         return _loaded
+
+
+_RESOLVER = "GRPC_DNS_RESOLVER"
+
+
+def _use_the_systems_resolver() -> None:
+    """Have gRPC look names up as everything else here does, unless the user has chosen how, or gRPC was used before.
+
+    Its own resolver also asks the name server about names that are in /etc/hosts, for an IPv6 address, and waits for the answer.
+    gRPC reads the variable with its first channel; it is not for workers.
+    """
+    if _RESOLVER in os.environ:
+        return
+    os.environ[_RESOLVER] = "native"
+    try:
+        import grpc  # type: ignore[import-untyped, unused-ignore]
+
+        grpc.insecure_channel("localhost:1").close()
+    finally:
+        del os.environ[_RESOLVER]
 
 
 def _import() -> types.ModuleType:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import EtcdClient, EtcdError, Tls
+from elastic_ext.etcd import EtcdClient, EtcdError, Tls, Unavailable
 from elastic_ext.rendezvous.etcd.keys import ROOT
 
+logger = logging.getLogger(__name__)
 
-def connect(endpoint: str, settings: Settings) -> EtcdClient:
-    """Return a working client. Raises UsageError: no endpoint, or etcd is unusable with these settings; the message says why."""
+RETRY_S = 0.5  # after an answer that nobody listens there
+
+
+class NoAnswer(EtcdError):
+    """No etcd has answered for as long as this node waits for one."""
+
+
+def connect(endpoint: str, settings: Settings, wait_s: float = 0.0) -> EtcdClient:
+    """Return a working client.
+
+    wait_s: how long to wait for an etcd that does not answer: it may be about to start, as may the name server.
+
+    Raises:
+        UsageError: no endpoint, or etcd is unusable with these settings; or, without a wait, it does not answer.
+        NoAnswer: it has not answered within wait_s.
+    """
     if not endpoint.strip():
         raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
     tls = None
@@ -18,7 +37,28 @@ def connect(endpoint: str, settings: Settings) -> EtcdClient:
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
     try:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        client.get(ROOT)  # so that a user without permission learns of it now
+        _await_answer(client, redacted(endpoint), wait_s)
+    except NoAnswer:
+        raise
     except EtcdError as error:
         raise UsageError(f"etcd at {redacted(endpoint)}: {error}") from error
     return client
+
+
+def _await_answer(client: EtcdClient, name: str, wait_s: float) -> None:
+    """Read once, so that a user without permission learns of it now."""
+    deadline, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            client.get(ROOT)
+            return
+        except Unavailable as error:
+            if wait_s <= 0:
+                raise
+            if time.monotonic() >= deadline:
+                client.close()
+                raise NoAnswer(f"etcd at {name} has not answered for {wait_s:g} s: {error}") from error
+            if not told:
+                logger.warning("etcd at %s does not answer; trying for %g s: %s", name, wait_s, error)
+                told = True
+            threading.Event().wait(RETRY_S)

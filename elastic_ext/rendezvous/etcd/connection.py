@@ -46,6 +46,7 @@ from elastic_ext.rendezvous.rounds import Limits
 
 logger = logging.getLogger(__name__)
 
+START_S = 60.0  # for etcd to answer at all: longer than a member takes to start; a wrong address should not cost join_timeout
 LEAVE_TIMEOUT_S = 3.0
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
@@ -74,10 +75,11 @@ class JobConnection:
 
         Raises:
             UsageError: no run id, or etcd is unusable with these settings; the message says why.
+            NoAnswer: etcd does not answer.
         """
         self.run_id = run_id.checked_given(params.run_id)
         self._patience = Patience.of(params)
-        client = connect(params.endpoint, settings)
+        client = connect(params.endpoint, settings, min(START_S, self._patience.timeout_s))
         self._will = functools.partial(_last_will, params.endpoint, settings, client)
         address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
         self.address = run_id.checked_address(address)

@@ -208,12 +208,28 @@ def test_another_job_under_the_same_id_is_refused(server, nodes):
     assert first.finish().returncode == 0
 
 
+def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
+    """Its pods may start later than those of the job. Where it stays away, a scheduler is asked to try again."""
+    (tmp_path / "ok.py").write_text("print('started')")
+    conf = "--rdzv-conf=join_timeout=6,lease_ttl=2"
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", "--rdzv-id=j", conf]
+    server.kill()
+    with Job([*command, f"--rdzv-endpoint={server.endpoint}", "ok.py"], tmp_path) as job:
+        job.wait_for(f"etcd at {server.endpoint} does not answer; trying for 6 s")
+        server.start()
+        assert job.finish().returncode == 0, job.err
+    away = run([*command, "--rdzv-endpoint=127.0.0.1:1", "ok.py"], tmp_path)
+    assert away.returncode == 75, away.all
+    (line,) = [line for line in away.err.splitlines() if line.startswith("elastic_ext: ")]
+    assert "127.0.0.1:1 has not answered for 6 s" in line
+    assert "Traceback" not in away.err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--rdzv-endpoint=ENDPOINT"], "needs --rdzv-id"),
         (["--rdzv-id=j"], "needs --rdzv-endpoint"),
-        (["--rdzv-id=j", "--rdzv-endpoint=127.0.0.1:1"], "127.0.0.1:1"),
         (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=lease_ttl=1"], "2 or more"),
         (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=lease_ttl=60,join_timeout=30"], "lease_ttl=60"),
         (["--rdzv-id=j", "--rdzv-endpoint=ENDPOINT", "--rdzv-conf=etcd_user=u"], "password"),

@@ -131,6 +131,16 @@ def test_each_exit_code(name, code):
         assert JobSetController(failure_policy).failed(reason) is JobSetAction.FAIL
 
 
+@pytest.mark.parametrize("name", ["plain/job.yaml", "plain/jobset.yaml"])
+def test_a_job_is_done_when_as_many_pods_as_train_have_finished(name):
+    """There is one pod more, which may be waiting, or have come too late."""
+    spec, _ = specs()[name]
+    (rule,) = spec["successPolicy"]["rules"]
+    args = spec["template"]["spec"]["containers"][0]["args"]
+    assert f"--nnodes={rule['succeededCount']}" in args
+    assert rule["succeededCount"] < spec["completions"]
+
+
 def test_one_incident_is_one_failure_of_each_pod_however_many_there_are():
     """All pods leave with 75 at once, ten times; the eleventh starts the whole JobSet again."""
     spec, failure_policy = specs()["trainer/runtime-2.2.yaml"]

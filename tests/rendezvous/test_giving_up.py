@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
 from tests.etcd_server import EtcdServer
@@ -50,6 +51,7 @@ def test_on_etcd_each_node_gives_up_alone_and_the_job_stays_open(server: EtcdSer
             assert (done.returncode, done.out) == (0, "world 3\n"), done.err
 
 
+@pytest.mark.long
 def test_on_c10d_a_node_gives_up_alone_and_the_job_stays_open(tmp_path: Path) -> None:
     endpoint = f"localhost:{free_port()}"
     with ExitStack() as stack:
@@ -64,6 +66,7 @@ def test_on_c10d_a_node_gives_up_alone_and_the_job_stays_open(tmp_path: Path) ->
             assert (done.returncode, done.out) == (0, "world 3\n"), done.err
 
 
+@pytest.mark.long
 def test_on_c10d_the_host_of_the_store_gives_up_and_the_others_with_it(tmp_path: Path) -> None:
     endpoint = f"localhost:{free_port()}"
     with ExitStack() as stack:

@@ -61,13 +61,13 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
             def newest() -> str | None:
                 return newest_checkpoint(settings)
 
-            if not begun:
-                try:
+            try:
+                if not begun:
                     return EtcdRendezvous(params, settings, newest)
-                except NoAnswer as error:
-                    raise own_etcd.exit_for(error, settings) from error
-            with own_etcd.brought(begun[0], params, settings) as (theirs, with_tls):
-                return EtcdRendezvous(theirs, with_tls, newest, begun[0])
+                with own_etcd.brought(begun[0], params, settings) as (theirs, with_tls):
+                    return EtcdRendezvous(theirs, with_tls, newest, begun[0])
+            except NoAnswer as error:
+                raise own_etcd.exit_for(error, settings) from error
 
         return make
 

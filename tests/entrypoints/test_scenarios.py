@@ -214,12 +214,12 @@ def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
         assert kinds
 
 
-def rank_0(nodes: Nodes) -> Job:
-    """Wait for the first step; return the agent whose worker has told of it."""
+def rank_0(nodes: Nodes, first: str = "step 1 loss") -> Job:
+    """Wait for the first thing that it says; return the agent whose worker has said it."""
     while True:
         for job in nodes.jobs.values():
             try:
-                job.wait_for(r"step 1 loss", timeout_s=1)
+                job.wait_for(first, timeout_s=1)
             except AssertionError:
                 continue
             return job
@@ -290,8 +290,9 @@ def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
     first.wait_for(SAVED, 2)
     for name in ("a", "b"):
         nodes.lose(name)
-    again = nodes.start_all("ab", "2", "--save-every=10")
-    again.wait_for(r"resumed from")
+    for name in ("a", "b"):
+        nodes.start(name, "2", "--save-every=10")
+    again = rank_0(nodes, "resumed from")
     again.wait_for(LOSS.pattern, 5)
     nodes.leave()
     (step,) = check_curve(first.out + again.out, nodes.folder)

@@ -106,7 +106,7 @@ class EtcdServer:
 
     @property
     def peer_url(self) -> str:
-        return f"http://127.0.0.1:{self.peer_port}"
+        return f"http://{self.address}:{self.peer_port}"
 
     def __enter__(self) -> EtcdServer:
         return self.start()

@@ -1,11 +1,11 @@
-"""Hosts as network namespaces, behind links that lose and delay packets. Needs root and /dev/net/tun.
+"""Hosts as network namespaces, behind links that lose, delay and reorder packets. Needs root and /dev/net/tun.
 
 Every host has one TUN device, and a process between them (`python -m tests.lossy_network`, started by LossyNetwork) carries the
 packets. It does what the kernel's netem would do, which many kernels lack. A packet passes two links: out of its sender's, into
 its receiver's.
 
 Wire protocol, lines on the relay's stdin and stdout: it is told the names of the namespaces in its arguments, and answers "ready"
-once all devices are up; then each line {"NAME": [[loss, delay_s] out, [loss, delay_s] in], ...} changes links and is answered
+once all devices are up; then each line {"NAME": [[loss, delay_s, reorder] out, [the same] in], ...} changes links and is answered
 "done". The end of its stdin ends it, and with it go the devices.
 """
 
@@ -33,6 +33,7 @@ _SUBNET = "10.213.78"
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000  # linux/if_tun.h
 _MTU = 65536
+HELD_S = 0.02
 
 _numbers = itertools.count()
 
@@ -54,10 +55,11 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One direction of a host's link. loss: share of packets, 0 to 1."""
+    """One direction of a host's link. loss, reorder: shares of packets, 0 to 1; those that are reordered come HELD_S later."""
 
     loss: float = 0.0
     delay_s: float = 0.0
+    reorder: float = 0.0
 
 
 CLEAN = Way()
@@ -110,7 +112,7 @@ class LossyNetwork:
     def change(self, links: Mapping[str, tuple[Way, Way]]) -> None:
         """Change these hosts' links, each out and in. Returns when it is done."""
         assert self._relay.stdin is not None
-        ways = {self.namespaces[host]: [[way.loss, way.delay_s] for way in both] for host, both in links.items()}
+        ways = {self.namespaces[host]: [[way.loss, way.delay_s, way.reorder] for way in both] for host, both in links.items()}
         print(json.dumps(ways), file=self._relay.stdin, flush=True)
         self._answer("done")
 
@@ -171,7 +173,7 @@ class _Relay:
                 continue
             ways = self._out[fd], self._in[to]
             if all(random.random() >= way.loss for way in ways):
-                at = time.monotonic() + sum(way.delay_s for way in ways)
+                at = time.monotonic() + sum(way.delay_s + HELD_S * (random.random() < way.reorder) for way in ways)
                 heapq.heappush(self._queue, (at, next(self._count), to, packet))
 
     def _change(self, line: str) -> bool:

@@ -1,0 +1,197 @@
+"""What must hold in every history, whatever was done to the job. Pure functions over a list of events, in the order of `t`.
+
+An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more:
+
+    loaded, step, saving, done   by a worker, see tests/scripts/chaos_training.py
+    published                    a checkpoint is whole in the shared directory: name, step
+    corrupted                    the suite has damaged this checkpoint: name
+    strike, heal                 of a fault: number, kind, target (resolved), detail
+    started, exit                an agent: host, pid, code
+    decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
+    end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.chaos.seeded.schedule import KINDS, Plan
+
+Event = Mapping[str, Any]
+Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
+
+TRY_AGAIN = (69, 75)  # exit codes that ask a scheduler to start the node again
+TRAINING = ("loaded", "step", "saving", "done")
+
+
+def of(events: Iterable[Event], *whats: str) -> list[Event]:
+    return [each for each in events if each["what"] in whats]
+
+
+def groups(events: Sequence[Event]) -> dict[str, list[Event]]:
+    """What the workers of each group told, in the order of the groups' first words."""
+    found: dict[str, list[Event]] = defaultdict(list)
+    for each in of(events, *TRAINING):
+        found[f"{each['group']}.{each['restart']}"].append(each)
+    return dict(found)
+
+
+def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """Ranks are unique and contiguous, all of a round see the same world, and no other group has its restart count."""
+    by_restart: dict[int, set[str]] = defaultdict(set)
+    for name, told in groups(events).items():
+        by_restart[told[0]["restart"]].add(name)
+        worlds = {each["world"] for each in told}
+        if len(worlds) != 1:
+            yield f"group {name} has the worlds {sorted(worlds)}"
+        pids: dict[int, set[int]] = defaultdict(set)
+        for each in told:
+            pids[each["rank"]].add(each["pid"])
+        if wrong := {rank for rank in pids if not 0 <= rank < max(worlds)}:
+            yield f"group {name} of {max(worlds)} has the ranks {sorted(wrong)}"
+        if double := {rank: sorted(found) for rank, found in pids.items() if len(found) > 1}:
+            yield f"group {name}: more than one worker has the same rank: {double}"
+        hosts = {(each["host"], each["rank"]) for each in told}
+        if len({host for host, _ in hosts}) != len(hosts):
+            yield f"group {name}: a host has more than one rank: {sorted(hosts)}"
+        if of(told, "step") and set(pids) != set(range(max(worlds))):
+            yield f"group {name} of {max(worlds)} trained with the ranks {sorted(pids)} only"
+    for restart, names in by_restart.items():
+        stepped = [name for name in names if of(groups(events)[name], "step")]
+        if len(stepped) > 1:
+            yield f"two groups trained as restart {restart}: {sorted(stepped)}"
+
+
+def one_start(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """All ranks of a group begin with the same checkpoint."""
+    for name, told in groups(events).items():
+        starts = {(each["path"], each["step"]) for each in of(told, "loaded")}
+        if len(starts) > 1:
+            yield f"the ranks of group {name} loaded different checkpoints: {sorted(starts)}"
+
+
+def same_to_the_bit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """Each state, loaded or trained, is that of an undisturbed run at its step: no torn load, and the same end."""
+    for each in of(events, *TRAINING):
+        if each["digest"] != alone[each["step"]]:
+            yield f"rank {each['rank']} of group {each['group']}, {each['what']}: not the state of step {each['step']}"
+
+
+def not_behind(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """A group begins at no earlier step than the newest checkpoint that was whole when the group before it made its last step."""
+    before: list[Event] = []
+    for name, told in groups(events).items():
+        loaded = of(told, "loaded")
+        if loaded and before:
+            until = max((each["t"] for each in before if each["t"] < loaded[0]["t"]), default=0.0)
+            known = [each for each in events if each["t"] < until]
+            bad = {each["name"] for each in of(events, "corrupted")}
+            whole = [each for each in of(known, "published") if each["name"] not in bad]
+            newest = max(whole, key=lambda each: each["step"], default=None)
+            if newest is not None and loaded[0]["step"] < newest["step"]:
+                yield f"group {name} began at step {loaded[0]['step']}, and {newest['name']} was whole"
+        before += told
+
+
+def one_group_at_a_time(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """No group makes a step after a later one has made its first. A step counts when the first of its ranks has told of it:
+    a worker that is paused between a collective and its report reports late."""
+    first: list[tuple[str, float]] = []  # of each group: when it made its first step
+    for name, told in groups(events).items():
+        times: dict[int, float] = {}
+        for each in of(told, "step"):
+            times[each["step"]] = min(times.get(each["step"], each["t"]), each["t"])
+        if times:
+            first.append((name, min(times.values())))
+            last = max(times.values())
+            for other, began in first_steps(events).items():
+                if other != name and min(times.values()) < began < last:
+                    yield f"group {name} made a step {last - began:.2f} s after group {other} had begun"
+
+
+def first_steps(events: Sequence[Event]) -> dict[str, float]:
+    found = {name: of(told, "step") for name, told in groups(events).items()}
+    return {name: min(each["t"] for each in told) for name, told in found.items() if told}
+
+
+def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """A broken round is never resumed: each group that trains has a higher restart count than those before."""
+    order = sorted(first_steps(events).items(), key=lambda each: each[1])
+    counts = [groups(events)[name][0]["restart"] for name, _ in order]
+    if counts != sorted(set(counts)):
+        yield f"the restart counts of the groups, in the order in which they trained: {counts}"
+
+
+def budget(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """Nothing is charged but what the faults may cost, and no verdict ends the job."""
+    decisions = {(each["round"], each["decision"], each["charged"]): each for each in of(events, "decision")}
+    charged = [each for each in decisions.values() if each["charged"]]
+    allowed = sum(KINDS[each["kind"]].charges for each in of(events, "strike"))
+    if len(charged) > allowed:
+        told = [f"round {each['round']}: {each['kind']}, {each['rule']}: {each['reason']}" for each in charged]
+        yield f"{len(charged)} restarts were charged, {allowed} expected at most: {told}"
+    for each in decisions.values():
+        if each["decision"] == "stop":
+            yield f"the verdict of round {each['round']} ends the job: {each['kind']}, {each['rule']}: {each['reason']}"
+
+
+def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """An agent leaves with 0, or was struck, or its host was."""
+    for each in of(events, "exit"):
+        strikes = [strike for strike in of(events, "strike") if strike["t"] <= each["t"]]
+        of_host = [strike for strike in strikes if strike["target"] in (each["host"], "")]
+        if each["code"] == 0 or (each["code"] in TRY_AGAIN and any(KINDS[strike["kind"]].may_leave for strike in of_host)):
+            continue
+        if not any(each["pid"] in strike["pids"] for strike in strikes):
+            yield f"the agent of host {each['host']} left with {each['code']}"
+
+
+def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """All ranks of the last group reach the last step, and all agents that are there then leave with 0."""
+    end = events[-1]
+    if end["stuck"]:
+        yield f"stuck: {end['stuck']}"
+        return
+    last = max(groups(events).values(), key=lambda told: told[0]["restart"], default=[])
+    done = {each["rank"] for each in of(last, "done") if each["step"] == len(alone) - 1}
+    if not last or done != set(range(last[0]["world"])):
+        yield f"the ranks {sorted(done)} of the last group reached the end"
+    for host, code in end["codes"].items():
+        if code != 0:
+            yield f"at the end the agent of host {host} left with {code}"
+    for each in of(last, "done"):
+        if each["error"]:
+            yield f"rank {each['rank']} could not save at the end: {each['error']}"
+
+
+def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """No process; in shared memory and among temporary files only what a whole host had no time to remove."""
+    end = events[-1]
+    if end["stuck"]:
+        return
+    if end["processes"]:
+        yield f"left behind: {end['processes']}"
+    killed = any(each["kind"] in ("kill host", "lose host", "kill container", "kill reaper") for each in of(events, "strike"))
+    if (end["shm"] or end["tmp"]) and not killed:
+        yield f"left in shared memory: {end['shm']}, among temporary files: {end['tmp']}"
+
+
+CHECKS: dict[str, Check] = {
+    "one world each round": one_world_each_round,
+    "one start": one_start,
+    "same to the bit": same_to_the_bit,
+    "not behind": not_behind,
+    "one group at a time": one_group_at_a_time,
+    "restarts count up": restarts_count_up,
+    "budget and verdict": budget,
+    "leavings": leavings,
+    "ends": ends,
+    "nothing left": nothing_left,
+}
+
+
+def broken(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> list[str]:
+    """All that does not hold, each with the name of its check."""
+    return [f"{name}: {problem}" for name, check in CHECKS.items() for problem in check(plan, events, alone)]

@@ -1,0 +1,155 @@
+"""From a seed to a plan: how the job is set up, and which faults come when. Pure, standard library only."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+STEPS = 80  # of the training; the last fault comes well before
+HOSTS = ("a", "b", "c")
+SPARE = "d"
+LEASE_S = 3
+RANK_0 = "rank 0"  # as a target: the host that has it when the fault comes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        seconds: the shortest and the longest time until it is healed; None: there is nothing to heal.
+        scope: what a target is: "host", "etcd" (members are chosen by the kind) or "store" (what all hosts share).
+        charges: restarts that it may cost the budget.
+        may_leave: the agent of its target may leave with a code by which a scheduler starts it again.
+        needs: settings of the plan that it needs, "standby", "local" or "spare".
+    """
+
+    seconds: tuple[float, float] | None = None
+    scope: str = "host"
+    charges: int = 0
+    may_leave: bool = False
+    needs: tuple[str, ...] = ()
+
+
+_PAUSE = (0.5, 6.0)  # some outlast the lease
+_AWAY = (0.5, 5.0)
+_ROLES_NEED = {
+    "worker": (),
+    "agent": (),
+    "relay": (),
+    "reaper": (),
+    "copier": ("local",),
+    "standby server": ("standby",),
+    "standby": ("standby",),
+}
+
+KINDS: dict[str, Kind] = {
+    **{
+        f"kill {role}": Kind(charges=role == "worker", may_leave=role in ("worker", "agent"), needs=needs)
+        for role, needs in _ROLES_NEED.items()
+    },
+    # A pause that outlasts the lease, of a worker or an agent, ends the round as a cut does.
+    **{f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs) for role, needs in _ROLES_NEED.items()},
+    "terminate worker": Kind(charges=1, may_leave=True),
+    "terminate agent": Kind(may_leave=True),
+    "kill host": Kind(_AWAY, may_leave=True),
+    "lose host": Kind(may_leave=True, needs=("spare",)),
+    "kill container": Kind(_AWAY, may_leave=True),
+    "pause host": Kind(_PAUSE, charges=1, may_leave=True),
+    "cut": Kind((0.5, 8.0), charges=1, may_leave=True),
+    "cut out": Kind((0.5, 8.0), charges=1, may_leave=True),
+    "cut in": Kind((0.5, 8.0), charges=1, may_leave=True),
+    "delay": Kind((1.0, 5.0)),
+    "loss": Kind((1.0, 5.0), charges=1, may_leave=True),
+    "reorder": Kind((1.0, 5.0)),
+    "kill etcd leader": Kind((0.2, 4.0), "etcd"),
+    "kill etcd member": Kind((0.2, 6.0), "etcd"),
+    "kill etcd": Kind((0.2, 6.0), "etcd"),
+    "pause etcd leader": Kind((0.5, 6.0), "etcd"),
+    "pause etcd": Kind((0.5, 6.0), "etcd"),
+    "disk full": Kind((0.5, 3.0), needs=("local",)),
+    "disk read-only": Kind((0.5, 3.0), needs=("local",)),
+    "store full": Kind((0.5, 3.0), "store"),
+    "store read-only": Kind((0.5, 3.0), "store"),
+    "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True),
+    "clock step": Kind(None),
+    "out of memory": Kind(charges=1, may_leave=True),
+}
+ETCD_ON = ("own hosts", "agents' hosts")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: of KINDS. target: a host or RANK_0; "" where the kind says who. It comes `after_s` seconds after `step` was reached."""
+
+    kind: str
+    target: str
+    step: int
+    after_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir."""
+
+    seed: int
+    etcd: str
+    nnodes: str
+    spare: bool
+    standby: bool
+    local: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return (*HOSTS, SPARE) if self.spare else HOSTS
+
+
+def plan(seed: int) -> Plan:
+    """As many seeds in a row as there are kinds have each of them at least once."""
+    rng = random.Random(seed)
+    kinds = sorted(KINDS)
+    count = rng.choices((1, 2, 3), (6, 3, 1))[0]
+    chosen = [kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))]
+    faults = sorted((_fault(kind, rng) for kind in chosen), key=lambda each: each.step)
+    needs = {each for kind in chosen for each in KINDS[kind].needs}
+    return Plan(
+        seed=seed,
+        etcd=rng.choice(ETCD_ON),
+        nnodes=rng.choice(("3", "3", "2:3")),
+        spare="spare" in needs or rng.random() < 0.15,
+        standby="standby" in needs or rng.random() < 0.4,
+        local="local" in needs or rng.random() < 0.4,
+        faults=_possible(faults),
+    )
+
+
+def _fault(kind: str, rng: random.Random) -> Fault:
+    scope, seconds = KINDS[kind].scope, KINDS[kind].seconds
+    target = rng.choice((*HOSTS, RANK_0)) if scope == "host" else ""
+    return Fault(kind, target, rng.randint(4, STEPS // 2), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
+
+
+def _short(rng: random.Random) -> float:
+    return round(rng.uniform(0, 0.4), 2)
+
+
+def _possible(faults: list[Fault]) -> tuple[Fault, ...]:
+    """One host at most is lost for good; the spare has its place then."""
+    lost = [each for each in faults if each.kind == "lose host"]
+    return tuple(each for each in faults if each not in lost[1:])
+
+
+def only(whole: Plan, positions: set[int]) -> Plan:
+    """The same with fewer faults."""
+    return replace(whole, faults=tuple(each for number, each in enumerate(whole.faults) if number in positions))
+
+
+def encode(value: Plan) -> dict[str, Any]:
+    return asdict(value)
+
+
+def decode(value: dict[str, Any]) -> Plan:
+    return Plan(**{**value, "faults": tuple(Fault(**each) for each in value["faults"])})

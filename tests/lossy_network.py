@@ -105,6 +105,11 @@ class LossyNetwork:
         self._relay.wait()
         self._relay.stdout.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that carries the packets."""
+        return self._relay.pid
+
     def inside(self, host: str) -> list[str]:
         """The start of a command line that runs on this host."""
         return ["ip", "netns", "exec", self.namespaces[host]]

@@ -50,7 +50,10 @@ KINDS: dict[str, Kind] = {
         for role, needs in _ROLES_NEED.items()
     },
     # A pause that outlasts the lease, of a worker or an agent, ends the round as a cut does.
-    **{f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs) for role, needs in _ROLES_NEED.items()},
+    **{
+        f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs)
+        for role, needs in _ROLES_NEED.items()
+    },
     "terminate worker": Kind(charges=1, may_leave=True),
     "terminate agent": Kind(may_leave=True),
     "kill host": Kind(_AWAY, may_leave=True),
@@ -73,15 +76,13 @@ KINDS: dict[str, Kind] = {
     "store full": Kind((0.5, 3.0), "store"),
     "store read-only": Kind((0.5, 3.0), "store"),
     "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True),
-    "clock step": Kind(None),
-    "out of memory": Kind(charges=1, may_leave=True),
 }
 ETCD_ON = ("own hosts", "agents' hosts")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: of KINDS. target: a host or RANK_0; "" where the kind says who. It comes `after_s` seconds after `step` was reached."""
+    """kind: of KINDS. target: a host or RANK_0; "" where the kind says who. It comes after_s after `step` is reached."""
 
     kind: str
     target: str

@@ -1,0 +1,130 @@
+"""Seeded runs of a job under faults; see tests/chaos/README.md.
+
+    python -m tests.chaos.seeded --seed 7                        one run
+    python -m tests.chaos.seeded --seed 7 --only 0,2             with some of its faults
+    python -m tests.chaos.seeded --seed 100 --runs 300           many, two side by side; what fails is shrunk
+
+FOLDER/SEED gets plan.json, history.jsonl and the agents' logs. Exit code 0: all checks held. Needs root and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.chaos import processes
+from tests.chaos.kills import own_shared_memory
+from tests.chaos.seeded import checks, schedule
+from tests.chaos.seeded.hosts import SCRIPT
+from tests.chaos.seeded.run import Run
+from tests.chaos.seeded.schedule import STEPS, Plan
+from tests.chaos.seeded.shrink import fewest
+from tests.jobs import ROOT, environment
+
+RUN_S = 400.0
+
+
+def one(plan: Plan, folder: Path, alone: Path) -> list[str]:
+    """Return what does not hold."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(schedule.encode(plan), indent=1))
+    own_shared_memory()
+    processes.adopt_orphans()
+    with ExitStack() as stack:
+        events = Run(plan, folder, stack).go()
+    problems = checks.broken(plan, events, json.loads(alone.read_text()))
+    (folder / "problems.json").write_text(json.dumps(problems, indent=1))
+    return problems
+
+
+def undisturbed(folder: Path) -> Path:
+    """The state after each step of a run that nothing happens to."""
+    path = folder / f"alone-{STEPS}.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([sys.executable, SCRIPT, "--alone", str(STEPS)], check=True, capture_output=True, env=environment())
+        path.write_bytes(done.stdout)
+    return path
+
+
+def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[str]:
+    """A run in a process of its own; what does not hold."""
+    name = str(seed) if positions is None else f"{seed}-only-{'-'.join(map(str, sorted(positions)))}"
+    only = [] if positions is None else ["--only", ",".join(map(str, sorted(positions)))]
+    command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={folder}", *only]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return [f"no end in {RUN_S:g} s"]
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode not in (0, 1):
+        return [f"the suite itself: {said[-2000:]}"]
+    return list(json.loads((folder / name / "problems.json").read_text()))
+
+
+def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
+    failed = 0
+    with ThreadPoolExecutor(side_by_side) as pool:
+        for seed, problems in zip(
+            range(first, first + runs), pool.map(lambda seed: started(seed, folder), range(first, first + runs)), strict=True
+        ):
+            kinds = [each.kind for each in schedule.plan(seed).faults]
+            print(f"seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}", flush=True)
+            for problem in problems:
+                print(f"    {problem}", flush=True)
+            if problems:
+                failed += 1
+                shrunk(seed, folder)
+    print(f"{runs - failed} of {runs} runs passed; histories: {folder}")
+    return 1 if failed else 0
+
+
+def shrunk(seed: int, folder: Path) -> None:
+    plan = schedule.plan(seed)
+    kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions)))
+    faults = [plan.faults[position] for position in sorted(kept)]
+    print(f"    fewest faults: {faults}\n    again: python -m tests.chaos.seeded --seed {seed} --only {','.join(map(str, kept))}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="of the run, or of the first of many")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--side-by-side", type=int, default=2)
+    parser.add_argument("--only", help="positions of the faults that are meant, e.g. 0,2")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by the way of all exits: nothing stays
+    folder = args.folder.resolve()
+    alone = undisturbed(folder)
+    if args.runs > 1:
+        return many(args.seed, args.runs, folder, args.side_by_side)
+    plan, name = schedule.plan(args.seed), str(args.seed)
+    if args.only is not None:
+        positions = {int(each) for each in args.only.split(",") if each}
+        plan, name = schedule.only(plan, positions), f"{args.seed}-only-{'-'.join(map(str, sorted(positions)))}"
+    problems = one(plan, folder / name, alone)
+    for problem in problems:
+        print(f"seed {args.seed}: {problem}", file=sys.stderr)
+    if problems:
+        print(
+            f"seed {args.seed}: faults {[str(each) for each in plan.faults]}\nhistory and logs: {folder / name}", file=sys.stderr
+        )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

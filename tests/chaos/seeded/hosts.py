@@ -1,0 +1,211 @@
+"""The hosts of a run: network namespaces with a disk each, members of etcd, and an agent each that is started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.chaos import processes
+from tests.chaos.processes import Process
+from tests.chaos.seeded.history import History
+from tests.chaos.seeded.schedule import LEASE_S, STEPS, Plan
+from tests.etcd_server import EtcdServer
+from tests.jobs import AGENT, SCRIPTS, environment
+from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
+
+RUN_ID = "chaos"
+SCRIPT = SCRIPTS / "chaos_training.py"
+DISK_MB, STORE_MB = 4, 16
+CUT = Way(loss=1.0)
+
+
+class Hosts:
+    def __init__(self, plan: Plan, folder: Path, history: History, stack: ExitStack) -> None:
+        self.plan, self.folder, self.history = plan, folder, history
+        apart = plan.etcd == "own hosts"
+        members = ("e0", "e1", "e2") if apart else plan.hosts[:3]
+        self.network = stack.enter_context(LossyNetwork([*plan.hosts, *(members if apart else ())]))
+        self.store = _disk(folder / "store", STORE_MB)
+        self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB) for host in plan.hosts}
+        stack.callback(processes.kill_all, os.getpid())
+        self.etcd = {
+            host: EtcdServer(folder / f"etcd-{host}", host, address=self.network.addresses[host], inside=self.inside(host))
+            for host in members
+        }
+        self._initial = ",".join(f"{member.name}={member.peer_url}" for member in self.etcd.values())
+        for member in self.etcd.values():
+            stack.callback(member.__exit__)
+            member.start(self._initial, wait=False)
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.codes: dict[str, int] = {}  # of those that left for good
+        self.down: set[str] = set()
+        self.done = False  # an agent has left with 0
+        stack.callback(self._no_more)
+
+    def start(self) -> None:
+        for member in self.etcd.values():
+            member.await_ready()
+        for host in self.plan.hosts:
+            self.start_agent(host)
+
+    def _no_more(self) -> None:
+        self.down = set(self.plan.hosts)
+
+    def inside(self, host: str) -> list[str]:
+        """The start of a command line that runs on a host. /sys stays: agents look for their memory limits there."""
+        return ["nsenter", f"--net=/var/run/netns/{self.network.namespaces[host]}"]
+
+    # Agents.
+
+    def start_agent(self, host: str) -> None:
+        self.down.discard(host)
+        tmp = self.folder / f"tmp-{host}"
+        tmp.mkdir(exist_ok=True)
+        with (self.folder / f"agent-{host}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*self.inside(host), *self._command(host)],
+                cwd=self.folder,
+                env=self._environment(host, tmp),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.agents[host] = process
+        self.history.record("started", host=host, pid=process.pid)
+        threading.Thread(target=self._wait, args=(host, process), daemon=True).start()
+
+    def _command(self, host: str) -> list[str]:
+        endpoints = ",".join(member.endpoint for member in self.etcd.values())
+        conf = {
+            "checkpoint_dir": self.store,
+            "backoff": 0,
+            "lease_ttl": LEASE_S,
+            "last_call": 1,
+            "refuse_node": 2,
+            "verify": "full",
+            "metrics": "off",
+            "standby": "on" if self.plan.standby else "off",
+            "events_file": self.folder / f"events-{host}.jsonl",
+            **({"local_dir": self.disks[host]} if self.plan.local else {}),
+        }
+        options = [
+            *("--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoints}", f"--rdzv-id={RUN_ID}", f"--nnodes={self.plan.nnodes}"),
+            *("--nproc-per-node=1", "--max-restarts=-1", f"--local-addr={self.network.addresses[host]}"),
+            *(f"--log-dir={self.folder / f'logs-{host}'}", "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in conf.items())),
+        ]
+        return [*AGENT, *options, str(SCRIPT), str(self.history.pipe), str(STEPS)]
+
+    def _environment(self, host: str, tmp: Path) -> dict[str, str]:
+        env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
+        del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
+        return env
+
+    def _wait(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        """As a scheduler: what leaves with another code than 0 is started again."""
+        code = process.wait()
+        self.history.record("exit", host=host, pid=process.pid, code=code)
+        with self.history.changed:
+            self.done = self.done or code == 0
+            if host not in self.down:
+                if code == 0:
+                    self.codes[host] = code
+                else:
+                    self.start_agent(host)
+            self.history.changed.notify_all()
+
+    @property
+    def running(self) -> list[str]:
+        return [host for host in self.plan.hosts if host not in self.codes and host not in self.down]
+
+    # Whole hosts.
+
+    def pids(self, host: str) -> list[Process]:
+        namespace = os.stat(f"/var/run/netns/{self.network.namespaces[host]}").st_ino
+        return [each for each in processes.descendants(os.getpid()) if _namespace(each.pid) == namespace]
+
+    def of_role(self, host: str, role: str) -> Iterator[Process]:
+        """The host's agent, its worker that told something last, or one of the agent's helpers."""
+        agent, worker = self.agents[host].pid, self.history.workers.get(host, {}).get("pid")
+        for each in self.pids(host):
+            found = "agent" if each.pid == agent else "worker" if each.pid == worker else each.role
+            if found == role and agent in (each.pid, each.parent):
+                yield each
+
+    def kill(self, host: str) -> list[int]:
+        """All that runs there."""
+        self.down.add(host)
+        killed = []
+        while found := self.pids(host):
+            for each in found:
+                each.send(signal.SIGCONT)
+                each.send(signal.SIGKILL)
+            killed += [each.pid for each in found]
+            processes.reap_orphans(self.waited_for)
+            self.agents[host].wait()
+            if host in self.etcd:
+                self.etcd[host].kill()
+        return killed
+
+    def replace(self, host: str) -> None:
+        """Another machine under the same address: its disk is empty, but for the data of etcd, which is on a volume."""
+        self.link(host, CLEAN, CLEAN)
+        for each in self.disks[host].iterdir():
+            shutil.rmtree(each)
+        if host in self.etcd:
+            self.etcd[host].start(self._initial, wait=False)
+        if not self.done:
+            self.start_agent(host)
+
+    def link(self, host: str, out: Way, into: Way) -> None:
+        self.network.change({host: (out, into)})
+
+    # etcd.
+
+    def leader(self) -> str:
+        """The host of the member that leads; any where nobody knows."""
+        for host, member in self.etcd.items():
+            if member.process is None:
+                continue
+            command = [*self.inside(host), *_etcdctl(member.endpoint), "endpoint", "status", "--write-out=fields"]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ETCDCTL_API": "3"}, timeout=10)
+            fields = dict(line.split(" : ") for line in done.stdout.splitlines() if " : " in line)
+            if fields.get('"MemberID"') and fields['"MemberID"'] == fields['"Leader"']:
+                return host
+        return next(iter(self.etcd))
+
+    def restart_member(self, host: str) -> None:
+        if self.etcd[host].process is None and (host not in self.down):
+            self.etcd[host].start(self._initial, wait=False)
+
+    @property
+    def waited_for(self) -> set[int]:
+        """Children of ours that something here waits for."""
+        members = {member.process.pid for member in self.etcd.values() if member.process is not None}
+        return members | {process.pid for process in self.agents.values()}
+
+
+def _etcdctl(endpoint: str) -> list[str]:
+    from tests.etcd_server import distro_binary
+
+    return [str(distro_binary("etcdctl")), f"--endpoints={endpoint}", "--command-timeout=1s", "--dial-timeout=1s"]
+
+
+def _namespace(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def _disk(path: Path, size_mb: int) -> Path:
+    """A file system of its own, so that it can be full or read-only; gone with this process's mount namespace."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(path)], check=True, capture_output=True)
+    return path

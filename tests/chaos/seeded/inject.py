@@ -1,0 +1,165 @@
+"""Faults, as they are done to the hosts, and healed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from tests.chaos.processes import Process
+from tests.chaos.seeded.hosts import CUT, Hosts
+from tests.chaos.seeded.schedule import RANK_0, Fault
+from tests.lossy_network import CLEAN, Way
+
+LINKS = {
+    "cut": (CUT, CUT),
+    "cut out": (CUT, CLEAN),
+    "cut in": (CLEAN, CUT),
+    "delay": (Way(delay_s=0.1), Way(delay_s=0.1)),
+    "loss": (Way(loss=0.15), Way(loss=0.15)),
+    "reorder": (Way(reorder=0.2), Way(reorder=0.2)),
+}
+SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "terminate": signal.SIGTERM}
+
+
+class NotYet(Exception):
+    """There is nobody, or nothing, that it can be done to; maybe soon."""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """target: the host, "" for what is no host's. pids: of agents, workers and helpers that were struck themselves."""
+
+    target: str
+    pids: list[int]
+    detail: str = ""
+    heal: Callable[[], None] | None = None
+
+
+def strike(fault: Fault, hosts: Hosts) -> Struck:
+    """Raises NotYet."""
+    verb, _, what = fault.kind.partition(" ")
+    target = _target(fault, hosts)
+    if target and target in hosts.down:
+        raise NotYet
+    if fault.kind in LINKS:
+        hosts.link(target, *LINKS[fault.kind])
+        return Struck(target, [], heal=lambda: _mend(target, hosts))
+    if what in ("host", "container"):
+        return _whole_host(verb, what, target, hosts)
+    if what.startswith("etcd"):
+        return _etcd(verb, what, hosts, fault)
+    if verb in ("disk", "store"):
+        folder = hosts.store if verb == "store" else hosts.disks[target]
+        return _disk(what, folder, target)
+    if fault.kind in _OTHERS:
+        return _OTHERS[fault.kind](target, hosts)
+    return _process(SIGNALS[verb], what, target, hosts)
+
+
+def _target(fault: Fault, hosts: Hosts) -> str:
+    if fault.target != RANK_0:
+        return fault.target
+    told = [each for each in hosts.history.workers.values() if each["rank"] == 0]
+    return max(told, key=lambda each: each["t"])["host"]
+
+
+def _mend(host: str, hosts: Hosts) -> None:
+    if host not in hosts.down:
+        hosts.link(host, CLEAN, CLEAN)
+
+
+def _process(number: signal.Signals, role: str, host: str, hosts: Hosts) -> Struck:
+    found = sorted(hosts.of_role(host, role), key=lambda each: each.pid)
+    if not found:
+        raise NotYet
+    victim = found[0]
+    victim.send(number)
+    return Struck(host, [victim.pid], heal=_resume([victim]) if number == signal.SIGSTOP else None)
+
+
+def _resume(victims: list[Process]) -> Callable[[], None]:
+    def resume() -> None:
+        for each in victims:
+            each.send(signal.SIGCONT)
+
+    return resume
+
+
+def _whole_host(verb: str, what: str, host: str, hosts: Hosts) -> Struck:
+    if verb == "pause":
+        found = hosts.pids(host)
+        for each in found:
+            each.send(signal.SIGSTOP)
+        return Struck(host, [each.pid for each in found], heal=_resume(found))
+    if what == "host":  # nothing of its end reaches the others
+        hosts.link(host, CUT, CUT)
+    killed = hosts.kill(host)
+    return Struck(host, killed, heal=None if verb == "lose" else lambda: hosts.replace(host))
+
+
+def _etcd(verb: str, what: str, hosts: Hosts, fault: Fault) -> Struck:
+    leader = hosts.leader() if what.endswith("leader") else ""
+    victims = [leader] if leader else list(hosts.etcd)
+    if what.endswith("member"):
+        victims = [random.Random(repr(fault)).choice(victims)]
+    victims = [host for host in victims if hosts.etcd[host].process is not None]
+    if not victims:
+        raise NotYet
+    if verb == "pause":
+        members = [Process(hosts.etcd[host].process.pid, os.getpid(), "", "etcd", ()) for host in victims]  # type: ignore[union-attr]
+        for each in members:
+            each.send(signal.SIGSTOP)
+        return Struck("", [], ",".join(victims), _resume(members))
+    for host in victims:
+        hosts.etcd[host].kill()
+    return Struck("", [], ",".join(victims), lambda: [hosts.restart_member(host) for host in victims] and None)
+
+
+def _disk(what: str, folder: Path, target: str) -> Struck:
+    if what == "full":
+        _fill(folder / "filler")
+        return Struck(target, [], folder.name, lambda: (folder / "filler").unlink())
+    if _remount(folder, "ro") != 0:
+        raise NotYet  # a file is open for writing
+    return Struck(target, [], folder.name, lambda: _remount(folder, "rw") and None)
+
+
+def _remount(folder: Path, how: str) -> int:
+    return subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], capture_output=True, check=False).returncode
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def _corrupt(target: str, hosts: Hosts) -> Struck:
+    """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded."""
+    whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
+    if not whole:
+        raise NotYet
+    newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
+    hosts.history.record("corrupted", name=newest.name)
+    for file in newest.iterdir():
+        if file.name != MANIFEST and file.is_file() and file.stat().st_size:
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    host = max(hosts.history.workers.values(), key=lambda each: each["t"])["host"]
+    struck = _process(signal.SIGKILL, "worker", host, hosts)
+    return Struck(host, struck.pids, newest.name)
+
+
+_OTHERS: dict[str, Callable[[str, Hosts], Struck]] = {"checkpoint corrupted": _corrupt}

@@ -1,0 +1,120 @@
+"""One run of a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from tests.chaos import processes
+from tests.chaos.seeded import inject
+from tests.chaos.seeded.history import History, Told
+from tests.chaos.seeded.hosts import Hosts
+from tests.chaos.seeded.schedule import Fault, Plan
+from tests.jobs import wait_gone
+
+LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
+STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
+PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
+
+
+class Run:
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack) -> None:
+        self.plan, self.folder = plan, folder
+        self._shm = set(os.listdir("/dev/shm"))
+        self.history = History(folder)
+        self.hosts = Hosts(plan, folder, self.history, stack)
+        self._waiting = list(enumerate(plan.faults))
+        self._due: dict[int, float] = {}  # when a fault comes whose step has been reached, by its number
+        self._heals: list[tuple[float, int, Fault, inject.Struck]] = []
+        self._published: set[str] = set()
+
+    def go(self) -> list[Told]:
+        self.hosts.start()
+        began = time.monotonic()
+        stuck = ""
+        while not stuck and (self.hosts.running or self._heals):
+            self.history.wait(LOOK_S)
+            self._look_at_the_store()
+            self._strike_what_is_due()
+            self._heal_what_is_due()
+            processes.reap_orphans(self.hosts.waited_for)
+            silent_s = time.monotonic() - max(self.history.heard, began)
+            if silent_s > STUCK_S:
+                stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
+        self._end(stuck)
+        return self.history.close()
+
+    def _look_at_the_store(self) -> None:
+        for path in self.hosts.store.iterdir():
+            order = order_of(path.name)
+            if order and path.name not in self._published and (path / MANIFEST).exists():
+                self._published.add(path.name)
+                self.history.record("published", name=path.name, step=order[1])
+
+    def _strike_what_is_due(self) -> None:
+        now = time.monotonic()
+        for number, fault in list(self._waiting):
+            if self.history.step >= fault.step:
+                self._due.setdefault(number, now + fault.after_s)
+            if self._due.get(number, now + 1) > now:
+                continue
+            try:
+                struck = inject.strike(fault, self.hosts)
+            except inject.NotYet:
+                if now > self._due[number] + PATIENCE_S:
+                    self._waiting.remove((number, fault))
+                    self.history.record("nobody", number=number, kind=fault.kind)
+                continue
+            self._waiting.remove((number, fault))
+            self.history.events.append(
+                {
+                    **{"what": "strike", "t": now, "number": number, "kind": fault.kind, "target": struck.target},
+                    **{"pids": struck.pids, "detail": struck.detail, "step": self.history.step},
+                }
+            )
+            if struck.heal is not None:
+                self._heals.append((time.monotonic() + fault.seconds, number, fault, struck))
+
+    def _heal_what_is_due(self) -> None:
+        now = time.monotonic()
+        for each in sorted(self._heals, key=lambda each: each[0]):
+            due, number, fault, struck = each
+            if due <= now:
+                self._heals.remove(each)
+                assert struck.heal is not None
+                struck.heal()
+                self.history.record("heal", number=number, kind=fault.kind, target=struck.target)
+
+    def _end(self, stuck: str) -> None:
+        members = {member.process.pid for member in self.hosts.etcd.values() if member.process is not None}
+        relay = self.hosts.network.pid
+        left = [each for each in processes.descendants(os.getpid()) if each.pid not in {*members, relay}]
+        if not stuck:
+            alive = set(wait_gone([each.pid for each in left], timeout_s=5))
+            left = [each for each in left if each.pid in alive]
+        for host in self.plan.hosts:
+            self._decisions(host)
+        self.history.record(
+            "end",
+            stuck=stuck,
+            codes=self.hosts.codes,
+            processes=[f"{each.pid} {each.role or ' '.join(each.command)[:60]} {each.state}" for each in left],
+            shm=sorted(set(os.listdir("/dev/shm")) - self._shm),
+            tmp=[
+                f"{host}/{name}"
+                for host in self.plan.hosts
+                for name in os.listdir(self.folder / f"tmp-{host}")
+                if not name.startswith("torchinductor_")  # torch's, for good
+            ],
+        )
+
+    def _decisions(self, host: str) -> None:
+        path = self.folder / f"events-{host}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            told = json.loads(line)
+            if told["event"] == "decision":
+                self.history.events.append({**told, "what": "decision", "t": told["monotonic"], "host": host})

@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.chaos.seeded.schedule import KINDS, Plan
+from tests.chaos.seeded.schedule import KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
-TRY_AGAIN = (69, 75)  # exit codes that ask a scheduler to start the node again
 TRAINING = ("loaded", "step", "saving", "done")
 
 
@@ -98,17 +97,16 @@ def not_behind(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Ite
 def one_group_at_a_time(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """No group makes a step after a later one has made its first. A step counts when the first of its ranks has told of it:
     a worker that is paused between a collective and its report reports late."""
-    first: list[tuple[str, float]] = []  # of each group: when it made its first step
+    began = first_steps(events)
     for name, told in groups(events).items():
         times: dict[int, float] = {}
         for each in of(told, "step"):
             times[each["step"]] = min(times.get(each["step"], each["t"]), each["t"])
         if times:
-            first.append((name, min(times.values())))
             last = max(times.values())
-            for other, began in first_steps(events).items():
-                if other != name and min(times.values()) < began < last:
-                    yield f"group {name} made a step {last - began:.2f} s after group {other} had begun"
+            for other, since in began.items():
+                if other != name and began[name] < since < last:
+                    yield f"group {name} made a step {last - since:.2f} s after group {other} had begun"
 
 
 def first_steps(events: Sequence[Event]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
-from tests.chaos.seeded.schedule import LEASE_S, STEPS, Plan
+from tests.chaos.seeded.schedule import LEASE_S, STEPS, TRY_AGAIN, Plan
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
@@ -108,13 +108,13 @@ class Hosts:
         return env
 
     def _wait(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        """As a scheduler: what leaves with another code than 0 is started again."""
+        """As a scheduler: what a signal has ended, or left with a code that asks for it, is started again."""
         code = process.wait()
         self.history.record("exit", host=host, pid=process.pid, code=code)
         with self.history.changed:
             self.done = self.done or code == 0
             if host not in self.down:
-                if code == 0:
+                if code >= 0 and code not in TRY_AGAIN:
                     self.codes[host] = code
                 else:
                     self.start_agent(host)

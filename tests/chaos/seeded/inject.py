@@ -148,7 +148,7 @@ def _fill(path: Path) -> None:
 def _corrupt(target: str, hosts: Hosts) -> Struck:
     """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded."""
     whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
-    if not whole:
+    if len(whole) < 2:  # without any that may be used the job ends, as it must
         raise NotYet
     newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
     hosts.history.record("corrupted", name=newest.name)

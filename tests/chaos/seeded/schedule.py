@@ -10,6 +10,7 @@ STEPS = 80  # of the training; the last fault comes well before
 HOSTS = ("a", "b", "c")
 SPARE = "d"
 LEASE_S = 3
+TRY_AGAIN = (69, 75)  # exit codes that ask a scheduler to start the node again
 RANK_0 = "rank 0"  # as a target: the host that has it when the fault comes
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -76,19 +76,20 @@ def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[
 
 
 def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
-    failed = 0
+    failed = []
     with ThreadPoolExecutor(side_by_side) as pool:
-        for seed, problems in zip(
-            range(first, first + runs), pool.map(lambda seed: started(seed, folder), range(first, first + runs)), strict=True
-        ):
-            kinds = [each.kind for each in schedule.plan(seed).faults]
+        waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
+        for each in as_completed(waiting):
+            seed, problems = waiting[each], each.result()
+            kinds = [fault.kind for fault in schedule.plan(seed).faults]
             print(f"seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}", flush=True)
             for problem in problems:
                 print(f"    {problem}", flush=True)
             if problems:
-                failed += 1
-                shrunk(seed, folder)
-    print(f"{runs - failed} of {runs} runs passed; histories: {folder}")
+                failed.append(seed)
+    for seed in failed:
+        shrunk(seed, folder)
+    print(f"{runs - len(failed)} of {runs} runs passed; histories: {folder}")
     return 1 if failed else 0
 
 
@@ -96,7 +97,9 @@ def shrunk(seed: int, folder: Path) -> None:
     plan = schedule.plan(seed)
     kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions)))
     faults = [plan.faults[position] for position in sorted(kept)]
-    print(f"    fewest faults: {faults}\n    again: python -m tests.chaos.seeded --seed {seed} --only {','.join(map(str, kept))}")
+    print(
+        f"seed {seed}: the fewest faults that fail: {faults}\n    again: python -m tests.chaos.seeded --seed {seed} --only {','.join(map(str, kept))}"
+    )
 
 
 def main() -> int:

@@ -97,9 +97,9 @@ def shrunk(seed: int, folder: Path) -> None:
     plan = schedule.plan(seed)
     kept = fewest(len(plan.faults), lambda positions: bool(started(seed, folder, positions)))
     faults = [plan.faults[position] for position in sorted(kept)]
-    print(
-        f"seed {seed}: the fewest faults that fail: {faults}\n    again: python -m tests.chaos.seeded --seed {seed} --only {','.join(map(str, kept))}"
-    )
+    only = ",".join(map(str, kept))
+    print(f"seed {seed}: the fewest faults that fail: {faults}")
+    print(f"    again: python -m tests.chaos.seeded --seed {seed} --only {only}")
 
 
 def main() -> int:

@@ -124,8 +124,10 @@ def _etcd(verb: str, what: str, hosts: Hosts, fault: Fault) -> Struck:
 
 def _disk(what: str, folder: Path, target: str) -> Struck:
     if what == "full":
+        if not os.access(folder, os.W_OK) or (folder / "filler").exists():
+            raise NotYet  # another fault has it
         _fill(folder / "filler")
-        return Struck(target, [], folder.name, lambda: (folder / "filler").unlink())
+        return Struck(target, [], folder.name, lambda: (folder / "filler").unlink(missing_ok=True))
     if _remount(folder, "ro") != 0:
         raise NotYet  # a file is open for writing
     return Struck(target, [], folder.name, lambda: _remount(folder, "rw") and None)

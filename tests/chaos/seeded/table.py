@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tests.chaos.seeded.checks import Event, groups, of
@@ -19,44 +20,45 @@ from tests.chaos.seeded.schedule import KINDS
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault. seconds: from the strike until all ranks had made a step that none had made before it; None: never again."""
+    """Of one fault. seconds: the longest time after it in which no step was made by all ranks that none had made before."""
 
     kind: str
     new_round: bool
-    seconds: float | None
+    seconds: float
     charged: bool
     left: bool
 
 
 def outcomes(events: Sequence[Event]) -> list[Outcome]:
-    """Of all faults of a run that had no other fault beside them: nobody can tell whose is what."""
+    """Of a run's fault, where it was the only one: of several nobody can tell whose is what."""
     strikes = of(events, "strike")
     return [_outcome(strikes[0], events)] if len(strikes) == 1 else []
 
 
 def _outcome(strike: Event, events: Sequence[Event]) -> Outcome:
-    before = [each for each in of(events, "step") if each["t"] < strike["t"]]
-    furthest = max((each["step"] for each in before), default=0)
-    known = {f"{each['group']}.{each['restart']}" for each in before}
-    later = groups([each for each in events if each["t"] >= strike["t"]])
-    again = [at for told in later.values() if (at := _all_beyond(told, furthest)) is not None]
     after = [each for each in events if each["t"] >= strike["t"]]
+    known = groups([each for each in events if each["t"] < strike["t"]])
+    advances = [strike["t"], *(at for at in _advances(events) if at > strike["t"])]
     return Outcome(
         kind=strike["kind"],
-        new_round=any(name not in known for name in later),
-        seconds=min(again) - strike["t"] if again else None,
+        new_round=any(name not in known for name in groups(after)),
+        seconds=max((later - at for at, later in pairwise(advances)), default=0.0),
         charged=any(each["charged"] for each in of(after, "decision")),
         left=any(each["code"] != 0 and each["pid"] not in strike["pids"] for each in of(after, "exit")),
     )
 
 
-def _all_beyond(told: Sequence[Event], step: int) -> float | None:
-    """When the last rank of a group had made a step beyond this one."""
-    first: dict[int, float] = {}
-    for each in of(told, "step"):
-        if each["step"] > step:
-            first.setdefault(each["rank"], each["t"])
-    return max(first.values()) if told and len(first) == told[0]["world"] else None
+def _advances(events: Sequence[Event]) -> list[float]:
+    """When all ranks of a group had told of a step beyond all before it."""
+    furthest, found = 0, []
+    told: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for each in of(events, "step"):
+        ranks = told[each["group"], each["step"]]
+        ranks.add(each["rank"])
+        if len(ranks) == each["world"] and each["step"] > furthest:
+            furthest = each["step"]
+            found.append(each["t"])
+    return found
 
 
 def rows(found: Iterable[Outcome]) -> list[str]:
@@ -69,14 +71,14 @@ def rows(found: Iterable[Outcome]) -> list[str]:
     ]
     for kind in KINDS:
         if all_of := by_kind.get(kind):
-            times = [each.seconds for each in all_of if each.seconds is not None]
+            times = [each.seconds for each in all_of]
             counts = [
                 sum(each.new_round for each in all_of),
                 sum(each.charged for each in all_of),
                 sum(each.left for each in all_of),
             ]
-            shown = f"{statistics.median(times):.1f} | {max(times):.1f}" if times else "- | -"
-            lines.append(f"| {kind} | {len(all_of)} | {' | '.join(map(str, counts))} | {shown} |")
+            times_shown = f"{statistics.median(times):.1f} | {max(times):.1f}"
+            lines.append(f"| {kind} | {len(all_of)} | {' | '.join(map(str, counts))} | {times_shown} |")
     return lines
 
 

@@ -1,0 +1,127 @@
+"""Each check on a history that is as it must be, and on one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.chaos.seeded import checks
+from tests.chaos.seeded.schedule import Plan
+from tests.chaos.seeded.table import outcomes, rows
+
+PLAN = Plan(0, "own hosts", "2", False, False, False, ())
+ALONE = ["s0", "s1", "s2", "s3", "s4"]
+History = list[dict]
+
+
+def worker(what: str, t: float, restart: int, rank: int, step: int, **more: object) -> dict:
+    told = {"what": what, "t": t, "group": f"a:{restart}", "restart": restart, "host": "ab"[rank], "rank": rank, "world": 2}
+    return {**told, "pid": 100 * restart + rank, "step": step, "digest": ALONE[step], "path": "", "error": None, **more}
+
+
+def both(what: str, t: float, restart: int, step: int, **more: object) -> History:
+    return [worker(what, t, restart, 0, step, **more), worker(what, t + 0.01, restart, 1, step, **more)]
+
+
+def good() -> History:
+    """Two steps, a worker is killed, and the second group goes on from step 1."""
+    return [
+        {"what": "started", "t": 0.0, "host": "a", "pid": 10},
+        *both("loaded", 1.0, 0, 0),
+        *both("step", 1.1, 0, 1),
+        {"what": "published", "t": 1.15, "name": "one", "step": 1},
+        *both("step", 1.2, 0, 2),
+        {"what": "strike", "t": 1.25, "number": 0, "kind": "kill worker", "target": "a", "pids": [0], "detail": ""},
+        {**DECISION, "t": 1.3},
+        *both("loaded", 2.0, 1, 1, path="one"),
+        *both("step", 2.1, 1, 2),
+        *both("step", 2.2, 1, 3),
+        *both("step", 2.3, 1, 4),
+        *both("done", 2.4, 1, 4),
+        {"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 0},
+        {"what": "end", "t": 2.6, "stuck": "", "codes": {"a": 0, "b": 0}, "processes": [], "shm": [], "tmp": []},
+    ]
+
+
+DECISION = {
+    **{"what": "decision", "host": "a", "round": 1, "decision": "restart", "charged": True, "kind": "crash", "rule": "killed"},
+    "reason": "worker 0 was killed",
+}
+
+
+def having(change: Callable[[dict], dict | None]) -> History:
+    return sorted((changed for each in good() if (changed := change(each)) is not None), key=lambda each: each["t"])
+
+
+def with_(*more: dict) -> History:
+    return sorted([*good(), *more], key=lambda each: each["t"])
+
+
+def of_group(restart: int, what: str, **new: object) -> Callable[[dict], dict]:
+    def change(each: dict) -> dict:
+        return {**each, **new} if each["what"] == what and each["restart"] == restart else each
+
+    return change
+
+
+def ending(**new: object) -> History:
+    return having(lambda each: {**each, **new} if each["what"] == "end" else each)
+
+
+def test_a_good_history_breaks_nothing():
+    assert checks.broken(PLAN, good(), ALONE) == []
+
+
+BAD: list[tuple[str, History]] = [
+    ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
+    ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
+    ("one world each round", having(lambda each: {**each, "rank": 0} if each.get("pid") == 101 else each)),
+    ("one world each round", having(lambda each: {**each, "host": "a"} if each.get("pid") == 101 else each)),
+    ("one world each round", having(lambda each: None if each.get("pid") == 101 else each)),
+    ("one world each round", with_(worker("step", 2.21, 1, 0, 3, group="b:1"), worker("step", 2.21, 1, 1, 3, group="b:1"))),
+    ("one start", having(lambda each: {**each, "path": "two"} if each["what"] == "loaded" and each["pid"] == 101 else each)),
+    ("same to the bit", having(of_group(1, "loaded", digest="torn"))),
+    ("same to the bit", having(of_group(1, "done", digest="other"))),
+    ("not behind", having(of_group(1, "loaded", step=0, digest="s0"))),
+    ("one group at a time", with_(worker("step", 2.15, 0, 0, 3))),
+    ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
+    ("budget and verdict", having(lambda each: {**each, "kind": "kill agent"} if each["what"] == "strike" else each)),
+    ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
+    ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),
+    ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": 75})),
+    ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": -9})),
+    ("ends", ending(stuck="nothing for 90 s")),
+    ("ends", ending(codes={"a": 0, "b": 65})),
+    ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
+    ("ends", having(of_group(1, "done", error="no space"))),
+    ("nothing left", ending(processes=["100 worker S"])),
+    ("nothing left", ending(shm=["elastic_ext_x"])),
+    ("nothing left", ending(tmp=["a/file"])),
+]
+
+
+@pytest.mark.parametrize(("check", "history"), BAD)
+def test_each_check_can_fail(check: str, history: History):
+    assert check in {problem.partition(":")[0] for problem in checks.broken(PLAN, history, ALONE)}
+
+
+def test_all_checks_are_shown_to_fail():
+    assert {check for check, _ in BAD} == checks.CHECKS.keys()
+
+
+def test_a_worker_that_was_paused_before_it_told_of_a_step_is_no_second_group():
+    history = with_(worker("step", 1.3, 0, 1, 3), worker("step", 2.25, 0, 0, 3))
+    assert not [problem for problem in checks.broken(PLAN, history, ALONE) if problem.startswith("one group at a time")]
+
+
+def test_a_corrupted_checkpoint_may_be_passed_over():
+    history = with_({"what": "published", "t": 1.17, "name": "two", "step": 2}, {"what": "corrupted", "t": 1.18, "name": "two"})
+    assert checks.broken(PLAN, history, ALONE) == []
+
+
+def test_the_table_tells_the_longest_time_without_a_further_step():
+    (outcome,) = outcomes(good())
+    assert (outcome.new_round, outcome.charged, outcome.left) == (True, True, False)
+    assert outcome.seconds == pytest.approx(2.21 - 1.25)  # step 3 is the first that had not been made before
+    assert rows([outcome])[-1] == "| kill worker | 1 | 1 | 1 | 0 | 1.0 | 1.0 |"

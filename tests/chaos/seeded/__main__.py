@@ -71,13 +71,18 @@ def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[
             process.terminate()
             raise
     problems = folder / name / "problems.json"
-    return list(json.loads(problems.read_text())) if problems.exists() else [f"the suite itself: {said[-2000:]}"]
+    return (
+        list(json.loads(problems.read_text()))
+        if problems.exists()
+        else [f"the suite itself left with {process.returncode}: {said[-2000:]}"]
+    )
 
 
 def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
     failed = []
-    with ThreadPoolExecutor(side_by_side) as pool:
-        waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
+    pool = ThreadPoolExecutor(side_by_side)
+    waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
+    try:
         for each in as_completed(waiting):
             seed, problems = waiting[each], each.result()
             kinds = [fault.kind for fault in schedule.plan(seed).faults]
@@ -86,6 +91,8 @@ def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
                 print(f"    {problem}", flush=True)
             if problems:
                 failed.append(seed)
+    finally:
+        pool.shutdown(cancel_futures=True)  # told to end, it starts no further run
     for seed in failed:
         shrunk(seed, folder)
     print(f"{runs - len(failed)} of {runs} runs passed; histories: {folder}")

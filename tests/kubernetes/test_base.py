@@ -51,6 +51,20 @@ def test_the_address_in_the_runtimes_is_that_of_the_etcd():
         assert ",".join(f"{member}:2379" for member in members) in (KUBERNETES / "trainer" / name).read_text()
 
 
+def test_the_certificate_is_for_each_name_by_which_a_manifest_calls_etcd(tmp_path):
+    needs("openssl")
+    subprocess.run([KUBERNETES / "base" / "etcd-certificates.sh", tmp_path], check=True, capture_output=True)
+    called = {
+        name
+        for path in KUBERNETES.rglob("*.yaml")
+        for name in re.findall(r"[\w.-]*\betcd\.elastic-ext\.svc[\w.]*", path.read_text())
+    }
+    assert {"etcd.elastic-ext.svc", "etcd-0.etcd.elastic-ext.svc"} <= called
+    for name in called:
+        check = ["openssl", "x509", "-noout", "-in", tmp_path / "server.crt", "-checkhost", name]
+        assert "does match" in subprocess.run(check, check=True, capture_output=True, text=True).stdout, name
+
+
 @pytest.mark.long
 def test_the_commands_for_users_make_an_etcd_that_a_job_can_use(tmp_path):
     """Certificates by the script, users by the commands of the README; then a job with the settings of the manifests."""

@@ -10,8 +10,9 @@ days=3650
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days $days -subj "/CN=etcd CA of $namespace" \
   -keyout ca.key -out ca.crt
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=etcd" -keyout server.key -out server.csr
+service=etcd.$namespace.svc # of the members' names, and by itself for clients that take one address
 cat > server.ext <<END
-subjectAltName=DNS:localhost,IP:127.0.0.1,DNS:*.etcd.$namespace.svc,DNS:*.etcd.$namespace.svc.cluster.local
+subjectAltName=DNS:localhost,IP:127.0.0.1,DNS:$service,DNS:*.$service,DNS:$service.cluster.local,DNS:*.$service.cluster.local
 extendedKeyUsage=serverAuth,clientAuth
 END
 openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days $days -extfile server.ext -out server.crt

@@ -1,7 +1,7 @@
 """What Kubernetes' Job controller, JobSet and training-operator v1 do about pods that fail: the rules only, no I/O.
 
-Written from KEP-3329 (podFailurePolicy), KEP-3850 (backoffLimitPerIndex), JobSet's KEP-262 and the field documentation of
-kubeflow.org/v1; `test_operators.py` holds the table. It reads the manifests as they are.
+Written from KEP-3329 (podFailurePolicy), KEP-3850 (backoffLimitPerIndex), KEP-3998 (successPolicy), JobSet's KEP-262 and the
+field documentation of kubeflow.org/v1; `test_operators.py` holds the table. It reads the manifests as they are.
 """
 
 from __future__ import annotations
@@ -50,6 +50,13 @@ def _matches(rule: Manifest, pod: FailedPod) -> bool:
         return (pod.exit_code in cast(list[int], codes["values"])) == (codes["operator"] == "In")
     patterns = cast(list[Mapping[str, str]], rule["onPodConditions"])
     return any(each["type"] in pod.conditions and each.get("status", "True") == "True" for each in patterns)
+
+
+def complete(spec: Manifest, succeeded: frozenset[int]) -> bool:
+    """Return whether the Job is done once these indexes have succeeded; what still runs is then deleted."""
+    policy = cast(Mapping[str, list[Mapping[str, int]]], spec.get("successPolicy", {}))
+    least = [rule["succeededCount"] for rule in policy.get("rules", [])]
+    return len(succeeded) >= min([*least, cast(int, spec.get("completions", 1))])
 
 
 @dataclass

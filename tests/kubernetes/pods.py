@@ -103,6 +103,11 @@ class Pods:
         self.running[index].conditions.add(DISRUPTION_TARGET)
         lose(self.running[index].host)
 
+    def lose_node_for_long(self, index: int) -> None:
+        """There is no place for a new pod yet."""
+        self.lose_node(index)
+        self.running.pop(index).agent.finish()
+
     def out_of_memory(self, index: int) -> None:
         """The kernel kills the container: exit code 137, reason OOMKilled, and no condition."""
         for pid in _processes(self.running[index]):
@@ -143,10 +148,13 @@ class Pods:
 
     def _replace(self, pod: Pod) -> None:
         lose(pod.host)  # whatever the container left behind is gone with it
+        self.start_on_new_host(pod.index)
+
+    def start_on_new_host(self, index: int) -> None:
         host = next(self.hosts)
-        self.addresses[pod.index] = host.address
+        self.addresses[index] = host.address
         self._tell_names()
-        self._start(pod.index, host)
+        self._start(index, host)
 
 
 def _processes(pod: Pod) -> list[int]:

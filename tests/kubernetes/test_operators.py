@@ -13,6 +13,7 @@ from tests.kubernetes.operators import (
     JobSetAction,
     JobSetController,
     PodAction,
+    complete,
     pod_action,
     retried_by_training_operator,
 )
@@ -58,6 +59,12 @@ def test_backoff_limits():
     assert [each.failed(FailedPod(index, 75)) for index in (0, 1, 2, 1)] == [None, None, None, "MaxFailedIndexesExceeded"]
     some = JobController({"backoffLimitPerIndex": 0, "maxFailedIndexes": 1})
     assert [some.failed(FailedPod(index, 75)) for index in (0, 1)] == [None, "MaxFailedIndexesExceeded"]
+
+
+def test_success():
+    assert [complete({"completions": 2}, frozenset(range(count))) for count in range(3)] == [False, False, True]
+    enough = {"completions": 4, "successPolicy": {"rules": [{"succeededCount": 3}]}}
+    assert [complete(enough, frozenset(range(count))) for count in range(5)] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -131,14 +138,14 @@ def test_each_exit_code(name, code):
         assert JobSetController(failure_policy).failed(reason) is JobSetAction.FAIL
 
 
-@pytest.mark.parametrize("name", ["plain/job.yaml", "plain/jobset.yaml"])
-def test_a_job_is_done_when_as_many_pods_as_train_have_finished(name):
+def test_a_job_is_done_when_as_many_pods_as_train_have_finished():
     """There is one pod more, which may be waiting, or have come too late."""
-    spec, _ = specs()[name]
+    spec, _ = specs()["plain/job.yaml"]
     (rule,) = spec["successPolicy"]["rules"]
-    args = spec["template"]["spec"]["containers"][0]["args"]
-    assert f"--nnodes={rule['succeededCount']}" in args
+    assert f"--nnodes={rule['succeededCount']}" in spec["template"]["spec"]["containers"][0]["args"]
     assert rule["succeededCount"] < spec["completions"]
+    assert [complete(spec, frozenset(range(count))) for count in (rule["succeededCount"] - 1, rule["succeededCount"])] == [False, True]
+    assert "successPolicy" not in specs()["plain/jobset.yaml"][0], "it would end a pod that still copies a checkpoint"
 
 
 def test_one_incident_is_one_failure_of_each_pod_however_many_there_are():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.jobs import ROOT
-from tests.kubernetes.operators import JobSetAction, JobSetController
+from tests.kubernetes.operators import JobSetAction, JobSetController, complete
 from tests.kubernetes.pods import Pods, name_of, pods
 from tests.kubernetes.schemas import at, documents
 from tests.rendezvous.etcd.test_etcd_jobs import reports, seen
 
 JOBSET = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "jobset.yaml")[0], "spec")
+PLAIN = at(documents(ROOT / "entrypoints" / "kubernetes" / "plain" / "job.yaml")[1], "spec")
 SPEC = at(JOBSET, "replicatedJobs", 0, "template", "spec")
 HOSTS = ",".join(map(name_of, range(3)))
 SECRET = {"ELASTIC_EXT_JOB_SECRET": "a secret of the job, from a Secret"}
@@ -57,6 +58,23 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
         assert [code for _, code in kube.codes[2:]] == [137, 137]
         assert dict(kube.controller.failures) == {2: 1}, "the rest was free"
         finish(kube)
+
+
+@pytest.mark.long
+def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_without_it(tmp_path):
+    """The node of the first pod is lost, and the new pod takes long to start. Meanwhile a spare steps in and the job succeeds."""
+    options = ("--rdzv-backend=ext_etcd", f"--rdzv-endpoint=job:{HOSTS}", "--nnodes=3", "--rdzv-conf=join_timeout=30")
+    with pods(tmp_path, PLAIN, 3, 2, options, SECRET) as kube:
+        kube.start_all()
+        trains(kube, 3, 0)
+        kube.start_on_new_host(3)
+        kube.lose_node_for_long(0)
+        trains(kube, 3, 1)
+        kube.gate.open()
+        assert kube.reconcile(ends=3) is None
+        assert complete(PLAIN, frozenset(kube.ended)), kube.codes
+        kube.start_on_new_host(0)  # as without the successPolicy
+        assert kube.running[0].agent.finish().returncode == 75
 
 
 @pytest.mark.long

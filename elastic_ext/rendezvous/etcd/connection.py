@@ -129,11 +129,18 @@ class JobConnection:
                 if participant.header.state in (State.CLOSED, State.DONE):
                     over = JobDone if participant.header.state is State.DONE else RendezvousClosedError
                     raise over(f"the job {self.run_id} is over: {shown(participant.header.reason)}")
+                if self._is_spare(header, after):
+                    deadline = time.monotonic() + self._patience.timeout_s
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = f": {participant.etcd_full}" if participant.etcd_full is not None else ""
                     raise RendezvousTimeoutError(f"{self._patience.over}{why}")
                 self.changed.wait(left)
+
+    def _is_spare(self, header: Header, after: int) -> bool:
+        """Return whether the job trains without this node, which waits for as long as it does. Without etcd nothing is known."""
+        alive_until = self.alive_until()
+        return header.state is State.RUNNING and header.round > after and (alive_until or 0.0) > time.monotonic()
 
     def _verdict_that_ends(self) -> JobVerdict | None:
         header = self.participant.header

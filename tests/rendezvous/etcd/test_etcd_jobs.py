@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -206,6 +207,21 @@ def test_another_job_under_the_same_id_is_refused(server, nodes):
     assert "--nnodes=1:1 there, --nnodes=2:4 here" in other.err
     nodes.open_gate()
     assert first.finish().returncode == 0
+
+
+def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
+    """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
+    conf = f"{CONF},join_timeout=6"
+    first = nodes.start("a", server.endpoint, "1", conf=conf)
+    first.wait_for(seen(1, 0))
+    spare = nodes.start("b", server.endpoint, "1", conf=conf)
+    wait_for_nodes(server, 2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        spare.process.wait(9)
+    first.process.send_signal(signal.SIGTERM)
+    spare.wait_for(seen(1, 1))
+    nodes.open_gate()
+    assert spare.finish().returncode == 0, spare.err
 
 
 def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):

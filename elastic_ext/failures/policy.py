@@ -24,12 +24,13 @@ from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
 from elastic_ext.failures.matching import USER_RULES
-from elastic_ext.failures.rules import NO_EVIDENCE
+from elastic_ext.failures.rules import NO_EVIDENCE, TRY_AGAIN
 
 NO_LIMIT = -1
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
 WARM_START, CUT_AGAIN = "warm-start", "cut-again"  # names of rules
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, whatever the budget
+MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 
 # Exit codes of the agent (from sysexits.h if possible).
 EX_FAILED = 1  # the budget is spent, or the cause is unknown
@@ -259,7 +260,17 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
         Response.REQUEUE: EX_TRY_AGAIN,
         Response.REPLACE_NODE: EX_NODE,
     }.get(response, EX_FAILED)
-    return _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
+    outcome = _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
+    return _charged_without_progress(outcome, past) if diagnosis.rule == TRY_AGAIN else outcome
+
+
+def _charged_without_progress(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
+    """Charge a script that has asked for another try too often: it might for ever, at the price of all nodes."""
+    tries = sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
+    if tries < MAX_FREE_TRIES:
+        return outcome
+    reason = f"{outcome.reason}; it has asked {tries + 1} times without progress, so this try is charged"
+    return replace(outcome, response=Response.RESTART, reason=reason)
 
 
 def _at_start(past: Precedent) -> bool:

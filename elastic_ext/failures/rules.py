@@ -44,6 +44,7 @@ from elastic_ext.failures.matching import (
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 HANG_RULE = "hang"
+TRY_AGAIN = "try-again"  # the script has ended with 75
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)
@@ -329,7 +330,7 @@ TIER_4 = (
          exit_codes=frozenset({2, 126, 127})),
     _exited("sysexits", CODE, STOP, "this exit code of sysexits.h means that a retry would fail",
          exit_codes=frozenset({*range(64, 75), 76, 77, 78})),
-    _exited("try-again", PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks to be restarted",
+    _exited(TRY_AGAIN, PREEMPTION, Response.RESTART_FREE, "EX_TEMPFAIL: the program asks to be restarted",
          exit_codes=frozenset({75})),
     _exited("no-progress", CODE, STOP, "this exit code means that the program made no progress", "N", exit_codes=frozenset({93})),
     _exited(NO_EVIDENCE, UNKNOWN, RESTART, "nothing suggests that another try would fail", when=lambda view: True),

@@ -92,6 +92,14 @@ def test_a_preemption_is_free():
     assert verdicts[-1].restarts == 0
 
 
+def test_a_script_that_asks_for_another_try_for_ever_spends_the_budget():
+    """exit 75 at the same step each time: five restarts are free, three are the budget."""
+    _, verdicts = again({"a": report("ha", exit_code=75, step=7, resumed_at=0)}, 9)
+    assert [verdict.restarts for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 2, 3, 3]
+    assert [verdict.ends_job for verdict in verdicts] == [False] * 8 + [True]
+    assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == ("budget", 1)
+
+
 def test_a_checkpoint_that_came_since_gives_the_budget_back():
     ledger = Ledger()
     for resumed_at, charged in ((0, 1), (0, 2), (5, 1), (5, 2), (9, 1)):

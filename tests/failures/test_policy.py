@@ -50,7 +50,14 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (NETWORK, (Precedent(True, None, "n2"),) * 9, None, "restart", "network", "network", None),
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 69),
-        (of(exit_code=75), (SAME_THERE,) * 9, None, "restart_free", "preemption", "try-again", None),
+        # a script that asks for another try: charged after a few without progress, never stopped by the ceiling
+        (of(exit_code=75), (SAME_THERE,) * 4, None, "restart_free", "preemption", "try-again", None),
+        (of(exit_code=75), (SAME_THERE,) * 5, None, "restart", "preemption", "try-again", None),
+        (of(exit_code=75), (SAME_HERE,) * 9, (3, 2), "restart", "preemption", "try-again", None),
+        (of(exit_code=75), (Precedent(True, True, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
+        (of(exit_code=75), (Precedent(True, None, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
+        (of(exit_code=75), (Precedent(False, False, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
+        (of(agent_signal="SIGTERM"), (SAME_THERE,) * 9, None, "requeue", "preemption", "agent-terminated", 75),
         # 3. one node
         (SEGV, (SAME_HERE,), None, "replace_node", "crash", "same-node", 69),
         (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),

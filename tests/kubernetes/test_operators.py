@@ -142,9 +142,10 @@ def test_a_job_is_done_when_as_many_pods_as_train_have_finished():
     """There is one pod more, which may be waiting, or have come too late."""
     spec, _ = specs()["plain/job.yaml"]
     (rule,) = spec["successPolicy"]["rules"]
-    assert f"--nnodes={rule['succeededCount']}" in spec["template"]["spec"]["containers"][0]["args"]
-    assert rule["succeededCount"] < spec["completions"]
-    assert [complete(spec, frozenset(range(count))) for count in (rule["succeededCount"] - 1, rule["succeededCount"])] == [False, True]
+    enough = rule["succeededCount"]
+    assert f"--nnodes={enough}" in spec["template"]["spec"]["containers"][0]["args"]
+    assert enough < spec["completions"]
+    assert [complete(spec, frozenset(range(count))) for count in (enough - 1, enough)] == [False, True]
     assert "successPolicy" not in specs()["plain/jobset.yaml"][0], "it would end a pod that still copies a checkpoint"
 
 

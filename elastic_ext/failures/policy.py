@@ -238,14 +238,14 @@ def decide(
         charged,
         outcome.response,
         checkpoints_back if action is Action.RESTART else 0,
-        backoff.delay_s(budget.charged + 1 if charged else _free_tries(outcome, past), jitter),
+        backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
         cold=charged and _warm_start_to_blame(diagnosis, outcome.kind),
     )
 
 
-def _free_tries(outcome: _Outcome, past: Sequence[Precedent]) -> int:
-    """Return which try this is of a program that asks for one without progress: that has no end, so it waits ever longer."""
-    if outcome.response is not Response.RESTART_FREE or outcome.kind != PREEMPTION:
+def _asked(outcome: _Outcome, past: Sequence[Precedent]) -> int:
+    """Return how often a program has asked for another try without progress: it waits ever longer for it."""
+    if outcome.kind != PREEMPTION or outcome.response not in (Response.RESTART_FREE, Response.RESTART):
         return 0
     return 1 + sum(earlier.same_fingerprint and earlier.progress is False for earlier in past)
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from elastic_ext.base.kinds import Response
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.history import PastFailure, precedents, progress, record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,6 +80,11 @@ KINDS: dict[str, Kind] = {
     "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True),
 }
 ETCD_ON = ("own hosts", "agents' hosts")
+# How many hosts begin, where etcd is, --nnodes. Three hosts take half as long again as two, and are needed for etcd on them.
+SETUPS = (
+    *((2, ETCD_ON[0], "2"), (2, ETCD_ON[0], "2"), (2, ETCD_ON[0], "1:2")),
+    *((3, where, nnodes) for where in ETCD_ON for nnodes in ("3", "2:3")),
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir."""
+    """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir."""
 
     seed: int
+    trainers: int
     etcd: str
     nnodes: str
     spare: bool
@@ -106,21 +113,23 @@ class Plan:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        return (*HOSTS, SPARE) if self.spare else HOSTS
+        return (*HOSTS[: self.trainers], *((SPARE,) if self.spare else ()))
 
 
 def plan(seed: int) -> Plan:
     """As many seeds in a row as there are kinds have each of them at least once."""
     rng = random.Random(seed)
     kinds = sorted(KINDS)
+    trainers, etcd, nnodes = rng.choice(SETUPS)
     count = rng.choices((1, 2, 3), (6, 3, 1))[0]
     chosen = [kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))]
-    faults = sorted((_fault(kind, rng) for kind in chosen), key=lambda each: each.step)
+    faults = sorted((_fault(kind, HOSTS[:trainers], rng) for kind in chosen), key=lambda each: each.step)
     needs = {each for kind in chosen for each in KINDS[kind].needs}
     return Plan(
         seed=seed,
-        etcd=rng.choice(ETCD_ON),
-        nnodes=rng.choice(("3", "3", "2:3")),
+        trainers=trainers,
+        etcd=etcd,
+        nnodes=nnodes,
         spare="spare" in needs or rng.random() < 0.15,
         standby="standby" in needs or rng.random() < 0.4,
         local="local" in needs or rng.random() < 0.4,
@@ -128,9 +137,9 @@ def plan(seed: int) -> Plan:
     )
 
 
-def _fault(kind: str, rng: random.Random) -> Fault:
+def _fault(kind: str, hosts: Sequence[str], rng: random.Random) -> Fault:
     scope, seconds = KINDS[kind].scope, KINDS[kind].seconds
-    target = rng.choice((*HOSTS, RANK_0)) if scope == "host" else ""
+    target = rng.choice((*hosts, RANK_0)) if scope == "host" else ""
     return Fault(kind, target, rng.randint(4, STEPS // 2), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
 
 

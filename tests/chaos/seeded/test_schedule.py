@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.chaos.seeded.schedule import HOSTS, KINDS, RANK_0, STEPS, decode, encode, only, plan
+from tests.chaos.seeded.schedule import HOSTS, KINDS, RANK_0, SETUPS, STEPS, decode, encode, only, plan
 
 PLANS = [plan(seed) for seed in range(len(KINDS) * 5)]
 
@@ -22,7 +22,7 @@ def test_as_many_seeds_in_a_row_as_there_are_kinds_have_them_all():
 
 def test_one_two_and_three_faults_at_once_come_and_all_ways_to_set_a_job_up():
     assert {len(each.faults) for each in PLANS} == {1, 2, 3}
-    assert len({(each.etcd, each.nnodes) for each in PLANS}) == 4
+    assert {(each.trainers, each.etcd, each.nnodes) for each in PLANS} == set(SETUPS)
     for setting in ("standby", "local", "spare"):
         assert {getattr(each, setting) for each in PLANS} == {True, False}
 
@@ -32,7 +32,7 @@ def test_faults_are_possible():
         for fault in each.faults:
             kind = KINDS[fault.kind]
             assert all(getattr(each, need) for need in kind.needs)
-            assert fault.target in ((*HOSTS, RANK_0) if kind.scope == "host" else ("",))
+            assert fault.target in ((*HOSTS[: each.trainers], RANK_0) if kind.scope == "host" else ("",))
             assert 0 < fault.step <= STEPS // 2, "the job would be over"
             low, high = kind.seconds or (0, 0)
             assert low <= fault.seconds <= high

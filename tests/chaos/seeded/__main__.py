@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,14 +80,15 @@ def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[
 
 
 def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
-    failed = []
+    failed, began = [], time.monotonic()
     pool = ThreadPoolExecutor(side_by_side)
     waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
     try:
         for each in as_completed(waiting):
             seed, problems = waiting[each], each.result()
             kinds = [fault.kind for fault in schedule.plan(seed).faults]
-            print(f"seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}", flush=True)
+            at = f"[{time.monotonic() - began:.0f} s]"
+            print(f"{at} seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}", flush=True)
             for problem in problems:
                 print(f"    {problem}", flush=True)
             if problems:

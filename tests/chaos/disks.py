@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def whole_locally(name: str, folders: list[Path]) -> bool:
         return False
     manifest = decode(found[parts[0]] or b"")
     return all(any(_size(part / file.name) == file.size for part in parts) for file in manifest.files)
+
+
+def lacking(part: Path) -> tuple[int, list[str]] | None:
+    """A number for the manifest of a checkpoint on one disk, and the files that this disk lacks; None: it has no manifest."""
+    data = _manifest(part)
+    if data is None:
+        return None
+    return zlib.crc32(data), [file.name for file in decode(data).files if _size(part / file.name) != file.size]
 
 
 def _manifest(folder: Path) -> bytes | None:

@@ -4,6 +4,8 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 
     loaded, step, saving, done   by a worker, see tests/scripts/chaos_training.py
     published                    a checkpoint is whole in the shared directory: name, step
+    held                         a checkpoint on a disk of one host: host, name, step, manifest (a number, 0: none), missing (files)
+    emptied                      a host has come back with an empty disk: host
     corrupted                    the suite has damaged this checkpoint: name
     strike, heal                 of a fault: number, kind, target (resolved), detail
     started, exit                an agent: host, pid, code
@@ -17,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_ext.checkpoints.formats.manifest import order_of
 from tests.chaos.seeded.schedule import KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
@@ -79,19 +82,40 @@ def same_to_the_bit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -
 
 
 def not_behind(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """A group begins at no earlier step than the newest checkpoint that was whole when the group before it made its last step."""
+    """A group begins with nothing older than the newest checkpoint that was whole when the group before it made its last step, in
+    the store or on the disks of the hosts that are in the group."""
+    bad = {each["name"] for each in of(events, "corrupted")}
     before: list[Event] = []
     for name, told in groups(events).items():
         loaded = of(told, "loaded")
         if loaded and before:
             until = max((each["t"] for each in before if each["t"] < loaded[0]["t"]), default=0.0)
             known = [each for each in events if each["t"] < until]
-            bad = {each["name"] for each in of(events, "corrupted")}
-            whole = [each for each in of(known, "published") if each["name"] not in bad]
-            newest = max(whole, key=lambda each: each["step"], default=None)
-            if newest is not None and loaded[0]["step"] < newest["step"]:
+            later = [each for each in events if until <= each["t"] < loaded[0]["t"]]
+            kept = {each["host"] for each in loaded} - {each["host"] for each in of(later, "emptied")}
+            whole = [each for each in [*of(known, "published"), *_held_together(known, kept)] if each["name"] not in bad]
+            newest = max(whole, key=lambda each: _order(each["name"], each["step"]), default=None)
+            start = _order(loaded[0]["path"], loaded[0]["step"])
+            if newest is not None and start < _order(newest["name"], newest["step"]):
                 yield f"group {name} began at step {loaded[0]['step']}, and {newest['name']} was whole"
         before += told
+
+
+def _held_together(events: Sequence[Event], hosts: set[str]) -> Iterator[Event]:
+    """Of each checkpoint that these hosts' disks have together one event. One that has no manifest of it does not count."""
+    parts: dict[str, dict[str, Event]] = defaultdict(dict)
+    for each in of(events, "held"):
+        if each["host"] in hosts:
+            parts[each["name"]][each["host"]] = each
+    for by_host in parts.values():
+        found = [each for each in by_host.values() if each["manifest"]]
+        if len({each["manifest"] for each in found}) == 1 and not set.intersection(*(set(each["missing"]) for each in found)):
+            yield found[0]
+
+
+def _order(name: str, step: int) -> tuple[int, int]:
+    """Of later groups' checkpoints all are newer, see elastic_ext/checkpoints/formats/manifest.py."""
+    return order_of(name) or (0, step)
 
 
 def one_group_at_a_time(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:

@@ -158,6 +158,7 @@ class Hosts:
         self.link(host, CLEAN, CLEAN)
         for each in self.disks[host].iterdir():
             shutil.rmtree(each)
+        self.history.record("emptied", host=host)
         if host in self.etcd:
             self.etcd[host].start(self._initial, wait=False)
         if not self.done:

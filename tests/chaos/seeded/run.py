@@ -8,12 +8,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos import processes
 from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.hosts import Hosts
 from tests.chaos.seeded.schedule import Fault, Plan
+from tests.chaos.seeded.watching import Watching
 from tests.jobs import wait_gone
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
@@ -30,7 +30,7 @@ class Run:
         self._waiting = list(enumerate(plan.faults))
         self._due: dict[int, float] = {}  # when a fault comes whose step has been reached, by its number
         self._heals: list[tuple[float, int, Fault, inject.Struck]] = []
-        self._published: set[str] = set()
+        self._watching = Watching(self.hosts, self.history)
 
     def go(self) -> list[Told]:
         self.hosts.start()
@@ -38,7 +38,7 @@ class Run:
         stuck = ""
         while not stuck and (self.hosts.running or self._heals):
             self.history.wait(LOOK_S)
-            self._look_at_the_store()
+            self._watching.look()
             self._strike_what_is_due()
             self._heal_what_is_due()
             processes.reap_orphans(self.hosts.waited_for)
@@ -47,13 +47,6 @@ class Run:
                 stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
         self._end(stuck)
         return self.history.close()
-
-    def _look_at_the_store(self) -> None:
-        for path in self.hosts.store.iterdir():
-            order = order_of(path.name)
-            if order and path.name not in self._published and (path / MANIFEST).exists():
-                self._published.add(path.name)
-                self.history.record("published", name=path.name, step=order[1])
 
     def _strike_what_is_due(self) -> None:
         now = time.monotonic()

@@ -120,6 +120,34 @@ def test_a_corrupted_checkpoint_may_be_passed_over():
     assert checks.broken(PLAN, history, ALONE) == []
 
 
+def held(t: float, host: str, missing: list[str], **more: object) -> dict:
+    return {"what": "held", "t": t, "host": host, "name": "two", "step": 2, "manifest": 7, "missing": missing, **more}
+
+
+TOGETHER = [held(1.17, "a", ["b"]), held(1.18, "b", ["a"])]
+
+
+def test_what_the_disks_of_the_group_have_together_may_not_be_passed_over():
+    assert [problem.partition(":")[0] for problem in checks.broken(PLAN, with_(*TOGETHER), ALONE)] == ["not behind"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [TOGETHER[0]],
+        [TOGETHER[0], held(1.18, "b", ["a", "b"])],
+        [TOGETHER[0], held(1.18, "b", ["a"], manifest=8)],
+        [TOGETHER[0], held(1.18, "c", ["a"])],
+        [TOGETHER[0], held(1.3, "b", ["a"])],
+        [*TOGETHER, held(1.19, "b", [], manifest=0)],
+        [*TOGETHER, {"what": "emptied", "t": 1.5, "host": "b"}],
+    ],
+    ids=["a part", "a file lacks", "two manifests", "not in the group", "too late", "removed", "emptied"],
+)
+def test_what_the_disks_of_the_group_do_not_have_together_may_be_passed_over(more: History):
+    assert checks.broken(PLAN, with_(*more), ALONE) == []
+
+
 def test_the_table_tells_the_longest_time_without_a_further_step():
     (outcome,) = outcomes(good())
     assert (outcome.new_round, outcome.charged, outcome.left) == (True, True, False)

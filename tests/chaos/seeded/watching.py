@@ -1,0 +1,44 @@
+"""Which checkpoints are whole where, as the store and the disks show it while a job runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from tests.chaos import disks
+from tests.chaos.seeded.history import History
+from tests.chaos.seeded.hosts import Hosts
+
+
+class Watching:
+    """Records "published" of the store and "held" of the hosts' disks, see `checks`."""
+
+    def __init__(self, hosts: Hosts, history: History) -> None:
+        self._hosts, self._history = hosts, history
+        self._published: set[str] = set()
+        self._held: dict[tuple[str, str], tuple[int, list[str]] | None] = {}  # by host and name
+
+    def look(self) -> None:
+        for name in _names(self._hosts.store):
+            if name not in self._published and (self._hosts.store / name / MANIFEST).exists():
+                self._published.add(name)
+                self._history.record("published", name=name, step=_step(name))
+        if self._hosts.plan.local:
+            for host, disk in self._hosts.disks.items():
+                self._look_at_a_disk(host, disk)
+
+    def _look_at_a_disk(self, host: str, disk: Path) -> None:
+        for name in {*_names(disk), *(name for of, name in self._held if of == host)}:
+            found = disks.lacking(disk / name)
+            if found != self._held.get((host, name)):
+                self._held[host, name] = found
+                manifest, missing = found or (0, [])
+                self._history.record("held", host=host, name=name, step=_step(name), manifest=manifest, missing=missing)
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if order_of(path.name)]
+
+
+def _step(name: str) -> int:
+    return (order_of(name) or (0, 0))[1]

@@ -4,7 +4,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 
     loaded, step, saving, done   by a worker, see tests/scripts/chaos_training.py
     published                    a checkpoint is whole in the shared directory: name, step
-    held                         a checkpoint on a disk of one host: host, name, step, manifest (a number, 0: none), missing (files)
+    held                         a checkpoint on one host's disk: host, name, step, manifest (a number, 0: none), missing (files)
     emptied                      a host has come back with an empty disk: host
     corrupted                    the suite has damaged this checkpoint: name
     strike, heal                 of a fault: number, kind, target (resolved), detail

@@ -159,6 +159,17 @@ def budget(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterato
             yield f"the verdict of round {each['round']} ends the job: {each['kind']}, {each['rule']}: {each['reason']}"
 
 
+def alone_it_does_what_it_must(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """A fault that is the only one has no effect, or is named by the verdict, if its kind says so."""
+    strikes = of(events, "strike")
+    kinds = {each["kind"] for each in strikes}
+    if all(KINDS[kind].harmless for kind in kinds) and len(groups(events)) > 1:
+        yield f"a further round began: {sorted(groups(events))}"
+    rules = {each["rule"] for each in of(events, "decision")}
+    if len(strikes) == 1 and (rule := KINDS[strikes[0]["kind"]].rule) and rule not in rules:
+        yield f"no verdict by the rule {rule}; there were {sorted(rules)}"
+
+
 def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """An agent leaves with 0, or was struck, or its host was."""
     for each in of(events, "exit"):
@@ -208,6 +219,7 @@ CHECKS: dict[str, Check] = {
     "one group at a time": one_group_at_a_time,
     "restarts count up": restarts_count_up,
     "budget and verdict": budget,
+    "alone": alone_it_does_what_it_must,
     "leavings": leavings,
     "ends": ends,
     "nothing left": nothing_left,

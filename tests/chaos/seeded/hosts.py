@@ -15,6 +15,7 @@ from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.schedule import LEASE_S, STEPS, TRY_AGAIN, Plan
+from tests.chaos.seeded.surroundings import Surroundings, slow_device
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
@@ -22,6 +23,7 @@ from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
 RUN_ID = "chaos"
 SCRIPT = SCRIPTS / "chaos_training.py"
 DISK_MB, STORE_MB = 4, 16
+SLOW_MORE_MB = 8  # what ext4 needs for itself
 CUT = Way(loss=1.0)
 
 
@@ -31,8 +33,10 @@ class Hosts:
         apart = plan.etcd == "own hosts"
         members = ("e0", "e1", "e2") if apart else plan.hosts[:3]
         self.network = stack.enter_context(LossyNetwork([*plan.hosts, *(members if apart else ())]))
-        self.store = _disk(folder / "store", STORE_MB)
-        self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB) for host in plan.hosts}
+        self.surroundings = Surroundings(plan, folder, stack)
+        kinds = {fault.kind for fault in plan.faults}
+        self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
+        self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB, "disk slow" in kinds) for host in plan.hosts}
         stack.callback(processes.kill_all, os.getpid())
         self.etcd = {
             host: EtcdServer(folder / f"etcd-{host}", host, address=self.network.addresses[host], inside=self.inside(host))
@@ -69,7 +73,7 @@ class Hosts:
         tmp.mkdir(exist_ok=True)
         with (self.folder / f"agent-{host}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*self.inside(host), *self._command(host)],
+                [*self.inside(host), *self.surroundings.inside(host), *self._command(host)],
                 cwd=self.folder,
                 env=self._environment(host, tmp),
                 stdin=subprocess.DEVNULL,
@@ -105,7 +109,7 @@ class Hosts:
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
         del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
-        return env
+        return {**env, **self.surroundings.environ(host)}
 
     def _wait(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """As a scheduler: what a signal has ended, or left with a code that asks for it, is started again."""
@@ -157,7 +161,8 @@ class Hosts:
         """Another machine under the same address: its disk is empty, but for the data of etcd, which is on a volume."""
         self.link(host, CLEAN, CLEAN)
         for each in self.disks[host].iterdir():
-            shutil.rmtree(each)
+            if each.name != "lost+found":
+                shutil.rmtree(each)
         self.history.record("emptied", host=host)
         if host in self.etcd:
             self.etcd[host].start(self._initial, wait=False)
@@ -205,8 +210,11 @@ def _namespace(pid: int) -> int:
         return 0
 
 
-def _disk(path: Path, size_mb: int) -> Path:
+def _disk(path: Path, size_mb: int, can_be_slow: bool) -> Path:
     """A file system of its own, so that it can be full or read-only; gone with this process's mount namespace."""
     path.mkdir()
+    if can_be_slow:
+        slow_device(path, path.with_suffix(".image"), size_mb + SLOW_MORE_MB)
+        return path
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(path)], check=True, capture_output=True)
     return path

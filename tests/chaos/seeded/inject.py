@@ -15,6 +15,7 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, Hosts
 from tests.chaos.seeded.schedule import RANK_0, Fault
+from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
 from tests.lossy_network import CLEAN, Way
 
 LINKS = {
@@ -25,6 +26,7 @@ LINKS = {
     "loss": (Way(loss=0.15), Way(loss=0.15)),
     "reorder": (Way(reorder=0.2), Way(reorder=0.2)),
 }
+SLOW_BYTES, SLOW_WRITES = 20_000, 5  # a second
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
@@ -58,6 +60,8 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
     if verb in ("disk", "store"):
         folder = hosts.store if verb == "store" else hosts.disks[target]
         return _disk(what, folder, target)
+    if fault.kind == "clock step":
+        return _clock(fault, target, hosts)
     if fault.kind in _OTHERS:
         return _OTHERS[fault.kind](target, hosts)
     return _process(SIGNALS[verb], what, target, hosts)
@@ -123,6 +127,9 @@ def _etcd(verb: str, what: str, hosts: Hosts, fault: Fault) -> Struck:
 
 
 def _disk(what: str, folder: Path, target: str) -> Struck:
+    if what == "slow":
+        slow(folder, SLOW_BYTES, SLOW_WRITES)
+        return Struck(target, [], folder.name, lambda: slow(folder, 0, 0))
     if what == "full":
         if not os.access(folder, os.W_OK) or (folder / "filler").exists():
             raise NotYet  # another fault has it
@@ -147,6 +154,26 @@ def _fill(path: Path) -> None:
                 raise
 
 
+def _clock(fault: Fault, host: str, hosts: Hosts) -> Struck:
+    """An hour forward or back; it is set right by another step."""
+    if hosts.surroundings.clock(host) != 0:
+        raise NotYet  # another fault has it
+    ahead_s = random.Random(repr(fault)).choice((3600, -3600))
+    hosts.surroundings.set_clock(host, ahead_s)
+    return Struck(host, [], f"{ahead_s:+d} s", lambda: hosts.surroundings.set_clock(host, 0))
+
+
+def _memory(host: str, hosts: Hosts) -> Struck:
+    """The worker is who has most memory in a training that fills it: the kernel is told to take that one first."""
+    found = list(hosts.of_role(host, "worker"))
+    if not found:
+        raise NotYet
+    Path(f"/proc/{found[0].pid}/oom_score_adj").write_text(str(OOM_KILL_FIRST))
+    memory = hosts.surroundings.memory(host)
+    killed = memory.press()
+    return Struck(host, [found[0].pid], "killed" if killed else "nobody killed", memory.release)
+
+
 def _corrupt(target: str, hosts: Hosts) -> Struck:
     """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded."""
     whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
@@ -164,4 +191,4 @@ def _corrupt(target: str, hosts: Hosts) -> Struck:
     return Struck(host, struck.pids, newest.name)
 
 
-_OTHERS: dict[str, Callable[[str, Hosts], Struck]] = {"checkpoint corrupted": _corrupt}
+_OTHERS: dict[str, Callable[[str, Hosts], Struck]] = {"checkpoint corrupted": _corrupt, "memory pressure": _memory}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +14,10 @@ from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.hosts import Hosts
 from tests.chaos.seeded.schedule import Fault, Plan
+from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
 from tests.jobs import wait_gone
+from tests.programs import REQUIRE
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
@@ -27,10 +30,19 @@ class Run:
         self._shm = set(os.listdir("/dev/shm"))
         self.history = History(folder)
         self.hosts = Hosts(plan, folder, self.history, stack)
-        self._waiting = list(enumerate(plan.faults))
+        self._waiting = [each for each in enumerate(plan.faults) if self._possible(*each)]
         self._due: dict[int, float] = {}  # when a fault comes whose step has been reached, by its number
         self._heals: list[tuple[float, int, Fault, inject.Struck]] = []
         self._watching = Watching(self.hosts, self.history)
+
+    def _possible(self, number: int, fault: Fault) -> bool:
+        why = unavailable(fault.kind)
+        if why and os.environ.get(REQUIRE) == "1":
+            raise RuntimeError(f"{fault.kind}: {why}")
+        if why:
+            print(f"left out: {fault.kind}: {why}", file=sys.stderr)
+            self.history.record("skipped", number=number, kind=fault.kind, why=why)
+        return not why
 
     def go(self) -> list[Told]:
         self.hosts.start()
@@ -96,7 +108,7 @@ class Run:
             stuck=stuck,
             codes=self.hosts.codes,
             processes=[f"{each.pid} {each.role or ' '.join(each.command)[:60]} {each.state}" for each in left],
-            shm=sorted(set(os.listdir("/dev/shm")) - self._shm),
+            shm=sorted(each for each in set(os.listdir("/dev/shm")) - self._shm if "faketime_s" not in each),  # libfaketime's own
             tmp=[
                 f"{host}/{name}"
                 for host in self.plan.hosts

@@ -25,6 +25,8 @@ class Kind:
         charges: restarts that it may cost the budget.
         may_leave: the agent of its target may leave with a code by which a scheduler starts it again.
         needs: settings of the plan that it needs, "standby", "local" or "spare".
+        harmless: where it is alone, no further round may begin.
+        rule: where it is alone, the verdict on it is by this rule of the table.
     """
 
     seconds: tuple[float, float] | None = None
@@ -32,6 +34,8 @@ class Kind:
     charges: int = 0
     may_leave: bool = False
     needs: tuple[str, ...] = ()
+    harmless: bool = False
+    rule: str = ""
 
 
 _PAUSE = (0.5, 6.0)  # some outlast the lease
@@ -75,6 +79,10 @@ KINDS: dict[str, Kind] = {
     "pause etcd": Kind((0.5, 6.0), "etcd"),
     "disk full": Kind((0.5, 3.0), needs=("local",)),
     "disk read-only": Kind((0.5, 3.0), needs=("local",)),
+    "disk slow": Kind((1.0, 5.0), needs=("local",), harmless=True),
+    "clock step": Kind((1.0, 5.0), harmless=True),
+    "memory pressure": Kind((0.5, 3.0), charges=1, may_leave=True, rule="oom-killed"),
+    "store slow": Kind((1.0, 5.0), "store", harmless=True),
     "store full": Kind((0.5, 3.0), "store"),
     "store read-only": Kind((0.5, 3.0), "store"),
     "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True),

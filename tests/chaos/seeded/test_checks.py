@@ -73,6 +73,10 @@ def test_a_good_history_breaks_nothing():
     assert checks.broken(PLAN, good(), ALONE) == []
 
 
+def struck_by(kind: str) -> History:
+    return having(lambda each: {**each, "kind": kind} if each["what"] == "strike" else each)
+
+
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
     ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
@@ -86,8 +90,10 @@ BAD: list[tuple[str, History]] = [
     ("not behind", having(of_group(1, "loaded", step=0, digest="s0"))),
     ("one group at a time", with_(worker("step", 2.15, 0, 0, 3))),
     ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
-    ("budget and verdict", having(lambda each: {**each, "kind": "kill agent"} if each["what"] == "strike" else each)),
+    ("budget and verdict", struck_by("kill agent")),
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
+    ("alone", struck_by("clock step")),
+    ("alone", struck_by("memory pressure")),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": 75})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": -9})),

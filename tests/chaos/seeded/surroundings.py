@@ -1,0 +1,130 @@
+"""What the processes of a host run in: its clock, its memory, and the devices below the file systems."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.chaos.seeded.schedule import Plan
+
+CGROUPS = Path("/sys/fs/cgroup")
+OOM_KILL_FIRST = 1000  # oom_score_adj
+HOG_MB, LEFT_MB = 160, 32
+NO_LIMIT = -1
+
+
+def unavailable(kind: str) -> str:
+    """Why a fault of this kind cannot be done here; "": it can."""
+    if kind == "clock step" and _faketime() is None:
+        return "libfaketime: not found; `make system` installs what the tests need"
+    if kind == "memory pressure" and not os.access(CGROUPS / "memory/memory.limit_in_bytes", os.R_OK):
+        return f"{CGROUPS}/memory: no memory cgroups of version 1"
+    if kind in ("disk slow", "store slow") and not os.access(_throttle("bps"), os.W_OK):
+        return f"{CGROUPS}/blkio: no throttling of devices"
+    return ""
+
+
+def _faketime() -> Path | None:
+    return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+class Surroundings:
+    """Of the hosts of a run, made ready for the faults of its plan. Memory groups end with the run."""
+
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack) -> None:
+        kinds = {fault.kind for fault in plan.faults if not unavailable(fault.kind)}
+        self._clocks = {host: folder / f"clock-{host}" for host in plan.hosts if "clock step" in kinds}
+        for host in self._clocks:
+            self.set_clock(host, 0)
+        self._groups = {
+            host: Memory(CGROUPS / f"memory/elastic_ext_chaos_{os.getpid()}_{host}", stack)
+            for host in plan.hosts
+            if "memory pressure" in kinds
+        }
+
+    def inside(self, host: str) -> list[str]:
+        """The start of a command line that runs in them."""
+        return self._groups[host].inside if host in self._groups else []
+
+    def environ(self, host: str) -> dict[str, str]:
+        if host not in self._clocks:
+            return {}
+        return {
+            "LD_PRELOAD": str(_faketime()),
+            "FAKETIME_TIMESTAMP_FILE": str(self._clocks[host]),
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_NO_CACHE": "1",  # a step is one for all processes at once
+            "NO_FAKE_STAT": "1",  # the times of files are those of the file system
+        }
+
+    def memory(self, host: str) -> Memory:
+        return self._groups[host]
+
+    def clock(self, host: str) -> int:
+        """Seconds by which it is ahead of that of the machine."""
+        return int(self._clocks[host].read_text())
+
+    def set_clock(self, host: str, ahead_s: int) -> None:
+        new = self._clocks[host].with_suffix(".new")
+        new.write_text(f"{ahead_s:+d}\n")
+        new.replace(self._clocks[host])  # nobody reads half of it
+
+
+class Memory:
+    """A memory cgroup of version 1."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        path.mkdir()
+        stack.callback(self._remove)
+        self.inside = ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(path / "cgroup.procs")]
+
+    @property
+    def kills(self) -> int:
+        """By the kernel, because memory ran out."""
+        return int((self._path / "memory.oom_control").read_text().split()[-1])
+
+    def press(self) -> bool:
+        """Leave less memory than a process asks for that comes now. Return whether the kernel has killed somebody for it."""
+        before = self.kills
+        (self._path / "memory.force_empty").write_text("0")
+        used = int((self._path / "memory.usage_in_bytes").read_text())
+        self._limit(used + (LEFT_MB << 20))
+        hog = f"head -c {HOG_MB}M /dev/zero | tail -c {HOG_MB}M >/dev/null"
+        subprocess.run([*self.inside, "sh", "-c", hog], check=False, capture_output=True, timeout=60)
+        return self.kills > before
+
+    def release(self) -> None:
+        self._limit(NO_LIMIT)
+
+    def _limit(self, value: int) -> None:
+        (self._path / "memory.limit_in_bytes").write_text(str(value))
+
+    def _remove(self) -> None:
+        self.release()
+        self._path.rmdir()
+
+
+# File systems on devices that can be slow.
+
+
+def slow_device(path: Path, image: Path, size_mb: int) -> None:
+    """Mount a file system whose device can be slowed. With the last mount namespace that has it, the device goes too."""
+    with image.open("wb") as file:
+        file.truncate(size_mb << 20)
+    for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def slow(path: Path, bytes_per_s: int, writes_per_s: int) -> None:
+    """What is written to the device of this file system takes long. 0: no limit."""
+    device = os.stat(path).st_dev
+    for what, value in (("bps", bytes_per_s), ("iops", writes_per_s)):
+        _throttle(what).write_text(f"{os.major(device)}:{os.minor(device)} {value}")
+
+
+def _throttle(what: str) -> Path:
+    """Of the whole machine: writes of the page cache are by no process. A rule holds for one device, ours."""
+    return CGROUPS / f"blkio/blkio.throttle.write_{what}_device"

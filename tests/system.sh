@@ -2,7 +2,7 @@
 # Install what the tests need from Debian, only what is missing. No service of these packages is left running or enabled.
 set -eu
 # PROGRAM:PACKAGE
-NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium munged:munge slurmctld:slurm-wlm slurmd:slurm-wlm sbatch:slurm-wlm faketime:faketime"
+NEEDED="prometheus:prometheus promtool:prometheus chromium:chromium munged:munge slurmctld:slurm-wlm slurmd:slurm-wlm sbatch:slurm-wlm"
 SERVICES="prometheus munge slurmctld slurmd"
 POLICY=${POLICY:-/usr/sbin/policy-rc.d} # asked by each package before it starts a service; 101: no
 KEPT="$POLICY.kept"                     # the machine's own meanwhile

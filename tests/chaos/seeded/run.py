@@ -108,7 +108,7 @@ class Run:
             stuck=stuck,
             codes=self.hosts.codes,
             processes=[f"{each.pid} {each.role or ' '.join(each.command)[:60]} {each.state}" for each in left],
-            shm=sorted(each for each in set(os.listdir("/dev/shm")) - self._shm if "faketime_s" not in each),  # libfaketime's own
+            shm=sorted(set(os.listdir("/dev/shm")) - self._shm),
             tmp=[
                 f"{host}/{name}"
                 for host in self.plan.hosts

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
+from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import LEASE_S, STEPS, TRY_AGAIN, Plan
 from tests.chaos.seeded.surroundings import Surroundings, slow_device
 from tests.etcd_server import EtcdServer
@@ -24,6 +26,7 @@ RUN_ID = "chaos"
 SCRIPT = SCRIPTS / "chaos_training.py"
 DISK_MB, STORE_MB = 4, 16
 SLOW_MORE_MB = 8  # what ext4 needs for itself
+STORE = "store"  # the host that an object store is on
 CUT = Way(loss=1.0)
 
 
@@ -32,11 +35,18 @@ class Hosts:
         self.plan, self.folder, self.history = plan, folder, history
         apart = plan.etcd == "own hosts"
         members = ("e0", "e1", "e2") if apart else plan.hosts[:3]
-        self.network = stack.enter_context(LossyNetwork([*plan.hosts, *(members if apart else ())]))
+        self.network = stack.enter_context(
+            LossyNetwork([*plan.hosts, *(members if apart else ()), *((STORE,) if plan.s3 else ())])
+        )
         self.surroundings = Surroundings(plan, folder, stack)
         kinds = {fault.kind for fault in plan.faults}
         self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
         self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB, "disk slow" in kinds) for host in plan.hosts}
+        self.object_store: ObjectStore | None = None
+        if plan.s3:
+            self.object_store = ObjectStore(
+                self.inside(STORE), self.network.addresses[STORE], folder / "store.log", self._put, stack
+            )
         stack.callback(processes.kill_all, os.getpid())
         self.etcd = {
             host: EtcdServer(folder / f"etcd-{host}", host, address=self.network.addresses[host], inside=self.inside(host))
@@ -88,7 +98,7 @@ class Hosts:
     def _command(self, host: str) -> list[str]:
         endpoints = ",".join(member.endpoint for member in self.etcd.values())
         conf = {
-            "checkpoint_dir": self.store,
+            "checkpoint_dir": self.object_store.url if self.object_store else self.store,
             "backoff": 0,
             "lease_ttl": LEASE_S,
             "last_call": 1,
@@ -109,7 +119,15 @@ class Hosts:
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
         del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
-        return {**env, **self.surroundings.environ(host)}
+        return {**env, **self.surroundings.environ(host), **(self.object_store.environ if self.object_store else {})}
+
+    def _put(self, path: str) -> None:
+        """An object is in the object store."""
+        name, _, file = path.rpartition("/")
+        name = name.rpartition("/")[2]
+        order = order_of(name)
+        if order and file == MANIFEST:
+            self.history.record("published", name=name, step=order[1])
 
     def _wait(self, host: str, process: subprocess.Popen[bytes]) -> None:
         """As a scheduler: what a signal has ended, or left with a code that asks for it, is started again."""
@@ -191,10 +209,15 @@ class Hosts:
             self.etcd[host].start(self._initial, wait=False)
 
     @property
+    def servers(self) -> set[int]:
+        """What carries the packets, and the object store."""
+        return {self.network.pid} | ({self.object_store.pid} if self.object_store else set())
+
+    @property
     def waited_for(self) -> set[int]:
         """Children of ours that something here waits for."""
         members = {member.process.pid for member in self.etcd.values() if member.process is not None}
-        return members | {process.pid for process in self.agents.values()}
+        return members | self.servers | {process.pid for process in self.agents.values()}
 
 
 def _etcdctl(endpoint: str) -> list[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos.processes import Process
-from tests.chaos.seeded.hosts import CUT, Hosts
+from tests.chaos.seeded.hosts import CUT, STORE, Hosts
+from tests.chaos.seeded.object_store import WELL, Ill
 from tests.chaos.seeded.schedule import RANK_0, Fault
 from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
 from tests.lossy_network import CLEAN, Way
@@ -26,6 +27,7 @@ LINKS = {
     "loss": (Way(loss=0.15), Way(loss=0.15)),
     "reorder": (Way(reorder=0.2), Way(reorder=0.2)),
 }
+_STORE_ILL = {"store errors": Ill(errors=0.4), "store throttling": Ill(a_second=2.0)}
 SLOW_BYTES, SLOW_WRITES = 20_000, 5  # a second
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
@@ -57,6 +59,8 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
         return _whole_host(verb, what, target, hosts)
     if what.startswith("etcd"):
         return _etcd(verb, what, hosts, fault)
+    if fault.kind in _STORE_ILL or fault.kind == "store away":
+        return _object_store(fault.kind, hosts)
     if verb in ("disk", "store"):
         folder = hosts.store if verb == "store" else hosts.disks[target]
         return _disk(what, folder, target)
@@ -152,6 +156,16 @@ def _fill(path: Path) -> None:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
+
+
+def _object_store(kind: str, hosts: Hosts) -> Struck:
+    store = hosts.object_store
+    assert store is not None
+    if kind == "store away":
+        hosts.link(STORE, CUT, CUT)
+        return Struck("", [], heal=lambda: hosts.link(STORE, CLEAN, CLEAN))
+    store.be(_STORE_ILL[kind])
+    return Struck("", [], str(_STORE_ILL[kind]), heal=lambda: store.be(WELL))
 
 
 def _clock(fault: Fault, host: str, hosts: Hosts) -> Struck:

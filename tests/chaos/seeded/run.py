@@ -96,8 +96,7 @@ class Run:
 
     def _end(self, stuck: str) -> None:
         members = {member.process.pid for member in self.hosts.etcd.values() if member.process is not None}
-        relay = self.hosts.network.pid
-        left = [each for each in processes.descendants(os.getpid()) if each.pid not in {*members, relay}]
+        left = [each for each in processes.descendants(os.getpid()) if each.pid not in members | self.hosts.servers]
         if not stuck:
             alive = set(wait_gone([each.pid for each in left], timeout_s=5))
             left = [each for each in left if each.pid in alive]

@@ -24,7 +24,7 @@ class Kind:
         scope: what a target is: "host", "etcd" (members are chosen by the kind) or "store" (what all hosts share).
         charges: restarts that it may cost the budget.
         may_leave: the agent of its target may leave with a code by which a scheduler starts it again.
-        needs: settings of the plan that it needs, "standby", "local" or "spare".
+        needs: settings of the plan that it needs, "standby", "local", "spare", "folder" or "s3".
         harmless: where it is alone, no further round may begin.
         rule: where it is alone, the verdict on it is by this rule of the table.
     """
@@ -82,11 +82,16 @@ KINDS: dict[str, Kind] = {
     "disk slow": Kind((1.0, 5.0), needs=("local",), harmless=True),
     "clock step": Kind((1.0, 5.0), harmless=True),
     "memory pressure": Kind((0.5, 3.0), charges=1, may_leave=True, rule="oom-killed"),
-    "store slow": Kind((1.0, 5.0), "store", harmless=True),
-    "store full": Kind((0.5, 3.0), "store"),
-    "store read-only": Kind((0.5, 3.0), "store"),
-    "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True),
+    "store slow": Kind((1.0, 5.0), "store", needs=("folder",), harmless=True),
+    "store full": Kind((0.5, 3.0), "store", needs=("folder",)),
+    "store read-only": Kind((0.5, 3.0), "store", needs=("folder",)),
+    # What happens meanwhile may cost a restart more: a worker cannot load.
+    "store errors": Kind((1.0, 5.0), "store", charges=1, may_leave=True, needs=("s3",), harmless=True),
+    "store throttling": Kind((1.0, 5.0), "store", charges=1, may_leave=True, needs=("s3",), harmless=True),
+    "store away": Kind((1.0, 5.0), "store", charges=1, may_leave=True, needs=("s3",), harmless=True),
+    "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True, needs=("folder",)),
 }
+STORES = ("folder", "s3")
 ETCD_ON = ("own hosts", "agents' hosts")
 # How many hosts begin, where etcd is, --nnodes. Three hosts take half as long again as two, and are needed for etcd on them.
 SETUPS = (
@@ -108,7 +113,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir."""
+    """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir.
+    store: one of STORES, where checkpoint_dir is."""
 
     seed: int
     trainers: int
@@ -117,7 +123,16 @@ class Plan:
     spare: bool
     standby: bool
     local: bool
+    store: str
     faults: tuple[Fault, ...]
+
+    @property
+    def folder(self) -> bool:
+        return self.store == "folder"
+
+    @property
+    def s3(self) -> bool:
+        return self.store == "s3"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -131,6 +146,8 @@ def plan(seed: int) -> Plan:
     trainers, etcd, nnodes = rng.choice(SETUPS)
     count = rng.choices((1, 2, 3), (6, 3, 1))[0]
     chosen = [kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))]
+    store = next((each for kind in chosen for each in KINDS[kind].needs if each in STORES), "") or rng.choice(STORES)
+    chosen = [kind for kind in chosen if not {*KINDS[kind].needs} & {*STORES} - {store}]
     faults = sorted((_fault(kind, HOSTS[:trainers], rng) for kind in chosen), key=lambda each: each.step)
     needs = {each for kind in chosen for each in KINDS[kind].needs}
     return Plan(
@@ -141,6 +158,7 @@ def plan(seed: int) -> Plan:
         spare="spare" in needs or rng.random() < 0.15,
         standby="standby" in needs or rng.random() < 0.4,
         local="local" in needs or rng.random() < 0.4,
+        store=store,
         faults=_possible(faults),
     )
 

@@ -10,7 +10,7 @@ from tests.chaos.seeded import checks
 from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.table import outcomes, rows
 
-PLAN = Plan(0, 2, "own hosts", "2", False, False, False, ())
+PLAN = Plan(0, 2, "own hosts", "2", False, False, False, "folder", ())
 ALONE = ["s0", "s1", "s2", "s3", "s4"]
 History = list[dict]
 

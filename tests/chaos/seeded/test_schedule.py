@@ -23,7 +23,7 @@ def test_as_many_seeds_in_a_row_as_there_are_kinds_have_them_all():
 def test_one_two_and_three_faults_at_once_come_and_all_ways_to_set_a_job_up():
     assert {len(each.faults) for each in PLANS} == {1, 2, 3}
     assert {(each.trainers, each.etcd, each.nnodes) for each in PLANS} == set(SETUPS)
-    for setting in ("standby", "local", "spare"):
+    for setting in ("standby", "local", "spare", "s3"):
         assert {getattr(each, setting) for each in PLANS} == {True, False}
 
 

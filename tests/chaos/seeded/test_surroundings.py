@@ -30,7 +30,7 @@ told()
 
 def planned(kind: str) -> Plan:
     required(not unavailable(kind), unavailable(kind))
-    return Plan(0, 2, "own hosts", "2", False, False, False, (Fault(kind, "a", 4, 0.0, 1.0),))
+    return Plan(0, 2, "own hosts", "2", False, False, False, "folder", (Fault(kind, "a", 4, 0.0, 1.0),))
 
 
 @pytest.mark.parametrize("step_s", [3600, -3600])

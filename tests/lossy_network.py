@@ -5,8 +5,9 @@ packets. It does what the kernel's netem would do, which many kernels lack. A pa
 its receiver's.
 
 Wire protocol, lines on the relay's stdin and stdout: it is told the names of the namespaces in its arguments, and answers "ready"
-once all devices are up; then each line {"NAME": [[loss, delay_s, reorder] out, [the same] in], ...} changes links and is answered
-"done". The end of its stdin ends it, and with it go the devices.
+once all devices are up; then each line {"links": {NAME: [[loss, delay_s, reorder] out, [the same] in], ...}, "apart": [[NAME,
+NAME], ...]} changes these links, tells which hosts do not reach each other, and is answered "done". The end of its stdin ends it,
+and with it go the devices.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class LossyNetwork:
         number = next(_numbers)
         self.namespaces = {host: f"lossy{os.getpid()}.{number}.{host}" for host in hosts}
         self.addresses = {host: f"{_SUBNET}.{index}" for index, host in enumerate(hosts, 1)}
+        self._apart: list[list[str]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> LossyNetwork:
@@ -116,9 +118,18 @@ class LossyNetwork:
 
     def change(self, links: Mapping[str, tuple[Way, Way]]) -> None:
         """Change these hosts' links, each out and in. Returns when it is done."""
+        self._tell(
+            {self.namespaces[host]: [[way.loss, way.delay_s, way.reorder] for way in both] for host, both in links.items()}
+        )
+
+    def part(self, *pairs: tuple[str, str]) -> None:
+        """These hosts do not reach each other any more; all others do. Returns when it is done."""
+        self._apart = [[self.namespaces[host] for host in pair] for pair in pairs]
+        self._tell({})
+
+    def _tell(self, ways: Mapping[str, object]) -> None:
         assert self._relay.stdin is not None
-        ways = {self.namespaces[host]: [[way.loss, way.delay_s, way.reorder] for way in both] for host, both in links.items()}
-        print(json.dumps(ways), file=self._relay.stdin, flush=True)
+        print(json.dumps({"links": ways, "apart": self._apart}), file=self._relay.stdin, flush=True)
         self._answer("done")
 
     def _answer(self, expected: str) -> None:
@@ -141,6 +152,7 @@ class _Relay:
         self._to = {f"{_SUBNET}.{index}": fd for index, fd in enumerate(self._fds, 1)}
         self._out = dict.fromkeys(self._fds, CLEAN)
         self._in = dict.fromkeys(self._fds, CLEAN)
+        self._apart: set[frozenset[int]] = set()
         self._queue: list[tuple[float, int, int, bytes]] = []  # when to deliver, a number that keeps the order, to whom, packet
         self._count = itertools.count()
 
@@ -174,7 +186,7 @@ class _Relay:
             if packet[0] >> 4 != 4:
                 continue
             to = self._to.get(".".join(map(str, packet[16:20])))
-            if to is None:
+            if to is None or frozenset((fd, to)) in self._apart:
                 continue
             ways = self._out[fd], self._in[to]
             if all(random.random() >= way.loss for way in ways):
@@ -184,7 +196,9 @@ class _Relay:
     def _change(self, line: str) -> bool:
         if not line:
             return False
-        for name, (out, into) in json.loads(line).items():
+        told = json.loads(line)
+        self._apart = {frozenset(self._of[name] for name in pair) for pair in told["apart"]}
+        for name, (out, into) in told["links"].items():
             self._out[self._of[name]], self._in[self._of[name]] = Way(*out), Way(*into)
         print("done", flush=True)
         return True

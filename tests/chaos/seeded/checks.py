@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ext.checkpoints.formats.manifest import order_of
-from tests.chaos.seeded.schedule import KINDS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import BETWEEN, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
+WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
 TRAINING = ("loaded", "step", "saving", "done")
 
 
@@ -174,7 +175,7 @@ def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Itera
     """An agent leaves with 0, or was struck, or its host was."""
     for each in of(events, "exit"):
         strikes = [strike for strike in of(events, "strike") if strike["t"] <= each["t"]]
-        of_host = [strike for strike in strikes if strike["target"] in (each["host"], "")]
+        of_host = [strike for strike in strikes if not strike["target"] or each["host"] in strike["target"].split(BETWEEN)]
         if each["code"] == 0 or (each["code"] in TRY_AGAIN and any(KINDS[strike["kind"]].may_leave for strike in of_host)):
             continue
         if not any(each["pid"] in strike["pids"] for strike in strikes):
@@ -206,7 +207,7 @@ def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> I
         return
     if end["processes"]:
         yield f"left behind: {end['processes']}"
-    killed = any(each["kind"] in ("kill host", "lose host", "kill container", "kill reaper") for each in of(events, "strike"))
+    killed = any(each["kind"] in WITHOUT_AN_END for each in of(events, "strike"))
     if (end["shm"] or end["tmp"]) and not killed:
         yield f"left in shared memory: {end['shm']}, among temporary files: {end['tmp']}"
 

@@ -15,10 +15,10 @@ from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos import processes
 from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
+from tests.chaos.seeded.members import Brought, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
-from tests.chaos.seeded.schedule import LEASE_S, STEPS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, STEPS, TRY_AGAIN, Plan
 from tests.chaos.seeded.surroundings import Surroundings, slow_device
-from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
 
@@ -33,11 +33,10 @@ CUT = Way(loss=1.0)
 class Hosts:
     def __init__(self, plan: Plan, folder: Path, history: History, stack: ExitStack) -> None:
         self.plan, self.folder, self.history = plan, folder, history
-        apart = plan.etcd == "own hosts"
-        members = ("e0", "e1", "e2") if apart else plan.hosts[:3]
-        self.network = stack.enter_context(
-            LossyNetwork([*plan.hosts, *(members if apart else ()), *((STORE,) if plan.s3 else ())])
-        )
+        members = ("e0", "e1", "e2") if plan.apart else HOSTS
+        more = [*(members if plan.apart else ()), *([STORE] if plan.s3 else [])]
+        self.network = stack.enter_context(LossyNetwork([*plan.hosts, *more]))
+        self._parted: set[tuple[str, str]] = set()
         self.surroundings = Surroundings(plan, folder, stack)
         kinds = {fault.kind for fault in plan.faults}
         self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
@@ -48,14 +47,11 @@ class Hosts:
                 self.inside(STORE), self.network.addresses[STORE], folder / "store.log", self._put, stack
             )
         stack.callback(processes.kill_all, os.getpid())
-        self.etcd = {
-            host: EtcdServer(folder / f"etcd-{host}", host, address=self.network.addresses[host], inside=self.inside(host))
-            for host in members
-        }
-        self._initial = ",".join(f"{member.name}={member.peer_url}" for member in self.etcd.values())
-        for member in self.etcd.values():
-            stack.callback(member.__exit__)
-            member.start(self._initial, wait=False)
+        self.etcd: Members
+        if plan.etcd == "job:":
+            self.etcd = Brought(RUN_ID, self.network.addresses, members, self.pids)
+        else:
+            self.etcd = Ours(folder, self.network.addresses, members, self.inside, stack)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}  # of those that left for good
         self.down: set[str] = set()
@@ -63,9 +59,11 @@ class Hosts:
         stack.callback(self._no_more)
 
     def start(self) -> None:
-        for member in self.etcd.values():
-            member.await_ready()
-        for host in self.plan.hosts:
+        if isinstance(self.etcd, Ours):
+            self.etcd.await_ready()
+        if any(fault.kind == "spare comes" for fault in self.plan.faults):
+            self.down.add(SPARE)
+        for host in self.running:
             self.start_agent(host)
 
     def _no_more(self) -> None:
@@ -96,7 +94,6 @@ class Hosts:
         threading.Thread(target=self._wait, args=(host, process), daemon=True).start()
 
     def _command(self, host: str) -> list[str]:
-        endpoints = ",".join(member.endpoint for member in self.etcd.values())
         conf = {
             "checkpoint_dir": self.object_store.url if self.object_store else self.store,
             "backoff": 0,
@@ -110,7 +107,12 @@ class Hosts:
             **({"local_dir": self.disks[host]} if self.plan.local else {}),
         }
         options = [
-            *("--rdzv-backend=ext_etcd", f"--rdzv-endpoint={endpoints}", f"--rdzv-id={RUN_ID}", f"--nnodes={self.plan.nnodes}"),
+            *(
+                "--rdzv-backend=ext_etcd",
+                f"--rdzv-endpoint={self.etcd.endpoint}",
+                f"--rdzv-id={RUN_ID}",
+                f"--nnodes={self.plan.nnodes}",
+            ),
             *("--nproc-per-node=1", "--max-restarts=-1", f"--local-addr={self.network.addresses[host]}"),
             *(f"--log-dir={self.folder / f'logs-{host}'}", "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in conf.items())),
         ]
@@ -119,6 +121,7 @@ class Hosts:
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
         del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
+        env |= self.etcd.environ
         return {**env, **self.surroundings.environ(host), **(self.object_store.environ if self.object_store else {})}
 
     def _put(self, path: str) -> None:
@@ -171,8 +174,7 @@ class Hosts:
             killed += [each.pid for each in found]
             processes.reap_orphans(self.waited_for)
             self.agents[host].wait()
-            if host in self.etcd:
-                self.etcd[host].kill()
+            self.etcd.kill(host)
         return killed
 
     def replace(self, host: str) -> None:
@@ -182,31 +184,17 @@ class Hosts:
             if each.name != "lost+found":
                 shutil.rmtree(each)
         self.history.record("emptied", host=host)
-        if host in self.etcd:
-            self.etcd[host].start(self._initial, wait=False)
+        self.etcd.replace(host)
         if not self.done:
             self.start_agent(host)
 
     def link(self, host: str, out: Way, into: Way) -> None:
         self.network.change({host: (out, into)})
 
-    # etcd.
-
-    def leader(self) -> str:
-        """The host of the member that leads; any where nobody knows."""
-        for host, member in self.etcd.items():
-            if member.process is None:
-                continue
-            command = [*self.inside(host), *_etcdctl(member.endpoint), "endpoint", "status", "--write-out=fields"]
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ETCDCTL_API": "3"}, timeout=10)
-            fields = dict(line.split(" : ") for line in done.stdout.splitlines() if " : " in line)
-            if fields.get('"MemberID"') and fields['"MemberID"'] == fields['"Leader"']:
-                return host
-        return next(iter(self.etcd))
-
-    def restart_member(self, host: str) -> None:
-        if self.etcd[host].process is None and (host not in self.down):
-            self.etcd[host].start(self._initial, wait=False)
+    def part(self, one: str, other: str, apart: bool) -> None:
+        """These two do not reach each other, or do so again."""
+        (self._parted.add if apart else self._parted.discard)((one, other))
+        self.network.part(*self._parted)
 
     @property
     def servers(self) -> set[int]:
@@ -216,14 +204,8 @@ class Hosts:
     @property
     def waited_for(self) -> set[int]:
         """Children of ours that something here waits for."""
-        members = {member.process.pid for member in self.etcd.values() if member.process is not None}
+        members = set(self.etcd.running().values()) if isinstance(self.etcd, Ours) else set()
         return members | self.servers | {process.pid for process in self.agents.values()}
-
-
-def _etcdctl(endpoint: str) -> list[str]:
-    from tests.etcd_server import distro_binary
-
-    return [str(distro_binary("etcdctl")), f"--endpoints={endpoint}", "--command-timeout=1s", "--dial-timeout=1s"]
 
 
 def _namespace(pid: int) -> int:

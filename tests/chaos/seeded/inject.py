@@ -7,15 +7,16 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
+from tests.chaos.seeded.members import leader
 from tests.chaos.seeded.object_store import WELL, Ill
-from tests.chaos.seeded.schedule import RANK_0, Fault
+from tests.chaos.seeded.schedule import BETWEEN, RANK_0, SPARE, Fault
 from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
 from tests.lossy_network import CLEAN, Way
 
@@ -50,13 +51,15 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
     """Raises NotYet."""
     verb, _, what = fault.kind.partition(" ")
     target = _target(fault, hosts)
-    if target and target in hosts.down:
+    if target in hosts.down:
         raise NotYet
     if fault.kind in LINKS:
         hosts.link(target, *LINKS[fault.kind])
         return Struck(target, [], heal=lambda: _mend(target, hosts))
     if what in ("host", "container"):
         return _whole_host(verb, what, target, hosts)
+    if fault.kind in _OF_THE_JOB:
+        return _OF_THE_JOB[fault.kind](fault, hosts)
     if what.startswith("etcd"):
         return _etcd(verb, what, hosts, fault)
     if fault.kind in _STORE_ILL or fault.kind == "store away":
@@ -113,21 +116,59 @@ def _whole_host(verb: str, what: str, host: str, hosts: Hosts) -> Struck:
 
 
 def _etcd(verb: str, what: str, hosts: Hosts, fault: Fault) -> Struck:
-    leader = hosts.leader() if what.endswith("leader") else ""
-    victims = [leader] if leader else list(hosts.etcd)
-    if what.endswith("member"):
-        victims = [random.Random(repr(fault)).choice(victims)]
-    victims = [host for host in victims if hosts.etcd[host].process is not None]
+    """Of the members that run: all, the one that leads, or any one."""
+    running = hosts.etcd.running()
+    victims = sorted(running)
+    if what.endswith("leader"):
+        victims = [host for host in victims if host == leader(hosts.etcd, hosts.inside)]
+    elif what.endswith("member"):
+        victims = random.Random(repr(fault)).sample(victims, min(1, len(victims)))
     if not victims:
         raise NotYet
+    detail = ",".join(victims)
+    if verb == "cut":
+        for host in victims:
+            hosts.link(host, CUT, CUT)
+        return Struck("", [], detail, lambda: _each(victims, lambda host: hosts.link(host, CLEAN, CLEAN)))
     if verb == "pause":
-        members = [Process(hosts.etcd[host].process.pid, os.getpid(), "", "etcd", ()) for host in victims]  # type: ignore[union-attr]
+        members = [Process(running[host], os.getpid(), "", "etcd", ()) for host in victims]
         for each in members:
             each.send(signal.SIGSTOP)
-        return Struck("", [], ",".join(victims), _resume(members))
+        return Struck("", [], detail, _resume(members))
     for host in victims:
-        hosts.etcd[host].kill()
-    return Struck("", [], ",".join(victims), lambda: [hosts.restart_member(host) for host in victims] and None)
+        hosts.etcd.kill(host)
+    return Struck("", [], detail, lambda: _each([host for host in victims if host not in hosts.down], hosts.etcd.start))
+
+
+def _each(hosts: Iterable[str], what: Callable[[str], None]) -> None:
+    for host in hosts:
+        what(host)
+
+
+def _two_hosts(fault: Fault, hosts: Hosts) -> Struck:
+    one, other = fault.target.split(BETWEEN)
+    if {one, other} & hosts.down:
+        raise NotYet
+    hosts.part(one, other, True)
+    return Struck(fault.target, [], heal=lambda: hosts.part(one, other, False))
+
+
+def _too_few(fault: Fault, hosts: Hosts) -> Struck:
+    """Fewer nodes are left than the job needs; what is lost is replaced."""
+    least, running = int(hosts.plan.nnodes.partition(":")[0]), hosts.running
+    victims = random.Random(repr(fault)).sample(running, max(0, len(running) - least + 1))
+    if not victims:
+        raise NotYet
+    for host in victims:
+        hosts.link(host, CUT, CUT)
+    killed = [pid for host in victims for pid in hosts.kill(host)]
+    return Struck("", killed, ",".join(victims), lambda: _each(victims, hosts.replace))
+
+
+def _spare_comes(fault: Fault, hosts: Hosts) -> Struck:
+    if not hosts.done:
+        hosts.start_agent(SPARE)
+    return Struck("", [])
 
 
 def _disk(what: str, folder: Path, target: str) -> Struck:
@@ -205,4 +246,9 @@ def _corrupt(target: str, hosts: Hosts) -> Struck:
     return Struck(host, struck.pids, newest.name)
 
 
+_OF_THE_JOB: dict[str, Callable[[Fault, Hosts], Struck]] = {
+    "cut two hosts": _two_hosts,
+    "too few nodes": _too_few,
+    "spare comes": _spare_comes,
+}
 _OTHERS: dict[str, Callable[[str, Hosts], Struck]] = {"checkpoint corrupted": _corrupt, "memory pressure": _memory}

@@ -95,8 +95,8 @@ class Run:
                 self.history.record("heal", number=number, kind=fault.kind, target=struck.target)
 
     def _end(self, stuck: str) -> None:
-        members = {member.process.pid for member in self.hosts.etcd.values() if member.process is not None}
-        left = [each for each in processes.descendants(os.getpid()) if each.pid not in members | self.hosts.servers]
+        waited_for = self.hosts.waited_for
+        left = [each for each in processes.descendants(os.getpid()) if each.pid not in waited_for]
         if not stuck:
             alive = set(wait_gone([each.pid for each in left], timeout_s=5))
             left = [each for each in left if each.pid in alive]

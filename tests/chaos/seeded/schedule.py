@@ -12,6 +12,7 @@ HOSTS = ("a", "b", "c")
 SPARE = "d"
 LEASE_S = 3
 TRY_AGAIN = (69, 75)  # exit codes that ask a scheduler to start the node again
+BETWEEN = "-"  # of two hosts that are one target
 RANK_0 = "rank 0"  # as a target: the host that has it when the fault comes
 
 
@@ -21,10 +22,11 @@ class Kind:
 
     Attributes:
         seconds: the shortest and the longest time until it is healed; None: there is nothing to heal.
-        scope: what a target is: "host", "etcd" (members are chosen by the kind) or "store" (what all hosts share).
+        scope: what a target is: "host", "two hosts", or what is no host's: "etcd" (members are chosen by the kind), "store" (what
+            all hosts share), "job".
         charges: restarts that it may cost the budget.
         may_leave: the agent of its target may leave with a code by which a scheduler starts it again.
-        needs: settings of the plan that it needs, "standby", "local", "spare", "folder" or "s3".
+        needs: settings of the plan that it needs, "standby", "local", "spare", "apart", "folder" or "s3".
         harmless: where it is alone, no further round may begin.
         rule: where it is alone, the verdict on it is by this rule of the table.
     """
@@ -76,7 +78,13 @@ KINDS: dict[str, Kind] = {
     "kill etcd member": Kind((0.2, 6.0), "etcd"),
     "kill etcd": Kind((0.2, 6.0), "etcd"),
     "pause etcd leader": Kind((0.5, 6.0), "etcd"),
+    "pause etcd member": Kind((0.5, 6.0), "etcd"),
     "pause etcd": Kind((0.5, 6.0), "etcd"),
+    "cut etcd leader": Kind((0.5, 6.0), "etcd", needs=("apart",)),
+    "cut etcd member": Kind((0.5, 6.0), "etcd", needs=("apart",)),
+    "cut two hosts": Kind((0.5, 8.0), "two hosts", charges=1, may_leave=True),
+    "too few nodes": Kind((2.0, 8.0), "job", may_leave=True),
+    "spare comes": Kind(None, "job", needs=("spare",)),  # it is not there before
     "disk full": Kind((0.5, 3.0), needs=("local",)),
     "disk read-only": Kind((0.5, 3.0), needs=("local",)),
     "disk slow": Kind((1.0, 5.0), needs=("local",), harmless=True),
@@ -92,10 +100,11 @@ KINDS: dict[str, Kind] = {
     "checkpoint corrupted": Kind(None, "store", charges=1, may_leave=True, needs=("folder",)),
 }
 STORES = ("folder", "s3")
-ETCD_ON = ("own hosts", "agents' hosts")
+ETCD_ON = ("own hosts", "agents' hosts", "job:")  # the job brings the last one
+ONE_OF = ("lose host", "spare comes")  # without its spare, what is left after a loss may wait for ever
 # How many hosts begin, where etcd is, --nnodes. Three hosts take half as long again as two, and are needed for etcd on them.
 SETUPS = (
-    *((2, ETCD_ON[0], "2"), (2, ETCD_ON[0], "2"), (2, ETCD_ON[0], "1:2")),
+    *((2, ETCD_ON[0], nnodes) for nnodes in ("2", "2", "1:2", "2:3")),
     *((3, where, nnodes) for where in ETCD_ON for nnodes in ("3", "2:3")),
 )
 
@@ -127,6 +136,11 @@ class Plan:
     faults: tuple[Fault, ...]
 
     @property
+    def apart(self) -> bool:
+        """Whether members of etcd are on hosts of their own."""
+        return self.etcd == "own hosts"
+
+    @property
     def folder(self) -> bool:
         return self.store == "folder"
 
@@ -143,11 +157,13 @@ def plan(seed: int) -> Plan:
     """As many seeds in a row as there are kinds have each of them at least once."""
     rng = random.Random(seed)
     kinds = sorted(KINDS)
-    trainers, etcd, nnodes = rng.choice(SETUPS)
     count = rng.choices((1, 2, 3), (6, 3, 1))[0]
-    chosen = [kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))]
+    chosen = _possible([kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))])
     store = next((each for kind in chosen for each in KINDS[kind].needs if each in STORES), "") or rng.choice(STORES)
     chosen = [kind for kind in chosen if not {*KINDS[kind].needs} & {*STORES} - {store}]
+    trainers, etcd, nnodes = rng.choice(
+        [each for each in SETUPS if each[1] == ETCD_ON[0] or not any("apart" in KINDS[kind].needs for kind in chosen)]
+    )
     faults = sorted((_fault(kind, HOSTS[:trainers], rng) for kind in chosen), key=lambda each: each.step)
     needs = {each for kind in chosen for each in KINDS[kind].needs}
     return Plan(
@@ -159,13 +175,17 @@ def plan(seed: int) -> Plan:
         standby="standby" in needs or rng.random() < 0.4,
         local="local" in needs or rng.random() < 0.4,
         store=store,
-        faults=_possible(faults),
+        faults=tuple(faults),
     )
 
 
 def _fault(kind: str, hosts: Sequence[str], rng: random.Random) -> Fault:
     scope, seconds = KINDS[kind].scope, KINDS[kind].seconds
-    target = rng.choice((*hosts, RANK_0)) if scope == "host" else ""
+    target = ""
+    if scope == "host":
+        target = rng.choice((*hosts, RANK_0))
+    elif scope == "two hosts":
+        target = BETWEEN.join(sorted(rng.sample(hosts, 2)))
     return Fault(kind, target, rng.randint(4, STEPS // 2), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
 
 
@@ -173,10 +193,10 @@ def _short(rng: random.Random) -> float:
     return round(rng.uniform(0, 0.4), 2)
 
 
-def _possible(faults: list[Fault]) -> tuple[Fault, ...]:
-    """One host at most is lost for good; the spare has its place then."""
-    lost = [each for each in faults if each.kind == "lose host"]
-    return tuple(each for each in faults if each not in lost[1:])
+def _possible(kinds: list[str]) -> list[str]:
+    """One host at most is lost for good, and then the spare is there, to take its place."""
+    once = [number for number, kind in enumerate(kinds) if kind in ONE_OF]
+    return [kind for number, kind in enumerate(kinds) if number not in once[1:]]
 
 
 def only(whole: Plan, positions: set[int]) -> Plan:

@@ -9,6 +9,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     corrupted                    the suite has damaged this checkpoint: name
     strike, heal                 of a fault: number, kind, target (resolved), detail
     started, exit                an agent: host, pid, code
+    dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
     end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
 """
@@ -176,6 +177,8 @@ def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Itera
     for each in of(events, "exit"):
         strikes = [strike for strike in of(events, "strike") if strike["t"] <= each["t"]]
         of_host = [strike for strike in strikes if not strike["target"] or each["host"] in strike["target"].split(BETWEEN)]
+        if any(late["host"] == each["host"] and late["t"] <= each["t"] for late in of(events, "dismissed")):
+            continue
         if each["code"] == 0 or (each["code"] in TRY_AGAIN and any(KINDS[strike["kind"]].may_leave for strike in of_host)):
             continue
         if not any(each["pid"] in strike["pids"] for strike in strikes):

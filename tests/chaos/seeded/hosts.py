@@ -56,6 +56,7 @@ class Hosts:
         self.codes: dict[str, int] = {}  # of those that left for good
         self.down: set[str] = set()
         self.done = False  # an agent has left with 0
+        self.dismissed: set[str] = set()  # hosts whose agents came too late, and were told to end
         stack.callback(self._no_more)
 
     def start(self) -> None:
@@ -138,7 +139,9 @@ class Hosts:
         self.history.record("exit", host=host, pid=process.pid, code=code)
         with self.history.changed:
             self.done = self.done or code == 0
-            if host not in self.down:
+            if host in self.dismissed:
+                self.codes[host] = 0
+            elif host not in self.down:
                 if code >= 0 and code not in TRY_AGAIN:
                     self.codes[host] = code
                 else:
@@ -148,6 +151,19 @@ class Hosts:
     @property
     def running(self) -> list[str]:
         return [host for host in self.plan.hosts if host not in self.codes and host not in self.down]
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many agents have left with 0 as trained at last."""
+        last = max(self.history.workers.values(), key=lambda each: each["t"], default=None)
+        return last is not None and sum(code == 0 for code in self.codes.values()) >= last["world"]
+
+    def dismiss(self) -> None:
+        """As a scheduler that ends what is left of a job that is done."""
+        for host in set(self.running) - self.dismissed:
+            self.dismissed.add(host)
+            self.history.record("dismissed", host=host)
+            self.agents[host].send_signal(signal.SIGTERM)
 
     # Whole hosts.
 

@@ -21,6 +21,7 @@ from tests.programs import REQUIRE
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
+LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
@@ -47,13 +48,17 @@ class Run:
     def go(self) -> list[Told]:
         self.hosts.start()
         began = time.monotonic()
-        stuck = ""
+        stuck, enough = "", None
         while not stuck and (self.hosts.running or self._heals):
             self.history.wait(LOOK_S)
             self._watching.look()
             self._strike_what_is_due()
             self._heal_what_is_due()
             processes.reap_orphans(self.hosts.waited_for)
+            if enough is None and self.hosts.enough:
+                enough = time.monotonic()
+            if enough is not None and time.monotonic() > enough + LATE_S:
+                self.hosts.dismiss()
             silent_s = time.monotonic() - max(self.history.heard, began)
             if silent_s > STUCK_S:
                 stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"

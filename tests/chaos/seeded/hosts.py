@@ -17,7 +17,7 @@ from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import LEASE_S, STEPS, TRY_AGAIN, Plan
-from tests.chaos.seeded.surroundings import Surroundings, slow_device
+from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
@@ -42,6 +42,9 @@ class Hosts:
         kinds = {fault.kind for fault in plan.faults}
         self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
         self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB, "disk slow" in kinds) for host in plan.hosts}
+        for path in (self.store, *self.disks.values()):
+            if path.with_suffix(".image").exists():
+                stack.callback(slow, path, 0, 0)  # the limit would stay with the device's number
         self.object_store: ObjectStore | None = None
         if plan.s3:
             self.object_store = ObjectStore(

@@ -18,7 +18,7 @@ from tests.chaos.seeded.history import History
 from tests.chaos.seeded.members import Brought, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, STEPS, TRY_AGAIN, Plan
-from tests.chaos.seeded.surroundings import Surroundings, slow_device
+from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
 
@@ -41,6 +41,9 @@ class Hosts:
         kinds = {fault.kind for fault in plan.faults}
         self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
         self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB, "disk slow" in kinds) for host in plan.hosts}
+        for path in (self.store, *self.disks.values()):
+            if path.with_suffix(".image").exists():
+                stack.callback(slow, path, 0, 0)  # the limit would stay with the device's number
         self.object_store: ObjectStore | None = None
         if plan.s3:
             self.object_store = ObjectStore(

@@ -93,6 +93,8 @@ class Server:
         if code := self._refusal():
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start(ANSWERS[code], [("Content-Type", "application/xml")])
+            if environ["REQUEST_METHOD"] == "HEAD":
+                return []
             return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>seeded</Message></Error>".encode()]
         answered = []
 

@@ -11,7 +11,6 @@ Sources: K Kubeflow training-operator, D DLRover, N NVRx restart agent, P Philly
 
 from __future__ import annotations
 
-import errno
 import re
 from functools import partial
 
@@ -94,12 +93,6 @@ _BUSY_SERVER: tuple[Text, ...] = (
     *(words.format(code) for code in (429, 500, 502, 503, 504) for words in _HTTP_WORDS),
 )
 
-# A CheckpointError keeps of the storage's error its text alone; s3fs raises EBUSY for SlowDown, our storage EIO for the rest.
-_LOAD_FAILED: tuple[Text, ...] = tuple(
-    f"[errno {number}]"
-    for number in (errno.EIO, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED)
-)
-
 _HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
 
 
@@ -142,10 +135,6 @@ def _in_a_storage_client(view: EvidenceView) -> bool:
     exception = view.evidence.exception
     frames = " ".join(exception.frames).lower() if exception else ""
     return any(name in frames or name in view.text for name in _STORAGE_NAMES)
-
-
-def _is_checkpoint_error(view: EvidenceView) -> bool:
-    return "elastic_ext.checkpoints.writing.errors.CheckpointError" in view.exception_names
 
 
 def _loading(view: EvidenceView) -> bool:
@@ -271,7 +260,7 @@ TIER_3 = (
     _program("storage-client", STORAGE, RESTART, "the object store or its client failed", packages=_STORAGE_PACKAGES),
     _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER),
     _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
-         texts=_LOAD_FAILED, when=_is_checkpoint_error),
+         exceptions=_names("elastic_ext.checkpoints.writing.errors.StorageFailed")),
     _program("storage-reset", STORAGE, RESTART, "a connection of the storage client was reset",
          texts=("connection reset",), when=_in_a_storage_client),
     _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",

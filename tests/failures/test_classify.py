@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.base.kinds import KINDS, Response
-from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.errors import StorageFailed
 from elastic_ext.cli.explain import explained
 from elastic_ext.failures import classify as classify_module
 from elastic_ext.failures import fingerprint, ledger, matching, policy, rules, tracebacks, user_rules
@@ -117,7 +117,7 @@ ROWS = [
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
         "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError"))),
     ("storage-load", "storage", "restart", *(
-        raised(f"{CheckpointError.__module__}.CheckpointError", f"s3://b/step_00000015.g0001: {text}") for text in (
+        raised(f"{StorageFailed.__module__}.StorageFailed", f"s3://b/step_00000015.g0001: {text}") for text in (
             "[Errno 16] Please reduce your request rate.",
             "[Errno 5] An error occurred (InternalError) when calling the GetObject operation (reached max retries: 4)",
             "[Errno 5] ConnectTimeoutError: Connect timeout on endpoint URL",

@@ -15,6 +15,10 @@ class CheckpointError(ElasticExtError):
     """A checkpoint could not be loaded: it is damaged or does not fit this model."""
 
 
+class StorageFailed(CheckpointError):
+    """A checkpoint could not be read because its storage failed. It may be whole: to load an older one would lose work."""
+
+
 class FailureKind(str, Enum):
     """Why a save failed. Reactions differ, but training always continues."""
 

@@ -13,7 +13,7 @@ from elastic_ext.checkpoints.formats.manifest import Manifest
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing import random_state, state
 from elastic_ext.checkpoints.writing.commit import SHARED_FILE, rank_file
-from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.writing.exchange import PieceExchange
 from elastic_ext.checkpoints.writing.local_tier import Directories
 from elastic_ext.checkpoints.writing.ranks import Ranks
@@ -67,7 +67,7 @@ class Loader:
         self.loaded: str | None = None
 
     def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> Position | None:
-        """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises OSError.
+        """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises StorageFailed, OSError.
 
         refused: names not to load, by the address of their directory.
         """
@@ -76,6 +76,8 @@ class Loader:
             storage, name = found
             try:
                 checked = self._checked(storage, name)
+            except StorageFailed:
+                raise
             except CheckpointError as error:
                 logger.warning("skipping checkpoint %s: %s", storage.path(name), error)
                 skipped.setdefault(storage.address, set()).add(name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +65,21 @@ class Ranks:
         return cast(T, value)
 
     def run_on_all(self, do: Callable[[], T]) -> T:
-        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none continues alone."""
+        """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none continues alone.
+
+        That is StorageFailed if the storage is to blame on every rank that failed.
+        """
         result: T | None = None
-        failed = ""
+        failed: tuple[str, bool] | None = None
         try:
             result = do()
         except (Exception, CheckpointException) as error:
-            failed = f"rank {self.rank}: {type(error).__name__}: {error}"
+            failed = f"rank {self.rank}: {type(error).__name__}: {error}", _storage_is_to_blame(error)
             logger.debug("checkpoint load failed", exc_info=True)
-        failures = [each for each in self.all_gather(failed) if each]
+        failures = [each for each in self.all_gather(failed) if each is not None]
         if failures:
-            raise CheckpointError("; ".join(failures))
+            raised = StorageFailed if all(blamed for _, blamed in failures) else CheckpointError
+            raise raised("; ".join(text for text, _ in failures))
         return cast(T, result)
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
@@ -86,3 +90,10 @@ class Ranks:
             dist.send(data, dst=targets[0], group=self.group)
         elif self.rank in targets:
             dist.recv(data, src=source, group=self.group)
+
+
+def _storage_is_to_blame(error: BaseException) -> bool:
+    """Return whether it did not answer, or refused. A file that is missing is damage. torch wraps what its reader raises."""
+    if isinstance(error, CheckpointException):
+        return all(_storage_is_to_blame(wrapped) for wrapped, _ in error.failures.values())
+    return isinstance(error, (StorageFailed, OSError)) and not isinstance(error, FileNotFoundError)

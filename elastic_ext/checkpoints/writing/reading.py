@@ -73,18 +73,18 @@ class _ExchangingReader(Reader):
 
 
 def find_damage(storage: Storage, name: str, file: StoredFile, checksums: bool) -> str:
-    """Return how a file differs from its manifest entry, or "". checksums: also read the file; else only compare the size."""
+    """Return how a file differs from its manifest entry, or "". Raises OSError.
+
+    checksums: also read the file; else only compare the size.
+    """
     path = f"{name}/{file.name}"
-    try:
-        found = storage.stat(path)
-        if found is None:
-            return f"{file.name} is missing"
-        if found.size != file.size:
-            return f"{file.name} has {found.size} bytes, expected {file.size}"
-        if not checksums:
-            return ""
-        with storage.open(path) as stream:
-            found_sum = checksum(stream)
-    except OSError as error:
-        return f"{file.name} cannot be read: {error}"
+    found = storage.stat(path)
+    if found is None:
+        return f"{file.name} is missing"
+    if found.size != file.size:
+        return f"{file.name} has {found.size} bytes, expected {file.size}"
+    if not checksums:
+        return ""
+    with storage.open(path) as stream:
+        found_sum = checksum(stream)
     return "" if found_sum == file.checksum else f"{file.name} has checksum {found_sum}, expected {file.checksum}"

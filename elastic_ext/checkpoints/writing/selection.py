@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
 from elastic_ext.checkpoints.storage import Storage
-from elastic_ext.checkpoints.writing.errors import CheckpointError
+from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.writing.exchange import Parts
 from elastic_ext.checkpoints.writing.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
@@ -57,7 +57,11 @@ class Selection:
         return local, offer.name
 
     def checked(self, storage: Storage, name: str) -> Checked:
-        """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used."""
+        """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used.
+
+        That is StorageFailed where the remote storage is to blame. What a local disk cannot read is damaged: it may stay so, and
+        other tiers have another copy.
+        """
         tier, rank = self._directories.tier_of(storage), self._ranks.rank
         share: tuple[StoredFile, ...]
         if tier is None:
@@ -70,12 +74,20 @@ class Selection:
             share = tuple(file for file in mine if parts.responsible_rank(tier.node, file.name) == rank)
 
         def check() -> None:
-            wrong = [text for file in share if (text := find_damage(storage, name, file, self._verify))]
+            wrong = [text for file in share if (text := self._damage(storage, name, file))]
             if wrong:
                 raise CheckpointError(f"{found.path}: {'; '.join(wrong)}")
 
         self._ranks.run_on_all(check)
         return found
+
+    def _damage(self, storage: Storage, name: str, file: StoredFile) -> str:
+        try:
+            return find_damage(storage, name, file, self._verify)
+        except OSError as error:
+            if self._directories.tier_of(storage) is None:
+                raise StorageFailed(f"{storage.path(name)}/{file.name} cannot be read: {error}") from error
+            return f"{file.name} cannot be read: {error}"
 
     def _parts(self, tier: LocalTier, name: str) -> tuple[Manifest, Parts]:
         """Find which node has which files. Collective. Raises CheckpointError on all ranks if a file is on no node."""
@@ -123,8 +135,10 @@ def _manifest(storage: Storage, name: str) -> Manifest:
         manifest = decode(storage.read(f"{name}/{MANIFEST}"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: not a complete checkpoint of elastic_ext") from None
-    except (ManifestError, OSError) as error:
+    except ManifestError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise StorageFailed(f"{path}: {error}") from error
     _refuse_other(manifest, name, path)
     return manifest
 

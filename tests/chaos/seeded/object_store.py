@@ -31,10 +31,14 @@ ANSWERS = {
 
 @dataclass(frozen=True)
 class Ill:
-    """errors: share of requests that get 500 or 503. a_second: requests that are let through; all others get SlowDown."""
+    """errors: share of requests that get 500 or 503. a_second: requests that are let through; all others get SlowDown.
+
+    path: only requests for objects with this in their path are treated so.
+    """
 
     errors: float = 0.0
     a_second: float | None = None
+    path: str = ""
 
 
 WELL = Ill()
@@ -90,7 +94,7 @@ class Server:
         self._ill = ill
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
-        if code := self._refusal():
+        if self._ill.path in environ["PATH_INFO"] and (code := self._refusal()):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start(ANSWERS[code], [("Content-Type", "application/xml")])
             if environ["REQUEST_METHOD"] == "HEAD":

@@ -3,6 +3,7 @@
     python -m tests.chaos.seeded --seed 7                        one run
     python -m tests.chaos.seeded --seed 7 --only 0,2             with some of its faults
     python -m tests.chaos.seeded --seed 100 --runs 300           many, two side by side; what fails is shrunk
+    python -m tests.chaos.seeded --plan FOLDER/7/plan.json       a plan of an earlier run, or one made by hand
 
 FOLDER/SEED gets plan.json, history.jsonl and the agents' logs. Exit code 0: all checks held. Needs root and /dev/net/tun.
 """
@@ -25,7 +26,7 @@ from tests.chaos import processes
 from tests.chaos.kills import own_shared_memory
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
-from tests.chaos.seeded.run import Run
+from tests.chaos.seeded.run import STUCK_S, Run
 from tests.chaos.seeded.schedule import STEPS, Plan
 from tests.chaos.seeded.shrink import fewest
 from tests.jobs import ROOT, environment
@@ -33,7 +34,7 @@ from tests.jobs import ROOT, environment
 RUN_S = 400.0
 
 
-def one(plan: Plan, folder: Path, alone: Path) -> list[str]:
+def one(plan: Plan, folder: Path, alone: Path, stuck_s: float = STUCK_S) -> list[str]:
     """Return what does not hold."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -41,7 +42,7 @@ def one(plan: Plan, folder: Path, alone: Path) -> list[str]:
     own_shared_memory()
     processes.adopt_orphans()
     with ExitStack() as stack:
-        events = Run(plan, folder, stack).go()
+        events = Run(plan, folder, stack, stuck_s).go()
     problems = checks.broken(plan, events, json.loads(alone.read_text()))
     (folder / "problems.json").write_text(json.dumps(problems, indent=1))
     return problems
@@ -110,12 +111,28 @@ def shrunk(seed: int, folder: Path) -> None:
     )
 
 
+def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
+    """The plan that is asked for, and the name of its folder."""
+    plan, name = (
+        (schedule.decode(json.loads(args.plan.read_text())), args.plan.stem)
+        if args.plan is not None
+        else (schedule.plan(args.seed), str(args.seed))
+    )
+    if args.only is None:
+        return plan, name
+    positions = {int(each) for each in args.only.split(",") if each}
+    return schedule.only(plan, positions), f"{name}-only-{'-'.join(map(str, sorted(positions)))}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True, help="of the run, or of the first of many")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, help="of the run, or of the first of many")
+    what.add_argument("--plan", type=Path, help="a plan.json")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--side-by-side", type=int, default=2)
     parser.add_argument("--only", help="positions of the faults that are meant, e.g. 0,2")
+    parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="a run ends when no worker has said a word for so long")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by the way of all exits: nothing stays
@@ -123,17 +140,12 @@ def main() -> int:
     alone = undisturbed(folder)
     if args.runs > 1:
         return many(args.seed, args.runs, folder, args.side_by_side)
-    plan, name = schedule.plan(args.seed), str(args.seed)
-    if args.only is not None:
-        positions = {int(each) for each in args.only.split(",") if each}
-        plan, name = schedule.only(plan, positions), f"{args.seed}-only-{'-'.join(map(str, sorted(positions)))}"
-    problems = one(plan, folder / name, alone)
+    plan, name = _plan(args)
+    problems = one(plan, folder / name, alone, args.stuck_s)
     for problem in problems:
-        print(f"seed {args.seed}: {problem}", file=sys.stderr)
+        print(f"{name}: {problem}", file=sys.stderr)
     if problems:
-        print(
-            f"seed {args.seed}: faults {[str(each) for each in plan.faults]}\nhistory and logs: {folder / name}", file=sys.stderr
-        )
+        print(f"{name}: faults {[str(each) for each in plan.faults]}\nhistory and logs: {folder / name}", file=sys.stderr)
     return 1 if problems else 0
 
 

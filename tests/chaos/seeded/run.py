@@ -26,8 +26,8 @@ PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
 class Run:
-    def __init__(self, plan: Plan, folder: Path, stack: ExitStack) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack, stuck_s: float = STUCK_S) -> None:
+        self.plan, self.folder, self._stuck_s = plan, folder, stuck_s
         self._shm = set(os.listdir("/dev/shm"))
         self.history = History(folder)
         self.hosts = Hosts(plan, folder, self.history, stack)
@@ -60,7 +60,7 @@ class Run:
             if enough is not None and time.monotonic() > enough + LATE_S:
                 self.hosts.dismiss()
             silent_s = time.monotonic() - max(self.history.heard, began)
-            if silent_s > STUCK_S:
+            if silent_s > self._stuck_s:
                 stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
         self._end(stuck)
         return self.history.close()

@@ -11,6 +11,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     started, exit                an agent: host, pid, code
     dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
+    chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
     end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
 """
 
@@ -27,6 +28,7 @@ Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
 WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
+SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
 TRAINING = ("loaded", "step", "saving", "done")
 
 
@@ -69,7 +71,13 @@ def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[st
 
 
 def one_start(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """All ranks of a group begin with the same checkpoint."""
+    """All ranks of a group begin with the same checkpoint; their agents told them so, whether or not they came to load it."""
+    by_round: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for each in of(events, "chosen"):
+        by_round[each["round"]].add(((each["path"] or "").rpartition("/")[2], each["step"]))
+    for round_, chosen in by_round.items():
+        if len(chosen) > 1:
+            yield f"the agents of round {round_} chose different checkpoints: {sorted(chosen)}"
     for name, told in groups(events).items():
         starts = {(each["path"], each["step"]) for each in of(told, "loaded")}
         if len(starts) > 1:
@@ -149,10 +157,13 @@ def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str])
 
 
 def budget(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """Nothing is charged but what the faults may cost, and no verdict ends the job."""
+    """Nothing is charged but what the faults may cost, a worker that fails by itself is, and no verdict ends the job."""
     decisions = {(each["round"], each["decision"], each["charged"]): each for each in of(events, "decision")}
     charged = [each for each in decisions.values() if each["charged"]]
-    allowed = sum(KINDS[each["kind"]].charges for each in of(events, "strike"))
+    strikes = of(events, "strike")
+    allowed = sum(KINDS[each["kind"]].charges for each in strikes)
+    if not charged and [each["kind"] for each in strikes] in SURELY_CHARGED:
+        yield f"no restart was charged after {strikes[0]['kind']}"
     if len(charged) > allowed:
         told = [f"round {each['round']}: {each['kind']}, {each['rule']}: {each['reason']}" for each in charged]
         yield f"{len(charged)} restarts were charged, {allowed} expected at most: {told}"

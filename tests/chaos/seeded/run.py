@@ -22,11 +22,13 @@ from tests.programs import REQUIRE
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
+OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen"}  # by elastic_ext's names
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
 class Run:
     def __init__(self, plan: Plan, folder: Path, stack: ExitStack, stuck_s: float = STUCK_S) -> None:
+        """stuck_s: how long all workers may be silent, once one has said a word."""
         self.plan, self.folder, self._stuck_s = plan, folder, stuck_s
         self._shm = set(os.listdir("/dev/shm"))
         self.history = History(folder)
@@ -60,7 +62,7 @@ class Run:
             if enough is not None and time.monotonic() > enough + LATE_S:
                 self.hosts.dismiss()
             silent_s = time.monotonic() - max(self.history.heard, began)
-            if silent_s > self._stuck_s:
+            if silent_s > (self._stuck_s if self.history.workers else STUCK_S):
                 stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
         self._end(stuck)
         return self.history.close()
@@ -106,7 +108,7 @@ class Run:
             alive = set(wait_gone([each.pid for each in left], timeout_s=5))
             left = [each for each in left if each.pid in alive]
         for host in self.plan.hosts:
-            self._decisions(host)
+            self._told_by_agents(host)
         self.history.record(
             "end",
             stuck=stuck,
@@ -121,9 +123,9 @@ class Run:
             ],
         )
 
-    def _decisions(self, host: str) -> None:
+    def _told_by_agents(self, host: str) -> None:
         path = self.folder / f"events-{host}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             told = json.loads(line)
-            if told["event"] == "decision":
-                self.history.events.append({**told, "what": "decision", "t": told["monotonic"], "host": host})
+            if what := OF_AGENTS.get(told["event"]):
+                self.history.events.append({**told, "what": what, "t": told["monotonic"], "host": host})

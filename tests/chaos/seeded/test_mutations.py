@@ -1,0 +1,144 @@
+"""Each check fails on a real run: of a copy of elastic_ext in which one thing is wrong, as mutations/NAME.patch has it.
+
+Where a second guard would hide the mistake, the patch takes both away:
+
+    checksums_not_compared    agents compare them before they choose a checkpoint, workers before they load it
+    run_dir_stays             the agent and the reaper remove it
+
+After a change of a patched line: apply the patch by hand, `git diff elastic_ext`, and take the change back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import lossy_network
+from tests.chaos.seeded import checks, schedule
+from tests.chaos.seeded.schedule import RANK_0, Fault, Plan
+from tests.jobs import ROOT
+from tests.programs import needs, required
+
+PATCHES = Path(__file__).with_name("mutations")
+STUCK_S = 25.0  # longer than any restart
+TIMEOUT_S = 240
+
+
+def two_hosts(*faults: Fault, nnodes: str = "2", standby: bool = False, local: bool = False) -> Plan:
+    return Plan(
+        seed=0,
+        trainers=2,
+        etcd="own hosts",
+        nnodes=nnodes,
+        spare=False,
+        standby=standby,
+        local=local,
+        store="folder",
+        faults=faults,
+    )
+
+
+def fault(kind: str, target: str = "b", step: int = 22, seconds: float = 0.0) -> Fault:
+    return Fault(kind, target, step, 0.0, seconds)
+
+
+KILLED = two_hosts(fault("kill worker"))
+AGENT_KILLED = two_hosts(fault("kill agent"))
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """check: that must report it. patch: a file in mutations/, without its suffix."""
+
+    patch: str
+    check: str
+    plan: Plan
+
+
+MUTATIONS = [
+    Mutation("local_ranks", "one world each round", two_hosts()),
+    Mutation("restart_count_of_charges", "restarts count up", AGENT_KILLED),
+    Mutation("choice_outlives_round", "one start", KILLED),
+    Mutation("state_not_copied", "same to the bit", KILLED),
+    Mutation("checksums_not_compared", "same to the bit", two_hosts(fault("checkpoint corrupted", ""))),
+    Mutation("oldest_first", "not behind", KILLED),
+    Mutation("orphans_stay", "one group at a time", two_hosts(fault("kill agent", RANK_0), nnodes="1", standby=True)),
+    Mutation("lost_node_charged", "budget and verdict", AGENT_KILLED),
+    Mutation("charge_forgotten", "budget and verdict", KILLED),
+    Mutation("lease_renewed_too_late", "alone", two_hosts()),
+    Mutation("spare_fails", "leavings", two_hosts(nnodes="1")),
+    Mutation("terminated_by_user", "ends", two_hosts(fault("terminate agent"), nnodes="1:2")),
+    Mutation("waits_for_all_nodes", "ends", two_hosts(fault("lose host"), nnodes="1:2")),
+    Mutation("run_dir_stays", "nothing left", two_hosts()),
+]
+
+
+def test_each_check_has_a_mutation_that_it_reports_and_each_patch_a_row():
+    assert {each.check for each in MUTATIONS} == checks.CHECKS.keys()
+    assert {each.patch for each in MUTATIONS} == {path.stem for path in PATCHES.glob("*.patch")}
+
+
+@pytest.mark.parametrize("name", [each.patch for each in MUTATIONS])
+def test_a_patch_applies_to_what_is_here(name: str):
+    apply(name, ROOT, "--check")
+
+
+def apply(name: str, root: Path, *options: str) -> None:
+    needs("git")
+    path = PATCHES / f"{name}.patch"
+    done = subprocess.run(["git", "apply", "-p1", *options, str(path)], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{path.name} does not apply any more; make it anew, see {__file__}:\n{done.stderr}"
+    names = {line[6:] for line in path.read_text().splitlines() if line.startswith("+++ b/")}
+    assert all(each.startswith("elastic_ext/") for each in names), names
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.patch)
+def test_a_mutation_is_reported(mutation: Mutation, tmp_path: Path):
+    problems = run(mutation.plan, copied(tmp_path, mutation.patch), tmp_path)
+    assert mutation.check in {each.partition(":")[0] for each in problems}, problems
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("plan", [KILLED, AGENT_KILLED], ids=["killed", "agent_killed"])
+def test_a_copy_without_a_mutation_passes(plan: Plan, tmp_path: Path):
+    assert run(plan, copied(tmp_path), tmp_path) == []
+
+
+def copied(folder: Path, patch: str | None = None) -> Path:
+    """A directory with a copy of elastic_ext, without anything compiled."""
+    copy = folder / "copy"
+    shutil.copytree(ROOT / "elastic_ext", copy / "elastic_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    if patch is not None:
+        apply(patch, copy)
+    return copy
+
+
+def run(plan: Plan, copy: Path, folder: Path) -> list[str]:
+    """What does not hold in a run of the copy; the suite itself uses what is here."""
+    needs("ip", "nsenter")
+    why = lossy_network.unavailable()
+    required(why is None, str(why))
+    (folder / "plan.json").write_text(json.dumps(schedule.encode(plan)))
+    command = [sys.executable, "-m", "tests.chaos.seeded", f"--plan={folder / 'plan.json'}", f"--folder={folder}"]
+    env = {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, "PYTHONPATH": str(copy)}
+    with subprocess.Popen([*command, f"--stuck-s={STUCK_S}"], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=TIMEOUT_S)
+        except BaseException:
+            process.terminate()  # it ends what it has started
+            raise
+    problems = folder / "plan" / "problems.json"
+    assert problems.exists(), f"the suite left with {process.returncode}: {said}"
+    for imported in ("agent/__pycache__/supervisor.*", "checkpoints/writing/__pycache__/checkpointer.*"):
+        assert list((copy / "elastic_ext").glob(imported)), f"nothing of {imported}: agents and workers did not use the copy"
+    return list(json.loads(problems.read_text()))

@@ -26,7 +26,7 @@ from tests.chaos import processes
 from tests.chaos.kills import own_shared_memory
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
-from tests.chaos.seeded.run import STUCK_S, Run
+from tests.chaos.seeded.run import PATIENT, Limits, Run
 from tests.chaos.seeded.schedule import STEPS, Plan
 from tests.chaos.seeded.shrink import fewest
 from tests.jobs import ROOT, environment
@@ -34,7 +34,7 @@ from tests.jobs import ROOT, environment
 RUN_S = 400.0
 
 
-def one(plan: Plan, folder: Path, alone: Path, stuck_s: float = STUCK_S) -> list[str]:
+def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list[str]:
     """Return what does not hold."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -42,7 +42,7 @@ def one(plan: Plan, folder: Path, alone: Path, stuck_s: float = STUCK_S) -> list
     own_shared_memory()
     processes.adopt_orphans()
     with ExitStack() as stack:
-        events = Run(plan, folder, stack, stuck_s).go()
+        events = Run(plan, folder, stack, limits).go()
     problems = checks.broken(plan, events, json.loads(alone.read_text()))
     (folder / "problems.json").write_text(json.dumps(problems, indent=1))
     return problems
@@ -132,7 +132,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--side-by-side", type=int, default=2)
     parser.add_argument("--only", help="positions of the faults that are meant, e.g. 0,2")
-    parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="a run ends when no worker has said a word for so long")
+    parser.add_argument("--stuck-s", type=float, default=PATIENT.stuck_s, help="of silence end a run")
+    parser.add_argument("--restarts", type=int, default=PATIENT.restarts, help="a run ends at the first that is one more")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by the way of all exits: nothing stays
@@ -141,7 +142,7 @@ def main() -> int:
     if args.runs > 1:
         return many(args.seed, args.runs, folder, args.side_by_side)
     plan, name = _plan(args)
-    problems = one(plan, folder / name, alone, args.stuck_s)
+    problems = one(plan, folder / name, alone, Limits(args.stuck_s, args.restarts))
     for problem in problems:
         print(f"{name}: {problem}", file=sys.stderr)
     if problems:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos import processes
@@ -26,10 +27,20 @@ OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen"}  # by elasti
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What ends a run as stuck. stuck_s: of silence of all workers, once one has said a word. restarts: that a worker counts."""
+
+    stuck_s: float = STUCK_S
+    restarts: int = 1000
+
+
+PATIENT = Limits()
+
+
 class Run:
-    def __init__(self, plan: Plan, folder: Path, stack: ExitStack, stuck_s: float = STUCK_S) -> None:
-        """stuck_s: how long all workers may be silent, once one has said a word."""
-        self.plan, self.folder, self._stuck_s = plan, folder, stuck_s
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack, limits: Limits = PATIENT) -> None:
+        self.plan, self.folder, self._limits = plan, folder, limits
         self._shm = set(os.listdir("/dev/shm"))
         self.history = History(folder)
         self.hosts = Hosts(plan, folder, self.history, stack)
@@ -61,11 +72,17 @@ class Run:
                 enough = time.monotonic()
             if enough is not None and time.monotonic() > enough + LATE_S:
                 self.hosts.dismiss()
-            silent_s = time.monotonic() - max(self.history.heard, began)
-            if silent_s > (self._stuck_s if self.history.workers else STUCK_S):
-                stuck = f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
+            stuck = self._stuck(began)
         self._end(stuck)
         return self.history.close()
+
+    def _stuck(self, began: float) -> str:
+        """What did not come, or came too often; "": the run may go on."""
+        silent_s = time.monotonic() - max(self.history.heard, began)
+        if silent_s > (self._limits.stuck_s if self.history.workers else STUCK_S):
+            return f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
+        restarts = max((each["restart"] for each in self.history.workers.values()), default=0)
+        return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
 
     def _strike_what_is_due(self) -> None:
         now = time.monotonic()

@@ -22,12 +22,13 @@ import pytest
 
 from tests import lossy_network
 from tests.chaos.seeded import checks, schedule
+from tests.chaos.seeded.run import PATIENT, Limits
 from tests.chaos.seeded.schedule import RANK_0, Fault, Plan
 from tests.jobs import ROOT
 from tests.programs import needs, required
 
 PATCHES = Path(__file__).with_name("mutations")
-STUCK_S = 25.0  # longer than any restart
+STUCK_S = 10.0  # of what is stuck for good
 TIMEOUT_S = 240
 
 
@@ -51,42 +52,44 @@ def fault(kind: str, target: str = "b", step: int = 22, seconds: float = 0.0) ->
 
 KILLED = two_hosts(fault("kill worker"))
 AGENT_KILLED = two_hosts(fault("kill agent"))
+HOST_LOST = two_hosts(fault("lose host"), nnodes="1:2", standby=True)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """check: that must report it. patch: a file in mutations/, without its suffix."""
+    """check: that must report it. patch: a file in mutations/, without its suffix. limits: for a run that would not end."""
 
     patch: str
     check: str
     plan: Plan
+    limits: Limits = PATIENT
 
 
 MUTATIONS = [
-    Mutation("local_ranks", "one world each round", two_hosts()),
+    Mutation("local_ranks", "one world each round", two_hosts(), Limits(restarts=0)),
     Mutation("restart_count_of_charges", "restarts count up", AGENT_KILLED),
-    Mutation("choice_outlives_round", "one start", KILLED),
+    Mutation("choice_outlives_round", "one start", KILLED, Limits(STUCK_S)),
     Mutation("state_not_copied", "same to the bit", KILLED),
     Mutation("checksums_not_compared", "same to the bit", two_hosts(fault("checkpoint corrupted", ""))),
     Mutation("oldest_first", "not behind", KILLED),
     Mutation("orphans_stay", "one group at a time", two_hosts(fault("kill agent", RANK_0), nnodes="1", standby=True)),
     Mutation("lost_node_charged", "budget and verdict", AGENT_KILLED),
     Mutation("charge_forgotten", "budget and verdict", KILLED),
-    Mutation("lease_renewed_too_late", "alone", two_hosts()),
+    Mutation("lease_renewed_too_late", "alone", two_hosts(), Limits(restarts=1)),
     Mutation("spare_fails", "leavings", two_hosts(nnodes="1")),
     Mutation("terminated_by_user", "ends", two_hosts(fault("terminate agent"), nnodes="1:2")),
-    Mutation("waits_for_all_nodes", "ends", two_hosts(fault("lose host"), nnodes="1:2")),
+    Mutation("waits_for_all_nodes", "ends", HOST_LOST, Limits(STUCK_S)),
     Mutation("run_dir_stays", "nothing left", two_hosts()),
 ]
 
 
-def test_each_check_has_a_mutation_that_it_reports_and_each_patch_a_row():
+def test_each_check_has_a_mutation_that_it_reports_and_each_patch_a_row() -> None:
     assert {each.check for each in MUTATIONS} == checks.CHECKS.keys()
     assert {each.patch for each in MUTATIONS} == {path.stem for path in PATCHES.glob("*.patch")}
 
 
 @pytest.mark.parametrize("name", [each.patch for each in MUTATIONS])
-def test_a_patch_applies_to_what_is_here(name: str):
+def test_a_patch_applies_to_what_is_here(name: str) -> None:
     apply(name, ROOT, "--check")
 
 
@@ -102,15 +105,15 @@ def apply(name: str, root: Path, *options: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.patch)
-def test_a_mutation_is_reported(mutation: Mutation, tmp_path: Path):
-    problems = run(mutation.plan, copied(tmp_path, mutation.patch), tmp_path)
+def test_a_mutation_is_reported(mutation: Mutation, tmp_path: Path) -> None:
+    problems = run(mutation.plan, copied(tmp_path, mutation.patch), tmp_path, mutation.limits)
     assert mutation.check in {each.partition(":")[0] for each in problems}, problems
 
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize("plan", [KILLED, AGENT_KILLED], ids=["killed", "agent_killed"])
-def test_a_copy_without_a_mutation_passes(plan: Plan, tmp_path: Path):
+@pytest.mark.parametrize("plan", [KILLED, HOST_LOST], ids=["killed", "host_lost"])
+def test_a_copy_without_a_mutation_passes(plan: Plan, tmp_path: Path) -> None:
     assert run(plan, copied(tmp_path), tmp_path) == []
 
 
@@ -123,7 +126,7 @@ def copied(folder: Path, patch: str | None = None) -> Path:
     return copy
 
 
-def run(plan: Plan, copy: Path, folder: Path) -> list[str]:
+def run(plan: Plan, copy: Path, folder: Path, limits: Limits = PATIENT) -> list[str]:
     """What does not hold in a run of the copy; the suite itself uses what is here."""
     needs("ip", "nsenter")
     why = lossy_network.unavailable()
@@ -131,7 +134,8 @@ def run(plan: Plan, copy: Path, folder: Path) -> list[str]:
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan)))
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--plan={folder / 'plan.json'}", f"--folder={folder}"]
     env = {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, "PYTHONPATH": str(copy)}
-    with subprocess.Popen([*command, f"--stuck-s={STUCK_S}"], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+    command += [f"--stuck-s={limits.stuck_s}", f"--restarts={limits.restarts}"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
         try:
             _, said = process.communicate(timeout=TIMEOUT_S)
         except BaseException:

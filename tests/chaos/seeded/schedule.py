@@ -52,14 +52,18 @@ _ROLES_NEED = {
     "standby": ("standby",),
 }
 
+_HELPERS = _ROLES_NEED.keys() - {"worker", "agent"}
+
 KINDS: dict[str, Kind] = {
     **{
-        f"kill {role}": Kind(charges=role == "worker", may_leave=role in ("worker", "agent"), needs=needs)
+        f"kill {role}": Kind(
+            charges=role == "worker", may_leave=role in ("worker", "agent"), needs=needs, harmless=role in _HELPERS
+        )
         for role, needs in _ROLES_NEED.items()
     },
     # A pause that outlasts the lease, of a worker or an agent, ends the round as a cut does.
     **{
-        f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs)
+        f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs, harmless=role in _HELPERS)
         for role, needs in _ROLES_NEED.items()
     },
     "terminate worker": Kind(charges=1, may_leave=True),
@@ -71,28 +75,28 @@ KINDS: dict[str, Kind] = {
     "cut": Kind((0.5, 8.0), charges=1, may_leave=True),
     "cut out": Kind((0.5, 8.0), charges=1, may_leave=True),
     "cut in": Kind((0.5, 8.0), charges=1, may_leave=True),
-    "delay": Kind((1.0, 5.0)),
+    "delay": Kind((1.0, 5.0), harmless=True),
     "loss": Kind((1.0, 5.0), charges=1, may_leave=True),
-    "reorder": Kind((1.0, 5.0)),
-    "kill etcd leader": Kind((0.2, 4.0), "etcd"),
-    "kill etcd member": Kind((0.2, 6.0), "etcd"),
-    "kill etcd": Kind((0.2, 6.0), "etcd"),
-    "pause etcd leader": Kind((0.5, 6.0), "etcd"),
-    "pause etcd member": Kind((0.5, 6.0), "etcd"),
-    "pause etcd": Kind((0.5, 6.0), "etcd"),
-    "cut etcd leader": Kind((0.5, 6.0), "etcd", needs=("apart",)),
-    "cut etcd member": Kind((0.5, 6.0), "etcd", needs=("apart",)),
+    "reorder": Kind((1.0, 5.0), harmless=True),
+    "kill etcd leader": Kind((0.2, 4.0), "etcd", harmless=True),
+    "kill etcd member": Kind((0.2, 6.0), "etcd", harmless=True),
+    "kill etcd": Kind((0.2, 6.0), "etcd", harmless=True),
+    "pause etcd leader": Kind((0.5, 6.0), "etcd", harmless=True),
+    "pause etcd member": Kind((0.5, 6.0), "etcd", harmless=True),
+    "pause etcd": Kind((0.5, 6.0), "etcd", harmless=True),
+    "cut etcd leader": Kind((0.5, 6.0), "etcd", needs=("apart",), harmless=True),
+    "cut etcd member": Kind((0.5, 6.0), "etcd", needs=("apart",), harmless=True),
     "cut two hosts": Kind((0.5, 8.0), "two hosts", charges=1, may_leave=True),
     "too few nodes": Kind((2.0, 8.0), "job", may_leave=True),
     "spare comes": Kind(None, "job", needs=("spare",)),  # it is not there before
-    "disk full": Kind((0.5, 3.0), needs=("local",)),
-    "disk read-only": Kind((0.5, 3.0), needs=("local",)),
+    "disk full": Kind((0.5, 3.0), needs=("local",), harmless=True),
+    "disk read-only": Kind((0.5, 3.0), needs=("local",), harmless=True),
     "disk slow": Kind((1.0, 5.0), needs=("local",), harmless=True),
     "clock step": Kind((1.0, 5.0), harmless=True),
     "memory pressure": Kind((0.5, 3.0), charges=1, may_leave=True, rule="oom-killed"),
     "store slow": Kind((1.0, 5.0), "store", needs=("folder",), harmless=True),
-    "store full": Kind((0.5, 3.0), "store", needs=("folder",)),
-    "store read-only": Kind((0.5, 3.0), "store", needs=("folder",)),
+    "store full": Kind((0.5, 3.0), "store", needs=("folder",), harmless=True),
+    "store read-only": Kind((0.5, 3.0), "store", needs=("folder",), harmless=True),
     # What happens meanwhile may cost a restart more: a worker cannot load.
     "store errors": Kind((1.0, 5.0), "store", charges=1, may_leave=True, needs=("s3",), harmless=True),
     "store throttling": Kind((1.0, 5.0), "store", charges=1, may_leave=True, needs=("s3",), harmless=True),

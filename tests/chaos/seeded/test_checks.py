@@ -89,6 +89,13 @@ BAD: list[tuple[str, History]] = [
     ("same to the bit", having(of_group(1, "done", digest="other"))),
     ("not behind", having(of_group(1, "loaded", step=0, digest="s0"))),
     ("one group at a time", with_(worker("step", 2.15, 0, 0, 3))),
+    (
+        "no late commit",
+        with_(
+            {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
+            {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
+        ),
+    ),
     ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
     ("budget and verdict", struck_by("kill agent")),
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),

@@ -4,6 +4,7 @@ Where a second guard would hide the mistake, the patch takes both away:
 
     checksums_not_compared    agents compare them before they choose a checkpoint, workers before they load it
     run_dir_stays             the agent and the reaper remove it
+    stale_commits             the reaper ends the workers of an agent that was killed; the others find their successor's marker
 
 After a change of a patched line: apply the patch by hand, `git diff elastic_ext`, and take the change back.
 """
@@ -23,7 +24,7 @@ import pytest
 from tests import lossy_network
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.run import PATIENT, Limits
-from tests.chaos.seeded.schedule import RANK_0, Fault, Plan
+from tests.chaos.seeded.schedule import LEASE_S, RANK_0, Fault, Plan
 from tests.jobs import ROOT
 from tests.programs import needs, required
 
@@ -52,6 +53,8 @@ def fault(kind: str, target: str = "b", step: int = 22, seconds: float = 0.0) ->
 
 KILLED = two_hosts(fault("kill worker"))
 AGENT_KILLED = two_hosts(fault("kill agent"))
+ORPHAN = two_hosts(fault("kill agent", RANK_0), nnodes="1", standby=True)  # another host is ready to go on
+ETCD_KILLED = two_hosts(fault("kill etcd", "", step=5, seconds=2 * LEASE_S))
 HOST_LOST = two_hosts(fault("lose host"), nnodes="1:2", standby=True)
 
 
@@ -72,10 +75,12 @@ MUTATIONS = [
     Mutation("state_not_copied", "same to the bit", KILLED),
     Mutation("checksums_not_compared", "same to the bit", two_hosts(fault("checkpoint corrupted", ""))),
     Mutation("oldest_first", "not behind", KILLED),
-    Mutation("orphans_stay", "one group at a time", two_hosts(fault("kill agent", RANK_0), nnodes="1", standby=True)),
+    Mutation("orphans_stay", "one group at a time", ORPHAN),
+    Mutation("stale_commits", "no late commit", ORPHAN),
     Mutation("lost_node_charged", "budget and verdict", AGENT_KILLED),
     Mutation("charge_forgotten", "budget and verdict", KILLED),
     Mutation("lease_renewed_too_late", "alone", two_hosts(), Limits(restarts=1)),
+    Mutation("fence_closes_in_outage", "alone", ETCD_KILLED, Limits(restarts=1)),
     Mutation("spare_fails", "leavings", two_hosts(nnodes="1")),
     Mutation("terminated_by_user", "ends", two_hosts(fault("terminate agent"), nnodes="1:2")),
     Mutation("waits_for_all_nodes", "ends", HOST_LOST, Limits(STUCK_S)),
@@ -112,7 +117,7 @@ def test_a_mutation_is_reported(mutation: Mutation, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(TIMEOUT_S + 30)
-@pytest.mark.parametrize("plan", [KILLED, HOST_LOST], ids=["killed", "host_lost"])
+@pytest.mark.parametrize("plan", [KILLED, HOST_LOST, ORPHAN, ETCD_KILLED], ids=["killed", "host_lost", "orphan", "etcd_killed"])
 def test_a_copy_without_a_mutation_passes(plan: Plan, tmp_path: Path) -> None:
     assert run(plan, copied(tmp_path), tmp_path) == []
 

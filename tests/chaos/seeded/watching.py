@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
 from tests.chaos import disks
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.hosts import Hosts
@@ -19,7 +19,7 @@ class Watching:
         self._held: dict[tuple[str, str], tuple[int, list[str]] | None] = {}  # by host and name
 
     def look(self) -> None:
-        for name in _names(self._hosts.store):
+        for name in sorted(_names(self._hosts.store), key=order_or_oldest):
             if name not in self._published and (self._hosts.store / name / MANIFEST).exists():
                 self._published.add(name)
                 self._history.record("published", name=name, step=_step(name))

@@ -71,14 +71,22 @@ def one_world_each_round(plan: Plan, events: Sequence[Event], alone: Sequence[st
             yield f"two groups trained as restart {restart}: {sorted(stepped)}"
 
 
+def choices(events: Sequence[Event]) -> list[tuple[int, dict[str, tuple[str, int]]]]:
+    """What the agent of each host chose, by round. Rounds count from 1 again if a node comes when the job has ended."""
+    found: list[tuple[int, dict[str, tuple[str, int]]]] = []
+    for each in of(events, "chosen"):
+        now = next((chosen for round_, chosen in found[-2:] if round_ == each["round"] and each["host"] not in chosen), None)
+        if now is None:
+            found.append((each["round"], now := {}))
+        now[each["host"]] = ((each["path"] or "").rpartition("/")[2], each["step"])
+    return found
+
+
 def one_start(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """All ranks of a group begin with the same checkpoint; their agents told them so, whether or not they came to load it."""
-    by_round: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    for each in of(events, "chosen"):
-        by_round[each["round"]].add(((each["path"] or "").rpartition("/")[2], each["step"]))
-    for round_, chosen in by_round.items():
-        if len(chosen) > 1:
-            yield f"the agents of round {round_} chose different checkpoints: {sorted(chosen)}"
+    for round_, chosen in choices(events):
+        if len({*chosen.values()}) > 1:
+            yield f"the agents of round {round_} chose different checkpoints: {chosen}"
     for name, told in groups(events).items():
         starts = {(each["path"], each["step"]) for each in of(told, "loaded")}
         if len(starts) > 1:

@@ -230,20 +230,32 @@ def _memory(host: str, hosts: Hosts) -> Struck:
 
 
 def _corrupt(target: str, hosts: Hosts) -> Struck:
-    """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded."""
-    whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
-    if len(whole) < 2:  # without any that may be used the job ends, as it must
-        raise NotYet
-    newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
-    hosts.history.record("corrupted", name=newest.name)
-    for file in newest.iterdir():
+    """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded. All workers
+    stand still meanwhile: a newer checkpoint would be loaded instead."""
+    workers = {host: each for host in hosts.plan.hosts for each in hosts.of_role(host, "worker")}
+    for each in workers.values():
+        each.send(signal.SIGSTOP)
+    try:
+        whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
+        if not workers or len(whole) < 2:  # without any that may be used the job ends, as it must
+            raise NotYet
+        newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
+        hosts.history.record("corrupted", name=newest.name)
+        _flip_bits(newest)
+        host = max(workers, key=lambda each: hosts.history.workers[each]["t"])
+        workers[host].send(signal.SIGKILL)
+        return Struck(host, [workers[host].pid], newest.name)
+    finally:
+        for each in workers.values():
+            each.send(signal.SIGCONT)
+
+
+def _flip_bits(checkpoint: Path) -> None:
+    for file in checkpoint.iterdir():
         if file.name != MANIFEST and file.is_file() and file.stat().st_size:
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
-    host = max(hosts.history.workers.values(), key=lambda each: each["t"])["host"]
-    struck = _process(signal.SIGKILL, "worker", host, hosts)
-    return Struck(host, struck.pids, newest.name)
 
 
 _OF_THE_JOB: dict[str, Callable[[Fault, Hosts], Struck]] = {

@@ -2,7 +2,8 @@
 
 Where a second guard would hide the mistake, the patch takes both away:
 
-    checksums_not_compared    agents compare them before they choose a checkpoint, workers before they load it
+    checksums_not_compared    agents compare them before they choose a checkpoint, workers before they load it; what is pickled
+                              then cannot be read, which costs a restart more
     run_dir_stays             the agent and the reaper remove it
     orphans_stay              the reaper ends the workers of an agent that was killed; the others find their successor's marker
 
@@ -76,12 +77,12 @@ MUTATIONS = [
     Mutation("restart_count_of_charges", ("one world each round", "restarts count up"), AGENT_KILLED),
     Mutation("choice_outlives_round", ("one start",), KILLED_AGAIN, Limits(STUCK_S)),
     Mutation("state_not_copied", ("same to the bit",), KILLED),
-    Mutation("checksums_not_compared", ("same to the bit",), two_hosts(fault("checkpoint corrupted", ""))),
+    Mutation("checksums_not_compared", ("budget and verdict",), two_hosts(fault("checkpoint corrupted", ""))),
     Mutation("oldest_first", ("not behind",), KILLED),
     Mutation("orphans_stay", ("one group at a time", "no late commit"), ORPHAN),
     Mutation("lost_node_charged", ("budget and verdict",), AGENT_KILLED),
     Mutation("charge_forgotten", ("budget and verdict",), KILLED),
-    Mutation("lease_renewed_too_late", ("alone",), two_hosts(), Limits(restarts=1)),
+    Mutation("lease_not_kept", ("alone",), two_hosts(), Limits(STUCK_S, restarts=1)),
     Mutation("fence_closes_in_outage", ("alone",), ETCD_KILLED, Limits(restarts=1)),
     Mutation("spare_fails", ("leavings",), two_hosts(nnodes="1")),
     Mutation("terminated_by_user", ("ends",), two_hosts(fault("terminate agent"), nnodes="1:2")),

@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation("lease_not_kept", ("alone",), two_hosts(), Limits(STUCK_S, restarts=1)),
     Mutation("fence_closes_in_outage", ("alone",), ETCD_KILLED, Limits(restarts=1)),
     Mutation("spare_fails", ("leavings",), two_hosts(nnodes="1")),
-    Mutation("terminated_by_user", ("ends",), two_hosts(fault("terminate agent"), nnodes="1:2")),
+    Mutation("requeue_code_forgotten", ("ends",), two_hosts(fault("terminate agent"), nnodes="1:2")),
     Mutation("waits_for_all_nodes", ("ends",), HOST_LOST, Limits(STUCK_S)),
     Mutation("run_dir_stays", ("nothing left",), two_hosts()),
 ]

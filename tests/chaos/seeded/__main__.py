@@ -33,6 +33,8 @@ from tests.jobs import ROOT, environment
 
 RUN_S = 400.0
 
+_children: set[subprocess.Popen[str]] = set()  # runs in processes of their own
+
 
 def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list[str]:
     """Return what does not hold."""
@@ -64,6 +66,7 @@ def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[
     only = [] if positions is None else ["--only", ",".join(map(str, sorted(positions)))]
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={folder}", *only]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        _children.add(process)
         try:
             _, said = process.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
@@ -72,6 +75,8 @@ def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[
         except BaseException:
             process.terminate()
             raise
+        finally:
+            _children.discard(process)
     problems = folder / name / "problems.json"
     return (
         list(json.loads(problems.read_text()))
@@ -124,6 +129,13 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
     return schedule.only(plan, positions), f"{name}-only-{'-'.join(map(str, sorted(positions)))}"
 
 
+def _end() -> None:
+    """By the way of all exits: nothing stays."""
+    for child in list(_children):
+        child.terminate()
+    sys.exit(2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -136,7 +148,7 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=PATIENT.restarts, help="a run ends at the first that is one more")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "chaos"))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # by the way of all exits: nothing stays
+    signal.signal(signal.SIGTERM, lambda *_: _end())
     folder = args.folder.resolve()
     alone = undisturbed(folder)
     if args.runs > 1:

@@ -16,7 +16,7 @@ from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader
 from tests.chaos.seeded.object_store import WELL, Ill
-from tests.chaos.seeded.schedule import BETWEEN, RANK_0, SPARE, Fault
+from tests.chaos.seeded.schedule import BETWEEN, KINDS, RANK_0, SPARE, Fault
 from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
 from tests.lossy_network import CLEAN, Way
 
@@ -49,29 +49,10 @@ class Struck:
 
 def strike(fault: Fault, hosts: Hosts) -> Struck:
     """Raises NotYet."""
-    verb, _, what = fault.kind.partition(" ")
     target = _target(fault, hosts)
     if target in hosts.down:
         raise NotYet
-    if fault.kind in LINKS:
-        hosts.link(target, *LINKS[fault.kind])
-        return Struck(target, [], heal=lambda: _mend(target, hosts))
-    if what in ("host", "container"):
-        return _whole_host(verb, what, target, hosts)
-    if fault.kind in _OF_THE_JOB:
-        return _OF_THE_JOB[fault.kind](fault, hosts)
-    if what.startswith("etcd"):
-        return _etcd(verb, what, hosts, fault)
-    if fault.kind in _STORE_ILL or fault.kind == "store away":
-        return _object_store(fault.kind, hosts)
-    if verb in ("disk", "store"):
-        folder = hosts.store if verb == "store" else hosts.disks[target]
-        return _disk(what, folder, target)
-    if fault.kind == "clock step":
-        return _clock(fault, target, hosts)
-    if fault.kind in _OTHERS:
-        return _OTHERS[fault.kind](target, hosts)
-    return _process(SIGNALS[verb], what, target, hosts)
+    return _STRIKES.get(fault.kind, _process)(fault, target, hosts)
 
 
 def _target(fault: Fault, hosts: Hosts) -> str:
@@ -81,18 +62,23 @@ def _target(fault: Fault, hosts: Hosts) -> str:
     return max(told, key=lambda each: each["t"])["host"]
 
 
-def _mend(host: str, hosts: Hosts) -> None:
-    if host not in hosts.down:
-        hosts.link(host, CLEAN, CLEAN)
+def _link(fault: Fault, host: str, hosts: Hosts) -> Struck:
+    def mend() -> None:
+        if host not in hosts.down:
+            hosts.link(host, CLEAN, CLEAN)
+
+    hosts.link(host, *LINKS[fault.kind])
+    return Struck(host, [], heal=mend)
 
 
-def _process(number: signal.Signals, role: str, host: str, hosts: Hosts) -> Struck:
+def _process(fault: Fault, host: str, hosts: Hosts) -> Struck:
+    verb, _, role = fault.kind.partition(" ")
     found = sorted(hosts.of_role(host, role), key=lambda each: each.pid)
     if not found:
         raise NotYet
     victim = found[0]
-    victim.send(number)
-    return Struck(host, [victim.pid], heal=_resume([victim]) if number == signal.SIGSTOP else None)
+    victim.send(SIGNALS[verb])
+    return Struck(host, [victim.pid], heal=_resume([victim]) if verb == "pause" else None)
 
 
 def _resume(victims: list[Process]) -> Callable[[], None]:
@@ -103,20 +89,23 @@ def _resume(victims: list[Process]) -> Callable[[], None]:
     return resume
 
 
-def _whole_host(verb: str, what: str, host: str, hosts: Hosts) -> Struck:
-    if verb == "pause":
-        found = hosts.pids(host)
-        for each in found:
-            each.send(signal.SIGSTOP)
-        return Struck(host, [each.pid for each in found], heal=_resume(found))
-    if what == "host":  # nothing of its end reaches the others
+def _pause_host(fault: Fault, host: str, hosts: Hosts) -> Struck:
+    found = hosts.pids(host)
+    for each in found:
+        each.send(signal.SIGSTOP)
+    return Struck(host, [each.pid for each in found], heal=_resume(found))
+
+
+def _kill_host(fault: Fault, host: str, hosts: Hosts) -> Struck:
+    if fault.kind != "kill container":  # nothing of its end reaches the others
         hosts.link(host, CUT, CUT)
     killed = hosts.kill(host)
-    return Struck(host, killed, heal=None if verb == "lose" else lambda: hosts.replace(host))
+    return Struck(host, killed, heal=None if fault.kind == "lose host" else lambda: hosts.replace(host))
 
 
-def _etcd(verb: str, what: str, hosts: Hosts, fault: Fault) -> Struck:
+def _etcd(fault: Fault, target: str, hosts: Hosts) -> Struck:
     """Of the members that run: all, the one that leads, or any one."""
+    verb, _, what = fault.kind.partition(" ")
     running = hosts.etcd.running()
     victims = sorted(running)
     if what.endswith("leader"):
@@ -145,15 +134,15 @@ def _each(hosts: Iterable[str], what: Callable[[str], None]) -> None:
         what(host)
 
 
-def _two_hosts(fault: Fault, hosts: Hosts) -> Struck:
-    one, other = fault.target.split(BETWEEN)
+def _two_hosts(fault: Fault, target: str, hosts: Hosts) -> Struck:
+    one, other = target.split(BETWEEN)
     if {one, other} & hosts.down:
         raise NotYet
     hosts.part(one, other, True)
-    return Struck(fault.target, [], heal=lambda: hosts.part(one, other, False))
+    return Struck(target, [], heal=lambda: hosts.part(one, other, False))
 
 
-def _too_few(fault: Fault, hosts: Hosts) -> Struck:
+def _too_few(fault: Fault, target: str, hosts: Hosts) -> Struck:
     """Fewer nodes are left than the job needs; what is lost is replaced."""
     least, running = int(hosts.plan.nnodes.partition(":")[0]), hosts.running
     victims = random.Random(repr(fault)).sample(running, max(0, len(running) - least + 1))
@@ -165,13 +154,16 @@ def _too_few(fault: Fault, hosts: Hosts) -> Struck:
     return Struck("", killed, ",".join(victims), lambda: _each(victims, hosts.replace))
 
 
-def _spare_comes(fault: Fault, hosts: Hosts) -> Struck:
+def _spare_comes(fault: Fault, target: str, hosts: Hosts) -> Struck:
     if not hosts.done:
         hosts.start_agent(SPARE)
     return Struck("", [])
 
 
-def _disk(what: str, folder: Path, target: str) -> Struck:
+def _disk(fault: Fault, target: str, hosts: Hosts) -> Struck:
+    """Of a host, or the store that all share."""
+    what = fault.kind.partition(" ")[2]
+    folder = hosts.disks[target] if target else hosts.store
     if what == "slow":
         slow(folder, SLOW_BYTES, SLOW_WRITES)
         return Struck(target, [], folder.name, lambda: slow(folder, 0, 0))
@@ -199,14 +191,14 @@ def _fill(path: Path) -> None:
                 raise
 
 
-def _object_store(kind: str, hosts: Hosts) -> Struck:
+def _object_store(fault: Fault, target: str, hosts: Hosts) -> Struck:
     store = hosts.object_store
     assert store is not None
-    if kind == "store away":
+    if fault.kind == "store away":
         hosts.link(STORE, CUT, CUT)
         return Struck("", [], heal=lambda: hosts.link(STORE, CLEAN, CLEAN))
-    store.be(_STORE_ILL[kind])
-    return Struck("", [], str(_STORE_ILL[kind]), heal=lambda: store.be(WELL))
+    store.be(_STORE_ILL[fault.kind])
+    return Struck("", [], str(_STORE_ILL[fault.kind]), heal=lambda: store.be(WELL))
 
 
 def _clock(fault: Fault, host: str, hosts: Hosts) -> Struck:
@@ -218,7 +210,7 @@ def _clock(fault: Fault, host: str, hosts: Hosts) -> Struck:
     return Struck(host, [], f"{ahead_s:+d} s", lambda: hosts.surroundings.set_clock(host, 0))
 
 
-def _memory(host: str, hosts: Hosts) -> Struck:
+def _memory(fault: Fault, host: str, hosts: Hosts) -> Struck:
     """The worker is who has most memory in a training that fills it: the kernel is told to take that one first."""
     found = list(hosts.of_role(host, "worker"))
     if not found:
@@ -229,7 +221,7 @@ def _memory(host: str, hosts: Hosts) -> Struck:
     return Struck(host, [found[0].pid], "killed" if killed else "nobody killed", memory.release)
 
 
-def _corrupt(target: str, hosts: Hosts) -> Struck:
+def _corrupt(fault: Fault, target: str, hosts: Hosts) -> Struck:
     """A bit of each data file of the newest checkpoint; then a worker is killed, so that something is loaded. All workers
     stand still meanwhile: a newer checkpoint would be loaded instead."""
     workers = {host: each for host in hosts.plan.hosts for each in hosts.of_role(host, "worker")}
@@ -258,9 +250,18 @@ def _flip_bits(checkpoint: Path) -> None:
             file.write_bytes(data)
 
 
-_OF_THE_JOB: dict[str, Callable[[Fault, Hosts], Struck]] = {
+# By the kind; what is not here is done to one process.
+_STRIKES: dict[str, Callable[[Fault, str, Hosts], Struck]] = {
+    **dict.fromkeys(LINKS, _link),
+    **dict.fromkeys(("kill host", "lose host", "kill container"), _kill_host),
+    **dict.fromkeys((kind for kind in KINDS if KINDS[kind].scope == "etcd"), _etcd),
+    **dict.fromkeys(("disk full", "disk read-only", "disk slow", "store full", "store read-only", "store slow"), _disk),
+    **dict.fromkeys((*_STORE_ILL, "store away"), _object_store),
+    "pause host": _pause_host,
     "cut two hosts": _two_hosts,
     "too few nodes": _too_few,
     "spare comes": _spare_comes,
+    "clock step": _clock,
+    "memory pressure": _memory,
+    "checkpoint corrupted": _corrupt,
 }
-_OTHERS: dict[str, Callable[[str, Hosts], Struck]] = {"checkpoint corrupted": _corrupt, "memory pressure": _memory}

@@ -57,7 +57,11 @@ _HELPERS = _ROLES_NEED.keys() - {"worker", "agent"}
 KINDS: dict[str, Kind] = {
     **{
         f"kill {role}": Kind(
-            charges=role == "worker", may_leave=role in ("worker", "agent"), needs=needs, harmless=role in _HELPERS
+            charges=role == "worker",
+            may_leave=role in ("worker", "agent"),
+            needs=needs,
+            harmless=role in _HELPERS,
+            rule="killed" if role == "worker" else "",
         )
         for role, needs in _ROLES_NEED.items()
     },
@@ -66,7 +70,7 @@ KINDS: dict[str, Kind] = {
         f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs, harmless=role in _HELPERS)
         for role, needs in _ROLES_NEED.items()
     },
-    "terminate worker": Kind(charges=1, may_leave=True),
+    "terminate worker": Kind(charges=1, may_leave=True, rule="terminated"),
     "terminate agent": Kind(may_leave=True),
     "kill host": Kind(_AWAY, may_leave=True),
     "lose host": Kind(may_leave=True, needs=("spare",)),

@@ -7,7 +7,7 @@ Where a second guard would hide the mistake, the patch takes both away:
     run_dir_stays             the agent and the reaper remove it
     orphans_stay              the reaper ends the workers of an agent that was killed; the others find their successor's marker
 
-After a change of a patched line: apply the patch by hand, `git diff elastic_ext`, and take the change back.
+After a change of a patched line: make the change by hand, `git diff -U1 elastic_ext`, and take it back.
 """
 
 from __future__ import annotations

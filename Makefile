@@ -16,8 +16,8 @@ system: ## what the tests need from Debian, if it is missing; needs root, and ch
 test: $(READY) lint ## every behaviour, in under 15 minutes on 2 cores
 	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 tests
 
-test-long: $(READY) ## the tests marked `long`: more parameters and longer waits of what `make test` runs
-	$(PY) -m pytest -q -n 2 --dist loadgroup --durations=20 --long tests
+test-long: $(READY) ## the tests marked `long`: more parameters and longer waits of what `make test` runs; most of them wait
+	$(PY) -m pytest -q -n 3 --dist loadgroup --durations=20 --long tests
 
 # Each run tells its seed; what fails is run again with fewer faults, and says how to run the fewest that fail.
 N ?= 300

@@ -12,6 +12,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
     chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
+    led                          how many times the agents of a host have led the rendezvous, told at the end
     end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
 """
 
@@ -207,6 +208,13 @@ def alone_it_does_what_it_must(plan: Plan, events: Sequence[Event], alone: Seque
         yield f"no verdict by the rule {rule}; there were {sorted(rules)}"
 
 
+def leaders(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
+    """Who leads stays the same, but for what is done to it: else nodes lose their leases and come back, again and again."""
+    led = {each["host"]: each["times"] for each in of(events, "led")}
+    if sum(led.values()) > len(of(events, "started")) + 2 * len(of(events, "strike")):
+        yield f"the leader changed too often; how often each host led: {led}"
+
+
 def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """An agent leaves with 0, or was struck, or its host was."""
     for each in of(events, "exit"):
@@ -260,6 +268,7 @@ CHECKS: dict[str, Check] = {
     "restarts count up": restarts_count_up,
     "budget and verdict": budget,
     "alone": alone_it_does_what_it_must,
+    "leaders": leaders,
     "leavings": leavings,
     "ends": ends,
     "nothing left": nothing_left,

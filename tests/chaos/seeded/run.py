@@ -22,6 +22,7 @@ from tests.programs import REQUIRE
 
 LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event tells
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
+LEADS = "leads the rendezvous"  # as agents log it
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
 OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen"}  # by elastic_ext's names
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
@@ -126,6 +127,8 @@ class Run:
             left = [each for each in left if each.pid in alive]
         for host in self.plan.hosts:
             self._told_by_agents(host)
+            log = self.folder / f"agent-{host}.log"
+            self.history.record("led", host=host, times=log.read_text().count(LEADS) if log.exists() else 0)
         self.history.record(
             "end",
             stuck=stuck,

@@ -101,6 +101,7 @@ BAD: list[tuple[str, History]] = [
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
     ("alone", struck_by("clock step")),
     ("alone", struck_by("memory pressure")),
+    ("leaders", with_(*({"what": "led", "t": 2.5, "host": host, "times": 2} for host in "ab"))),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": 75})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": -9})),

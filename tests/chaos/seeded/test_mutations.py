@@ -82,6 +82,7 @@ MUTATIONS = [
     Mutation("orphans_stay", ("one group at a time", "no late commit"), ORPHAN),
     Mutation("lost_node_charged", ("budget and verdict",), AGENT_KILLED),
     Mutation("charge_forgotten", ("budget and verdict",), KILLED),
+    Mutation("lease_not_kept", ("leaders",), two_hosts(), Limits(STUCK_S, restarts=1)),
     Mutation("fence_closes_in_outage", ("alone",), ETCD_KILLED, Limits(restarts=1)),
     Mutation("spare_fails", ("leavings",), two_hosts(nnodes="1")),
     Mutation("requeue_code_forgotten", ("ends",), two_hosts(fault("terminate agent"), nnodes="1:2")),

@@ -50,12 +50,12 @@ def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list
     return problems
 
 
-def undisturbed(folder: Path) -> Path:
+def undisturbed(folder: Path, steps: int = STEPS) -> Path:
     """The state after each step of a run that nothing happens to."""
-    path = folder / f"alone-{STEPS}.json"
+    path = folder / f"alone-{steps}.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([sys.executable, SCRIPT, "--alone", str(STEPS)], check=True, capture_output=True, env=environment())
+        done = subprocess.run([sys.executable, SCRIPT, "--alone", str(steps)], check=True, capture_output=True, env=environment())
         path.write_bytes(done.stdout)
     return path
 
@@ -150,11 +150,11 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: _end())
     folder = args.folder.resolve()
-    alone = undisturbed(folder)
     if args.runs > 1:
+        undisturbed(folder)
         return many(args.seed, args.runs, folder, args.side_by_side)
     plan, name = _plan(args)
-    problems = one(plan, folder / name, alone, Limits(args.stuck_s, args.restarts))
+    problems = one(plan, folder / name, undisturbed(folder, plan.steps), Limits(args.stuck_s, args.restarts))
     for problem in problems:
         print(f"{name}: {problem}", file=sys.stderr)
     if problems:

@@ -17,7 +17,7 @@ from tests.chaos.processes import Process
 from tests.chaos.seeded.history import History
 from tests.chaos.seeded.members import Brought, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
-from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, STEPS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, TRY_AGAIN, Plan
 from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
@@ -120,7 +120,7 @@ class Hosts:
             *("--nproc-per-node=1", "--max-restarts=-1", f"--local-addr={self.network.addresses[host]}"),
             *(f"--log-dir={self.folder / f'logs-{host}'}", "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in conf.items())),
         ]
-        return [*AGENT, *options, str(SCRIPT), str(self.history.pipe), str(STEPS)]
+        return [*AGENT, *options, str(SCRIPT), str(self.history.pipe), str(self.plan.steps)]
 
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))

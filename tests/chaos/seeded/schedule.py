@@ -131,7 +131,7 @@ class Fault:
 @dataclass(frozen=True)
 class Plan:
     """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir.
-    store: one of STORES, where checkpoint_dir is."""
+    store: one of STORES, where checkpoint_dir is. steps: of the training."""
 
     seed: int
     trainers: int
@@ -142,6 +142,7 @@ class Plan:
     local: bool
     store: str
     faults: tuple[Fault, ...]
+    steps: int = STEPS
 
     @property
     def apart(self) -> bool:

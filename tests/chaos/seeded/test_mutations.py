@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -57,29 +57,34 @@ KILLED = two_hosts(fault("kill worker"))
 # A node may look only after the one of rank 0 has chosen, and all is well.
 KILLED_AGAIN = two_hosts(*(fault("kill worker", step=step) for step in (12, 24, 36, 48)), standby=True)
 AGENT_KILLED = two_hosts(fault("kill agent"))
-ORPHAN = two_hosts(fault("kill agent", RANK_0, step=8), nnodes="1", standby=True)  # another host is ready to go on
+# Another host is ready to go on, and does so while what is left of the first one still trains.
+ORPHAN = replace(two_hosts(fault("kill agent", RANK_0, step=8), nnodes="1", standby=True), steps=600)
 ETCD_KILLED = two_hosts(fault("kill etcd", "", step=5, seconds=2 * LEASE_S))
 HOST_LOST = two_hosts(fault("lose host"), nnodes="1:2", standby=True)
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """checks: that must report it. patch: a file in mutations/, without its suffix. limits: for a run that would not end."""
+    """checks: that must report it. patch: a file in mutations/, without its suffix. limits: for a run that would not end.
+
+    tries: of a mistake that shows itself by chance only.
+    """
 
     patch: str
     checks: tuple[str, ...]
     plan: Plan
     limits: Limits = PATIENT
+    tries: int = 1
 
 
 MUTATIONS = [
     Mutation("local_ranks", ("one world each round",), two_hosts(), Limits(restarts=0)),
     Mutation("restart_count_of_charges", ("one world each round", "restarts count up"), AGENT_KILLED),
-    Mutation("choice_outlives_round", ("one start",), KILLED_AGAIN, Limits(STUCK_S)),
+    Mutation("choice_outlives_round", ("one start",), KILLED_AGAIN, Limits(STUCK_S), tries=3),
     Mutation("state_not_copied", ("same to the bit",), KILLED),
     Mutation("checksums_not_compared", ("budget and verdict",), two_hosts(fault("checkpoint corrupted", ""))),
     Mutation("oldest_first", ("not behind",), KILLED),
-    Mutation("orphans_stay", ("one group at a time", "no late commit"), ORPHAN),
+    Mutation("orphans_stay", ("one group at a time", "no late commit"), ORPHAN, tries=2),
     Mutation("lost_node_charged", ("budget and verdict",), AGENT_KILLED),
     Mutation("charge_forgotten", ("budget and verdict",), KILLED),
     Mutation("lease_not_kept", ("leaders",), two_hosts(), Limits(STUCK_S, restarts=1)),
@@ -111,11 +116,15 @@ def apply(name: str, root: Path, *options: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.patch)
 def test_a_mutation_is_reported(mutation: Mutation, folder: Path) -> None:
-    problems = run(mutation.plan, copied(folder, mutation.patch), folder, mutation.limits)
-    assert {*mutation.checks} <= {each.partition(":")[0] for each in problems}, problems
+    copy = copied(folder, mutation.patch)
+    for _ in range(mutation.tries):
+        problems = run(mutation.plan, copy, folder, mutation.limits)
+        if {*mutation.checks} <= {each.partition(":")[0] for each in problems}:
+            return
+    pytest.fail(f"the last of {mutation.tries} runs: {problems}")
 
 
 @pytest.mark.long

@@ -135,7 +135,7 @@ def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     Method: `--nnodes=3:4`; all processes of a node are killed; another node starts with the same command.
     Observation: three rounds of 4, 3 and 4 ranks; each resumes, resharded, at the newest checkpoint; nothing is charged.
     """
-    first = nodes.start_all("abcd", "3:4", "--save-every=10")
+    first = nodes.start_all("abcd", "3:4", "--save-every=10", conf="last_call=10")  # all, however slow the machine
     first.wait_for(SAVED, 2)
     nodes.lose("c")
     first.wait_for(r"resumed from", 1)
@@ -248,7 +248,7 @@ def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     Method: etcd is killed, and started again when many steps have been made without it; then a node is lost.
     Observation: no restart while it is away; after that, the job goes on with the node that is left.
     """
-    first = nodes.start_all("ab", "1:2", "--save-every=10")
+    first = nodes.start_all("ab", "1:2", "--save-every=10", conf="last_call=10")  # both, however slow the machine
     first.wait_for(SAVED)
     server.kill()
     at = losses(first.out)[-1][0]

@@ -84,7 +84,7 @@ class SlurmCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
         self._stack = ExitStack()
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self._count, self._settings = nodes, {"KillWait": "5", **settings}
+        self._count, self._settings = nodes, {"KillWait": "15", **settings}
         self.nodes: dict[str, Node] = {}
         self.router: list[str] = []
         self.controller: Job | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -111,7 +112,7 @@ class Brought:
 
     def kill(self, host: str) -> None:
         if (member := self._member(host)) is not None:
-            member.send(9)
+            member.send(signal.SIGKILL)
 
     def start(self, host: str) -> None:
         pass

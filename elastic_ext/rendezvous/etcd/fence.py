@@ -23,6 +23,9 @@ that time: the leader was in the outage too, and gives the members longer than t
 Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
 (`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
 
+Invariant: a fence that has closed stays so for the round. Its workers are being stopped, though the lease may have been renewed
+since; the node's next record says so (`Node.cut`), which explains the failures of the others.
+
 A node that may have been declared dead (`links`) gives up: it closes at once, and its workers get no grace. It does not if it
 knows from its last look that all nodes are in trouble, unless it was certainly declared dead.
 
@@ -100,7 +103,7 @@ class Fence:
     """A thread beside the rendezvous thread: its store calls may hang on a cut link, and nothing else must wait for them.
 
     Attributes:
-        closed: the workers must not run.
+        closed: the workers must not run. It stays so until the next round.
     """
 
     def __init__(self, lease: Callable[[], tuple[int | None, float]], ttl_s: float, on_change: Callable[[], None]) -> None:
@@ -192,8 +195,9 @@ class Fence:
                 return  # the round of this look is over
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
             self._written = TROUBLE if state == TROUBLE or others is None else WELL
-            changed, self.closed = closed != self.closed, closed
-        if closed and changed:
+            closes = closed and not self.closed
+            self.closed = self.closed or closed
+        if closes:
             logger.error(
                 "cut off from etcd, and other nodes are not; stopping this node's workers before the others continue without it"
             )

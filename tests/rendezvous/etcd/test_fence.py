@@ -58,6 +58,21 @@ def test_a_node_that_alone_is_cut_off_stops_before_its_lease_ends(nodes):
     assert not nodes[1].fence.closed
 
 
+def test_a_node_that_has_been_cut_off_stays_so_for_the_round(nodes, store):
+    """Its agent was paused, and renews its lease at once: its workers are being stopped, and the others must learn why."""
+    nodes[0].ends_in(TTL_S / 20)
+    assert nodes[0].changed.wait(LONG_S)
+    nodes[0].ends_in(LONG_S)
+    said(store, 0, b"0")
+    nodes[0].ends_in(TTL_S / 2)  # the next trouble: the look before it is over
+    said(store, 0, b"1")
+    nodes[0].ends_in(LONG_S)
+    said(store, 0, b"0")
+    assert nodes[0].fence.closed
+    nodes[0].fence.watch(RoundStore("localhost", store.port, 0, 3))
+    assert not nodes[0].fence.closed
+
+
 def test_while_nobody_can_renew_all_train_on(nodes, store):
     for node in nodes:
         node.ends_in(0.3)

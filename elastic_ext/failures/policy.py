@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elastic_ext.base.kinds import (
+    CASCADE,
     CODE,
     DATA,
     DEVICE_MEMORY,
@@ -24,7 +25,7 @@ from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import Precedent
 from elastic_ext.failures.matching import USER_RULES
-from elastic_ext.failures.rules import NO_EVIDENCE, TRY_AGAIN
+from elastic_ext.failures.rules import ILL_STORAGE, NO_EVIDENCE, TRY_AGAIN
 
 NO_LIMIT = -1
 IMMEDIATE_RESTARTS = 1  # charged restarts in a row without a wait, since one restart cures most failures
@@ -223,7 +224,7 @@ def decide(
         outcome = _retry_cold(outcome, diagnosis, past)
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     checkpoints_back = diagnosis.checkpoints_back
-    if not checkpoints_back and _checkpoint_to_blame(diagnosis, past):
+    if not checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past):
         checkpoints_back = 1
         reason = f"{outcome.reason}; it happened twice after loading the same checkpoint, so the previous one is tried"
         outcome = replace(outcome, reason=reason)
@@ -302,7 +303,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, "same-node", EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        exit_code = EX_NODE if outcome.kind == HARDWARE else EX_FAILED
+        exit_code = EX_TRY_AGAIN if diagnosis.rule in ILL_STORAGE else EX_NODE if outcome.kind == HARDWARE else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, "ceiling", exit_code)
     return outcome
@@ -348,9 +349,13 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
 
 
-def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
-    """Return whether the same failure happened twice before the first step after loading the same checkpoint."""
-    if diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
+def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence[Precedent]) -> bool:
+    """Return whether the same failure happened twice before the first step after loading the same checkpoint.
+
+    Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
+    """
+    outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind == CASCADE or diagnosis.rule in ILL_STORAGE
+    if outside or diagnosis.evidence.first_step_done is not False or diagnosis.evidence.cut:
         return False
     return any(each.same_fingerprint and each.same_checkpoint and each.first_step_done is False for each in past)
 

@@ -45,6 +45,11 @@ from elastic_ext.failures.matching import (
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 HANG_RULE = "hang"
 TRY_AGAIN = "try-again"  # the script has ended with 75
+# The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
+ILL_STORAGE = frozenset(
+    {"shared-object", "import-file-system", "disk-full", "file-system-ill", "storage-client", "storage-busy", "storage-load",
+     "storage-reset"}
+)  # fmt: skip
 
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
 _requested, _hardware = partial(Rule, STOP_REQUESTED), partial(Rule, HARDWARE_EVIDENCE)

@@ -197,6 +197,34 @@ def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
         assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
 
 
+LOAD_FAILED = "elastic_ext.checkpoints.writing.errors.StorageFailed", "s3://b/step_00000002.g0001 cannot be read: Errno 16"
+BEFORE_ITS_FIRST_STEP = [
+    (of("RuntimeError", "who knows", first_step_done=False), 1),
+    (of(signal="SIGSEGV", first_step_done=False), 1),
+    (of(*LOAD_FAILED, first_step_done=False), 0),
+    (of("OSError", "[Errno 5] Input/output error", first_step_done=False), 0),
+    (of("OSError", "[Errno 28] No space left on device", first_step_done=False), 0),
+    (of("botocore.exceptions.ClientError", "SlowDown", first_step_done=False), 0),
+    (of(exit_code=75, first_step_done=False), 0),
+    (of(signal="SIGKILL", xids=(79,), first_step_done=False), 0),
+    (of("torch.distributed.DistBackendError", "remote process exited or there was a network error", first_step_done=False), 0),
+]
+
+
+@pytest.mark.parametrize(("diagnosis", "back"), BEFORE_ITS_FIRST_STEP)
+def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back):
+    """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
+    loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
+    assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+
+
+def test_storage_that_stays_away_ends_the_job_with_try_again():
+    """Not as a failure of the script: a platform that tries again later finds everything in place."""
+    again = (Precedent(True, False, "n1", False, same_checkpoint=True), Precedent(True, False, "n2", False, same_checkpoint=True))
+    decided = decide(of(*LOAD_FAILED, first_step_done=False), history=again, nodes=Nodes(2, 2))
+    assert (decided.rule, decided.kind, decided.exit_code) == ("ceiling", "storage", 75)
+
+
 def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
     broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive")
     assert decide(broken).checkpoints_back == 1

@@ -31,10 +31,11 @@ from elastic_ext.rendezvous.etcd.condition import InterruptibleCondition
 from elastic_ext.rendezvous.etcd.connect import connect
 from elastic_ext.rendezvous.etcd.context import NodeConfig
 from elastic_ext.rendezvous.etcd.dispatcher import Dispatcher
-from elastic_ext.rendezvous.etcd.fence import Fence, RoundStore
+from elastic_ext.rendezvous.etcd.fence import Fence
 from elastic_ext.rendezvous.etcd.keys import JobKeys
 from elastic_ext.rendezvous.etcd.links.links import Links, listen_at
 from elastic_ext.rendezvous.etcd.links.peers import Peers
+from elastic_ext.rendezvous.etcd.node_states import RoundStore
 from elastic_ext.rendezvous.etcd.participant import Participant
 from elastic_ext.rendezvous.etcd.tasks import HostRefused
 from elastic_ext.rendezvous.etcd.verdict import LeaderPolicy

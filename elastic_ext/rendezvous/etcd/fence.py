@@ -5,7 +5,7 @@ node whose lease is about to end must stop its workers, unless no other node of 
 nobody can form a round, and when etcd is back it gives every lease its full time again.
 
 Wire protocol: each node writes its state (WELL, TROUBLE or BACK) into the store of the round, which does not depend on etcd,
-under elastic_ext/trouble/RANK. A node that has never written is well.
+under elastic_ext/trouble/RANK (`node_states`). A node that has never written is well.
 
 | share of the lease time left | |
 |---|---|
@@ -37,13 +37,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-
-from torch.distributed import TCPStore
 
 from elastic_ext.etcd.lease import LATE_SHARE
+from elastic_ext.rendezvous.etcd.node_states import BACK, TROUBLE, WELL, NodeStates, RoundStore
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +51,18 @@ POLL_SHARE = 0.05  # how often a node in trouble looks again
 TRAIN_ON_S = 5.0  # gRPC takes that long to find a server again (min_reconnect_backoff_ms and a pause)
 TRAIN_ON_SHARE = 0.5  # of the lease time, if that is longer
 
-WELL, TROUBLE, BACK = "0", "1", "2"
-_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL, which excuses nobody
-_KEYS = "elastic_ext/trouble/"
-
 
 def train_on_s(ttl_s: float) -> float:
     """Return how many seconds after all were last seen in trouble this node must be back, once another node is."""
     return max(TRAIN_ON_S, TRAIN_ON_SHARE * ttl_s)
 
 
-def may_train_on(others: list[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
+def _call_s(ttl_s: float) -> float:
+    """Return how many seconds the store of the round has for an answer."""
+    return max(1.0, ttl_s / 10)
+
+
+def may_train_on(others: Sequence[str] | None, all_down_at: float | None, now: float, ttl_s: float) -> bool:
     """Return whether no other node can go on without a node in trouble.
 
     others: their states; None: the store does not answer. all_down_at: see Trouble.
@@ -74,16 +73,6 @@ def may_train_on(others: list[str] | None, all_down_at: float | None, now: float
         return True
     # None: they wrote BACK after an earlier outage.
     return all_down_at is not None and now < all_down_at + train_on_s(ttl_s)
-
-
-@dataclass(frozen=True)
-class RoundStore:
-    """The store through which the nodes of a round exchange their states. rank: this node's. nodes: number in the round."""
-
-    host: str
-    port: int
-    rank: int
-    nodes: int
 
 
 @dataclass
@@ -100,7 +89,7 @@ class Trouble:
 
 
 class Fence:
-    """A thread beside the rendezvous thread: its store calls may hang on a cut link, and nothing else must wait for them.
+    """A thread beside the rendezvous thread, because its store calls take a while on a cut link.
 
     Attributes:
         closed: the workers must not run. It stays so until the next round.
@@ -113,7 +102,7 @@ class Fence:
         self._on_change = on_change
         self.closed = False
         self._round: RoundStore | None = None
-        self._store: tuple[RoundStore, TCPStore] | None = None  # with its round; open from the first trouble on
+        self._states = NodeStates(_call_s(ttl_s))
         self._written = WELL  # this node's last written state; a written BACK counts as WELL
         self._trouble = Trouble()
         self._given_up = False  # in this round; see `give_up`
@@ -156,7 +145,7 @@ class Fence:
         return time.monotonic() if self._given_up else self._lease()[1]
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """End the thread. It may be in a store call that never returns: after timeout_s, abandon it."""
+        """End the thread. It may be in a store call: after timeout_s, abandon it."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -167,9 +156,7 @@ class Fence:
             with self._wake:
                 if self._ended:
                     return
-                _, alive_until = self._lease()
-                share = (alive_until - time.monotonic()) / self._ttl_s
-                round_ = self._round
+                share, round_ = self._share(), self._round
                 if self._given_up:
                     self._wake.wait()  # for the next round
                     continue
@@ -182,19 +169,30 @@ class Fence:
                 if not self._ended:
                     self._wake.wait(POLL_SHARE * self._ttl_s)
 
+    def _share(self) -> float:
+        """Return the share of the lease time that is left."""
+        return (self._lease()[1] - time.monotonic()) / self._ttl_s
+
+    def _answer_s(self, share: float) -> float:
+        """Return how long to wait for the others' states: until this node must decide, unless all were seen in trouble."""
+        if self._written == TROUBLE and self._trouble.all_down_at is not None:
+            return _call_s(self._ttl_s)
+        return min(_call_s(self._ttl_s), max(share - CLOSE_SHARE, POLL_SHARE) * self._ttl_s)
+
     def _look(self, round_: RoundStore, share: float) -> None:
         """Write this node's state into the store, and decide."""
         began = time.monotonic()
         state = self._state(share)
-        others = self._swap_states(round_, state)
+        others = self._states.swap(round_, state, self._answer_s(share))
         if state == TROUBLE and others is not None and all(each == TROUBLE for each in others):
             self._trouble.all_down_at = began
+        share = self._share()  # the lease may have been renewed meanwhile
         closed = share <= CLOSE_SHARE and not may_train_on(others, self._trouble.all_down_at, time.monotonic(), self._ttl_s)
         with self._wake:
             if self._round is not round_ or self._given_up:
                 return  # the round of this look is over
             # Once the node is out of trouble and has written so, it writes no more until the next trouble.
-            self._written = TROUBLE if state == TROUBLE or others is None else WELL
+            self._written = TROUBLE if state == TROUBLE or others is None or not self._states.settled else WELL
             closes = closed and not self.closed
             self.closed = self.closed or closed
         if closes:
@@ -210,22 +208,3 @@ class Fence:
             self._trouble = Trouble()
         self._trouble.late = self._trouble.late or share <= 1 - LATE_SHARE
         return TROUBLE
-
-    def _swap_states(self, round_: RoundStore, state: str) -> list[str] | None:
-        """Write this node's state into the round's store; return the others' states; None if the store does not answer."""
-        try:
-            store = self._connected(round_)
-            store.set(f"{_KEYS}{round_.rank}", state)
-            keys = [f"{_KEYS}{other}" for other in range(round_.nodes) if other != round_.rank]
-            return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
-        except (RuntimeError, ValueError) as error:  # torch raises these for a store that does not answer
-            logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error)
-            self._store = None
-            return None
-
-    def _connected(self, round_: RoundStore) -> TCPStore:
-        if self._store is None or self._store[0] != round_:
-            timeout = timedelta(seconds=max(1.0, self._ttl_s / 10))
-            store = TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
-            self._store = round_, store
-        return self._store[1]

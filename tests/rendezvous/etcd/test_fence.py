@@ -1,12 +1,16 @@
 """Who stops and who trains on when leases are not renewed: several fences over a real store."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, RoundStore, may_train_on, train_on_s
+from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
+from elastic_ext.rendezvous.etcd.node_states import RoundStore
 from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
@@ -73,6 +77,60 @@ def test_a_node_that_has_been_cut_off_stays_so_for_the_round(nodes, store):
     assert not nodes[0].fence.closed
 
 
+SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def frozen_store():
+    """(process, a node of rank 1 of 2): the store of the round is in the process, which the test stops and continues."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        store = TCPStore("localhost", int(process.stdout.readline()), is_master=False, wait_for_workers=False)
+        node = Node(store, 1, 2)
+        yield process, node, store
+        process.send_signal(signal.SIGCONT)
+        node.fence.close()
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected):
+    """The host of rank 0 is frozen or cut off: torch's call on its connection would never return."""
+    process, node, store = frozen_store
+    if connected:
+        node.ends_in(TTL_S / 2)
+        said(store, 1, b"1")
+        node.ends_in(LONG_S)
+        said(store, 1, b"0")
+    process.send_signal(signal.SIGSTOP)
+    node.ends_in(TTL_S / 2)
+    until = node.lease[1]
+    assert node.changed.wait(LONG_S)
+    assert node.fence.closed
+    assert time.monotonic() < until + 10 * TTL_S  # generous: the machine may be busy
+
+
+def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
+    process, node, store = frozen_store
+    node.ends_in(TTL_S / 2)
+    said(store, 1, b"1")
+    process.send_signal(signal.SIGSTOP)
+    assert node.changed.wait(LONG_S)
+    node.ends_in(LONG_S)
+    process.send_signal(signal.SIGCONT)
+    said(store, 1, b"0")
+    deadline = time.monotonic() + LONG_S
+    while not node.fence._states.settled or node.fence._written != "0":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # a fence that is well tells of no change
+    assert store.get("elastic_ext/trouble/1") == b"0"
+
+
 def test_while_nobody_can_renew_all_train_on(nodes, store):
     for node in nodes:
         node.ends_in(0.3)
@@ -127,10 +185,11 @@ def test_what_could_not_be_said_is_said_later(nodes, store):
     """Else a node would look to be in trouble for ever, and a node that is cut off alone would train on."""
     nodes[0].ends_in(TTL_S / 2)
     said(store, 0, b"1")
-    swap, nodes[0].fence._swap_states = nodes[0].fence._swap_states, lambda *_: None
+    states = nodes[0].fence._states
+    swap, states.swap = states.swap, lambda *_: None
     nodes[0].ends_in(LONG_S)
     assert not nodes[0].changed.wait(TTL_S / 4)
-    nodes[0].fence._swap_states = swap
+    states.swap = swap
     said(store, 0, b"0")
 
 

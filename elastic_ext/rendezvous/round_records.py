@@ -133,6 +133,7 @@ class Header:
             chosen. A new round begins with "", so that no choice outlives its round.
         job: name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
         end: how the round ended; None: as `state` says. Older versions do not write it.
+        lost: id of a node whose loss has ended the round; it may be back. "": it ended otherwise. Older versions write none.
         drains: nodes that are to leave the job; those that have left stay here until the next round is sealed.
         drains_made: number of changes to `drains` in this job.
     """
@@ -151,6 +152,7 @@ class Header:
     resume: str = ""
     job: str = ""
     end: EndKind | None = None
+    lost: str = ""
     drains: tuple[Drain, ...] = ()
     drains_made: Count = 0
 

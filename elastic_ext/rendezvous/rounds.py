@@ -96,11 +96,12 @@ class Seal:
 
 @dataclass(frozen=True)
 class End:
-    """End the running round: `state` is BROKEN or DONE. kind: how, where the state alone does not say it."""
+    """End the running round: `state` is BROKEN or DONE. kind: how, where the state alone does not say it. lost: see Header."""
 
     state: State
     reason: str
     kind: EndKind | None = None
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,11 @@ def reports(view: View) -> tuple[str, ...]:
 
 
 def lost(view: View) -> tuple[str, ...]:
-    """Return the ids of members of the round that are gone, were released, or have stopped their workers as they were cut off."""
-    number, leaving = view.header.round, drains.released(view.header)
+    """Return the ids of members of the round that are gone, were released, or have stopped their workers as they were cut off.
+
+    Also of one that is back: the round has ended because it was gone.
+    """
+    number, leaving = view.header.round, {*drains.released(view.header), view.header.lost}
     return tuple(id_ for id_ in view.members if id_ not in view.nodes or id_ in leaving or view.nodes[id_].cut == number)
 
 
@@ -219,7 +223,7 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     gone = [id_ for id_ in view.members if id_ not in view.nodes]
     awaits = _awaits_members(view, now)
     if gone and awaits is None:
-        return End(State.BROKEN, f"lost {_named(gone)}")
+        return End(State.BROKEN, f"lost {_named(gone)}", lost=gone[0])
     left = [id_ for id_ in view.members if id_ in view.nodes and view.nodes[id_].after >= number]
     if left:
         return End(State.BROKEN, f"{_named(left)} left the round to wait for the next one")

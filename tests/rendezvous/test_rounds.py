@@ -39,6 +39,8 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
     assert lost(view(BROKEN, nodes, "abce")) == ("b", "e")
     left = dataclasses.replace(BROKEN, drains=(Drain("a", "a", 1, released=True), Drain("c", "c", 1)))
     assert lost(view(left, nodes, "abce")) == ("a", "b", "e")
+    back = dataclasses.replace(BROKEN, lost="a")  # the round has ended because it was gone
+    assert lost(view(back, nodes, "abce")) == ("a", "b", "e")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
         (view(Header(), {id_: node() for id_ in "abcd"}), 0, Seal(tuple("abcd"), "4 nodes joined")),
         (view(Header(), {id_: node() for id_ in "abcde"}), 0, Seal(tuple("abcd"), "5 nodes joined")),
         (view(RUNNING, {"a": node(), "b": node()}, "ab"), 0, Wait("running")),
-        (view(RUNNING, {"a": node()}, "ab"), 0, End(State.BROKEN, "lost node b")),
+        (view(RUNNING, {"a": node()}, "ab"), 0, End(State.BROKEN, "lost node b", lost="b")),
         (
             view(RUNNING, {"a": node(3), "b": node()}, "ab"),
             0,
@@ -163,7 +165,7 @@ ASSIGNMENTS = "the assignments of 1 node in round 3"
     ("seen", "now", "action"),
     [
         (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
-        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b")),
+        (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 10, End(State.BROKEN, "lost node b", lost="b")),
         (view(OF_TWO, {"a": node(done=3)}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
         # What has ended the round need not wait; the next one does.
         (view(OF_TWO, {"a": FAILED}, "ab", **OUTAGE), 9, End(State.BROKEN, ONE_FAILED)),

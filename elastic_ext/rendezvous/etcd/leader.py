@@ -153,7 +153,8 @@ class Leader:
         elif isinstance(action, Amend):
             self.write_header(action.header)
         elif isinstance(action, End):
-            self.write_header(dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind))
+            ended = dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind, lost=action.lost)
+            self.write_header(ended)
 
     def write_header(self, header: Header) -> bool:
         """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""

@@ -155,6 +155,41 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(server,
         assert [job.finish().returncode for job in (first, second)] == [0, 0]
 
 
+ONE_WAITS_FOR_THE_OTHER = """
+import fcntl, os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("trains", os.environ["NODE"], attempt, os.getpid(), flush=True)
+if attempt != "0":
+    dist.barrier()
+elif os.environ["NODE"] == "a":
+    fcntl.flock(open(os.environ["GATE"]), fcntl.LOCK_SH)
+else:
+    dist.recv(torch.ones(1), src=1 - dist.get_rank())
+"""
+
+
+def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(server, nodes, tmp_path):
+    """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
+    charged: with --max-restarts=0 the job would end."""
+    script = tmp_path / "waits.py"
+    script.write_text(ONE_WAITS_FOR_THE_OTHER)
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--rdzv-conf=lease_ttl=2,last_call=0.5"]
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=0", str(script)]
+    with (
+        Job(command, tmp_path, NODE="a", GATE=str(nodes.gate.path)) as first,
+        Job(command, tmp_path, NODE="b", GATE=str(nodes.gate.path)) as second,
+    ):
+        first.wait_for("trains a 0")
+        pid = int(second.wait_for(r"trains b 0 (\d+)")[0][1])
+        second.process.send_signal(signal.SIGSTOP)
+        first.wait_for("lost node")
+        assert wait_gone([pid]) == []
+        second.process.send_signal(signal.SIGCONT)
+        assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
+    assert "trains b 1" in second.out
+
+
 @pytest.mark.long
 def test_a_node_that_is_cut_off_does_not_wait_for_a_worker_that_ignores_sigterm(server, nodes):
     """The grace would be 20 s, the lease is over in 5: the others go on then, and must be alone."""

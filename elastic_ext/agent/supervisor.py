@@ -25,7 +25,7 @@ from elastic_ext.agent.start import RoundStart
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.agent.watch import RoundWatch
 from elastic_ext.base import settings as settings_module
-from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, usage_errors_exit
+from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import readable
@@ -119,8 +119,8 @@ class Supervisor(TorchAgent):
             return self._stop_for(stopped.verdict)
         except JobDone as done:
             return exits.succeeded_without(self._worker_group, done)
-        except BadCheckpoints as error:
-            return self._stop_for(self._verdicts.no_checkpoint_left(str(error)))
+        except (BadCheckpoints, StorageAway) as error:
+            return self._stop_for(self._verdicts.of_checkpoints(error))
         except (NodeUnfit, OSError) as error:
             if isinstance(error, OSError) and error.errno not in RESOURCE_ERRNOS:
                 raise

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from elastic_ext.agent import exits, node_commands, report
 from elastic_ext.base import kinds
-from elastic_ext.base.errors import NodeDrained, NodeUnfit
+from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
 from elastic_ext.base.kinds import Kind
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
@@ -40,9 +40,11 @@ class Verdicts:
 
     # Verdicts of this node alone.
 
-    def no_checkpoint_left(self, reason: str) -> JobVerdict:
-        """Return a stop because all checkpoints are bad, and starting from nothing would lose the work."""
-        return self._node_stop(kinds.STORAGE, reason, policy.EX_CODE, "no-checkpoint-left")
+    def of_checkpoints(self, error: BadCheckpoints | StorageAway) -> JobVerdict:
+        """Return a stop: all checkpoints are bad, or unknown as their storage is away. From nothing, the work would be lost."""
+        bad = isinstance(error, BadCheckpoints)
+        code, rule = (policy.EX_CODE, "no-checkpoint-left") if bad else (policy.EX_TRY_AGAIN, "storage-away")
+        return self._node_stop(kinds.STORAGE, str(error), code, rule)
 
     def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
         """Return a stop because this host is ill, or lacks descriptors, processes, memory or room. Another host may be better."""

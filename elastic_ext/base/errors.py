@@ -33,6 +33,10 @@ class BadCheckpoints(ElasticExtError):
     """Checkpoints exist, but none is usable. Starting from nothing would lose the work, so the job stops with 65."""
 
 
+class StorageAway(ElasticExtError):
+    """The storage of the checkpoints does not answer. Another try later may go well, so the job stops with 75."""
+
+
 class UnsupportedTorch(ElasticExtError):
     """This torch lacks a private name that the plug-in needs. The command exits with 78 before anything starts."""
 

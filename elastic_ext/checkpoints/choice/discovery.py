@@ -115,8 +115,15 @@ class Inspector:
     marked: bool = True
 
     def __call__(self, entry: Entry) -> Inspection:
-        """Inspect a candidate. Raises UsageError if a plug-in fails; OSError if a quarantine mark cannot be read."""
+        """Inspect a candidate.
+
+        Raises:
+            UsageError: a plug-in fails, or this user may not read the candidate.
+            OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
+        """
         found = detect.check(self.storage, entry, detect.plugins())
+        if found.unreadable is not None:
+            _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not found.complete:
             return found
         if self.wanted.since is not None and or_oldest(found.written_at) <= self.wanted.since:
@@ -125,13 +132,26 @@ class Inspector:
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
             return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=True)
         try:
-            faults = verify(self.storage, entry, self.wanted.verify).faults
+            verified = verify(self.storage, entry, self.wanted.verify)
         except FileNotFoundError:
             return replace(found, complete=False, reason="it disappeared while it was verified")
+        if verified.unreadable is not None:
+            raise verified.unreadable
+        faults = verified.faults
         if faults:
             reason = f"damaged: {faults[0].file}: {faults[0].reason}"
             return replace(found, complete=False, reason=reason, distrusted=True)
         return found
+
+
+def _refuse_unreadable(entry: Entry, error: OSError, pattern: str) -> None:
+    """Raise UsageError or OSError. What this user may not read and is no checkpoint by its name (lost+found) is nothing."""
+    if not isinstance(error, PermissionError):
+        raise error
+    if not entry.is_dir or step_of(entry.name, pattern) is not None:
+        raise UsageError(
+            f"the checkpoint {entry.path} cannot be read ({error.strerror or error}): let this user read it, or move it away"
+        ) from error
 
 
 def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entry], Inspection], wanted: Wanted) -> Choice:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from elastic_ext.base import records
-from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import order_of
@@ -48,6 +48,7 @@ class Agreement:
         asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
+        away: the error is that the storage does not answer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Agreement:
     asked_for: bool = False
     error: str = ""
     bad: bool = False
+    away: bool = False
 
 
 def encode(message: Offers | Agreement) -> str:
@@ -71,7 +73,8 @@ def offers(found: Sequence[Offer] | None) -> Offers:
 
 def failure(error: Exception) -> Agreement:
     """Return the message for an error that keeps node 0 from choosing a checkpoint."""
-    return Agreement("", error=str(error)[:MAX_TEXT], bad=isinstance(error, BadCheckpoints))
+    bad, away = isinstance(error, BadCheckpoints), isinstance(error, StorageAway)
+    return Agreement("", error=str(error)[:MAX_TEXT], bad=bad, away=away)
 
 
 def read_offers(text: str) -> Offers:
@@ -84,6 +87,7 @@ def read_agreement(text: str) -> Agreement:
 
     Raises:
         BadCheckpoints: node 0 found that no checkpoint may be used.
+        StorageAway: the storage does not answer node 0.
         UsageError: node 0 failed in another way, or this is not a message from node 0.
     """
     try:
@@ -91,7 +95,7 @@ def read_agreement(text: str) -> Agreement:
     except records.RecordError as error:
         raise UsageError(printable(str(error))) from error
     if found.error:
-        kind = BadCheckpoints if found.bad else UsageError
+        kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
     if not (order_of(found.name) is not None if found.local else _is_name(found.name)):
         raise UsageError(

@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elastic_ext.base.checkpoint_variables import resume_variables
-from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, UsageError
+from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import discovery, messages
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
-from elastic_ext.checkpoints.choice.messages import Agreement
+from elastic_ext.checkpoints.choice.messages import Agreement, Offers
 from elastic_ext.checkpoints.choice.run_start import run_began_at
 from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, tiers
@@ -29,12 +30,13 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.inspection import Inspection
 from elastic_ext.checkpoints.formats.manifest import order_or_oldest
 from elastic_ext.checkpoints.formats.verify import Mode
-from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, poll, split_path
+from elastic_ext.checkpoints.storage import Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
 
 VISIBLE_S = 60.0  # limit for the other nodes to see a checkpoint (NFS caches attributes for up to 60 s: acregmax)
 ANSWER_S = 30 * 60.0  # limit for node 0 to answer: verifying a terabyte at 1 GB/s takes 17 minutes
+AWAY_S = 10 * 60.0  # limit for a storage that does not answer: most outages of object stores are shorter
 OFFERS_S = 60.0  # limit for all nodes to list their local directories; a dead node never answers
 
 
@@ -82,7 +84,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     Raises:
         BadCheckpoints: checkpoints exist, but none may be used.
         UsageError: a setting is wrong, or this node does not see the checkpoint that the others see.
-        OSError: the storage does not answer (on node 0; a UsageError on the others).
+        StorageAway: the storage has not answered for AWAY_S.
+        OSError: the storage refuses in another way (on node 0; a UsageError on the others).
         RoundOver: the round ended before all nodes knew the answer.
     """
     if settings.checkpoint_dir is None:
@@ -93,7 +96,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
         agreement = messages.read_agreement(exchange.choice(ANSWER_S))
         return resolution.seen(agreement, time.monotonic() + VISIBLE_S)
     try:
-        agreement = resolution.decide(exchange)
+        received = resolution.received(exchange)
+        agreement = _once_there(lambda: resolution.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
@@ -101,6 +105,28 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
         raise
     exchange.publish(messages.encode(agreement))
     return resolution.resumption(agreement)
+
+
+def _once_there(decide: Callable[[], Agreement]) -> Agreement:
+    """Decide once the storage answers. The workers of all nodes wait: still better than to lose the nodes, or work."""
+    told = ""
+
+    def look() -> Agreement | OSError:
+        nonlocal told
+        try:
+            return decide()
+        except OSError as error:
+            if not is_away(error):
+                raise
+            if not told:
+                logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", error, AWAY_S)
+            told = str(error)
+            return error
+
+    found = poll(look, lambda seen: isinstance(seen, Agreement), time.monotonic() + AWAY_S)
+    if isinstance(found, OSError):
+        raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(told)}") from found
+    return found
 
 
 class _Resolution:
@@ -136,12 +162,26 @@ class _Resolution:
             logger.warning("cannot list local_dir %s: %s", self._local.address, error)
             return None
 
-    def decide(self, exchange: Exchange) -> Agreement:
+    def received(self, exchange: Exchange) -> list[Offers]:
+        """Return what the nodes have in their local directories; nothing if that is not known of all of them."""
+        if self._local is None:
+            return []
+        texts = exchange.offers(OFFERS_S)
+        if texts is None:
+            logger.warning("not resuming from local_dir: a node has none, or did not report its checkpoints in time")
+            return []
+        try:
+            return [messages.read_offers(text) for text in texts]
+        except RecordError as error:
+            logger.warning("not resuming from local_dir: %s", printable(str(error)))
+            return []
+
+    def decide(self, received: Sequence[Offers]) -> Agreement:
         """Choose between the tiers, on node 0. If the remote directory has nothing newer than the local tier, only list it.
 
-        Raises as `agree` does.
+        Raises as `agree` does, and OSError if the storage does not answer.
         """
-        local = self._newest_local(exchange)
+        local = self._newest_local(received)
         if local is None:
             return self._newest_remote()
         saved_by = f"{local.nodes} node{'s' * (local.nodes != 1)}"
@@ -156,20 +196,9 @@ class _Resolution:
             return agreement
         return remote if order_or_oldest(remote.name) > order_or_oldest(local.name) else agreement
 
-    def _newest_local(self, exchange: Exchange) -> Offer | None:
+    def _newest_local(self, received: Sequence[Offers]) -> Offer | None:
         """Return the newest checkpoint whose parts are all in the nodes' local directories."""
-        if self._local is None:
-            return None
-        texts = exchange.offers(OFFERS_S)
-        if texts is None:
-            logger.warning("not resuming from local_dir: a node has none, or did not report its checkpoints in time")
-            return None
-        try:
-            received = [messages.read_offers(text) for text in texts]
-        except RecordError as error:
-            logger.warning("not resuming from local_dir: %s", printable(str(error)))
-            return None
-        if not all(each.usable for each in received):
+        if not received or not all(each.usable for each in received):
             return None
         quarantined = marks.quarantined_names(self._remote)
         found = tiers.newest_loadable([each.offers for each in received], quarantined)

@@ -58,7 +58,8 @@ def check(storage: Storage, entry: Entry, plugins: Sequence[Format] = ()) -> Ins
     except FileNotFoundError:
         return Inspection(False, format, "it disappeared after it was listed")
     except OSError as error:
-        return Inspection(False, format, f"it cannot be read: {error.strerror or error}")
+        away = None if storage.means_damage(error) else error
+        return Inspection(False, format, f"it cannot be read: {error.strerror or error}", unreadable=away)
 
 
 def _check_directory(storage: Storage, entry: Entry) -> Inspection:

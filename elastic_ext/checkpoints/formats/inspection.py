@@ -37,6 +37,7 @@ class Inspection:
         step, epoch: from its content; None if the content does not say, or is costly to read.
         size: bytes of all its files; None if unknown.
         distrusted: it looks complete, but must not be used.
+        unreadable: why it could not be read; it may be complete. None: it was read.
     """
 
     complete: bool
@@ -47,6 +48,7 @@ class Inspection:
     epoch: int | None = None
     size: int | None = None
     distrusted: bool = False
+    unreadable: OSError | None = None
 
 
 class Format(Protocol):
@@ -64,10 +66,17 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """The result of reading a whole file. fault: what is damaged, or "". note: what could not be verified, or ""."""
+    """The result of reading a whole file.
+
+    Attributes:
+        fault: what is damaged, or "".
+        note: what could not be verified, or "".
+        unreadable: why it could not be read, which is a fault for now; None: it was read.
+    """
 
     fault: str = ""
     note: str = ""
+    unreadable: OSError | None = None
 
 
 def is_candidate(entry: Entry) -> bool:

@@ -51,12 +51,14 @@ class Verification:
         files: number of files in the checkpoint.
         size: bytes of the files whose content was read.
         notes: files that could not be verified or do not belong to the checkpoint.
+        unreadable: why the storage did not give a file, which may be sound; None if it gave all.
     """
 
     faults: tuple[Remark, ...]
     files: int
     size: int
     notes: tuple[Remark, ...] = ()
+    unreadable: OSError | None = None
 
     @property
     def sound(self) -> bool:
@@ -134,7 +136,8 @@ def verify(
     by_file = [(file.name or checkpoint.name, content) for file, content in zip(in_order, results, strict=True)]
     faults = plan.faults + [Remark(name, content.fault) for name, content in by_file if content.fault]
     notes = plan.notes + [Remark(name, content.note) for name, content in by_file if content.note]
-    return Verification(tuple(sorted(faults, key=lambda fault: fault.file)), len(plan.files), total, tuple(notes))
+    unreadable = next((content.unreadable for content in results if content.unreadable is not None), None)
+    return Verification(tuple(sorted(faults, key=lambda fault: fault.file)), len(plan.files), total, tuple(notes), unreadable)
 
 
 def _plan(storage: Storage, checkpoint: Entry) -> _Plan:
@@ -178,7 +181,8 @@ def _read_file(storage: Storage, checkpoint: Entry, file: _File, progress: _Prog
     except FileNotFoundError:
         return Content("it is missing")
     except OSError as error:
-        return Content(f"it cannot be read: {error.strerror or error}")
+        away = None if storage.means_damage(error) else error
+        return Content(f"it cannot be read: {error.strerror or error}", unreadable=away)
 
 
 def _read_content(opened: IO[bytes], file: _File, path: str, progress: _Progress) -> Content:

@@ -9,6 +9,6 @@ polling.py    poll a storage for a change
 
 from elastic_ext.checkpoints.storage.contract import Entry, Storage
 from elastic_ext.checkpoints.storage.opening import open_parent, open_storage, split_path
-from elastic_ext.checkpoints.storage.polling import poll
+from elastic_ext.checkpoints.storage.polling import is_away, poll
 
-__all__ = ["Entry", "Storage", "open_parent", "open_storage", "poll", "split_path"]
+__all__ = ["Entry", "Storage", "is_away", "open_parent", "open_storage", "poll", "split_path"]

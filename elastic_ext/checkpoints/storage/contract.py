@@ -59,6 +59,10 @@ class Storage:
         """Return the absolute local path or URL of a name, for a worker to open. "" names the directory itself."""
         raise NotImplementedError
 
+    def means_damage(self, error: OSError) -> bool:
+        """Return whether this error of a read shows that what is stored is damaged; else the storage may give it later."""
+        return False
+
     def entries(self, child: str = "") -> Iterator[Entry]:
         """List the entries directly in the directory, or in its subdirectory `child`.
 

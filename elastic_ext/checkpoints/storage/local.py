@@ -17,6 +17,9 @@ from elastic_ext.checkpoints.storage.contract import Entry, Storage
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # from link(2) on filesystems without hard links
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from fsync(2) on filesystems that cannot sync a directory
 
+# What a read raises where a filesystem knows that the data are damaged, or what is there is no file: the same each time.
+_DAMAGE = (errno.EBADMSG, errno.EUCLEAN, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL)
+
 _SPECIAL = "neither a file nor a directory"
 
 
@@ -29,6 +32,9 @@ class LocalStorage(Storage):
 
     def path(self, name: str) -> str:
         return os.path.join(self.address, name) if name else self.address
+
+    def means_damage(self, error: OSError) -> bool:
+        return error.errno in _DAMAGE
 
     def entries(self, child: str = "") -> Iterator[Entry]:
         root = self.path(child)

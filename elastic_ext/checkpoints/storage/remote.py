@@ -22,7 +22,9 @@ READ_BLOCK = 8 << 20  # bytes per request to an object store
 # memory only created.
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
-# Errors of these top-level modules pass unchanged; errors of all other libraries become OSError.
+# Errors of these top-level modules pass unchanged, as whoever reads a file may raise them. Those of other libraries become
+# OSError, and so do those that a client lets through, such as http.client.IncompleteRead.
+_OF_CLIENTS = {"http", "asyncio", "concurrent"}
 _OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext"}
 
 
@@ -161,7 +163,8 @@ class RemoteStorage(Storage):
         try:
             yield
         except Exception as error:
-            if type(error).__module__.partition(".")[0] in _OWN_ERRORS:
+            module = type(error).__module__.partition(".")[0]
+            if module in _OWN_ERRORS and (isinstance(error, OSError) or module not in _OF_CLIENTS):
                 raise
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.address) from error
 

@@ -127,8 +127,9 @@ class Loader:
             saved = state.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
             return saved, state.template(objects, saved)
 
-        saved, tensors = ranks.run_on_all(read)
-        ranks.run_on_all(lambda: read_tensors(storage, name, tensors, ranks, exchange))
+        remote = storage if exchange is None else None  # what a local disk cannot read may be in another tier
+        saved, tensors = ranks.run_on_all(read, remote)
+        ranks.run_on_all(lambda: read_tensors(storage, name, tensors, ranks, exchange), remote)
         ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:

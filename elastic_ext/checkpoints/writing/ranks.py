@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.checkpoints.storage import Storage
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 
 logger = logging.getLogger(__name__)
@@ -64,22 +65,26 @@ class Ranks:
             raise raised
         return cast(T, value)
 
-    def run_on_all(self, do: Callable[[], T]) -> T:
+    def run_on_all(self, do: Callable[[], T], reads: Storage | None = None) -> T:
         """Run `do` on every rank. Raises CheckpointError on all ranks if it failed on one, so that none continues alone.
 
-        That is StorageFailed if the storage is to blame on every rank that failed.
+        reads: the storage that it does little else but read, if what that raises does not mean damage. If it is to blame on
+        every rank that failed, that is StorageFailed.
         """
         result: T | None = None
         failed: tuple[str, bool] | None = None
         try:
             result = do()
         except (Exception, CheckpointException) as error:
-            failed = f"rank {self.rank}: {type(error).__name__}: {error}", _storage_is_to_blame(error)
+            blamed = reads is not None and _is_to_blame(reads, error)
+            failed = f"rank {self.rank}: {type(error).__name__}: {error}", blamed or isinstance(error, StorageFailed)
             logger.debug("checkpoint load failed", exc_info=True)
         failures = [each for each in self.all_gather(failed) if each is not None]
         if failures:
-            raised = StorageFailed if all(blamed for _, blamed in failures) else CheckpointError
-            raise raised("; ".join(text for text, _ in failures))
+            if all(blamed for _, blamed in failures):
+                logger.warning("the storage failed on %s ranks: %s", len(failures), "; ".join(text for text, _ in failures))
+                raise StorageFailed(failures[0][0])  # of one rank: the same failure must read the same, on however many
+            raise CheckpointError("; ".join(text for text, _ in failures))
         return cast(T, result)
 
     def send_tensor(self, data: torch.Tensor, source: int, targets: tuple[int, ...]) -> None:
@@ -92,8 +97,8 @@ class Ranks:
             dist.recv(data, src=source, group=self.group)
 
 
-def _storage_is_to_blame(error: BaseException) -> bool:
+def _is_to_blame(storage: Storage, error: BaseException) -> bool:
     """Return whether it did not answer, or refused. A file that is missing is damage. torch wraps what its reader raises."""
     if isinstance(error, CheckpointException):
-        return all(_storage_is_to_blame(wrapped) for wrapped, _ in error.failures.values())
-    return isinstance(error, (StorageFailed, OSError)) and not isinstance(error, FileNotFoundError)
+        return all(_is_to_blame(storage, wrapped) for wrapped, _ in error.failures.values())
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not storage.means_damage(error)

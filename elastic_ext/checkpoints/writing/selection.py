@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
@@ -16,6 +17,8 @@ from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.reading import find_damage
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Refused = Mapping[str, Collection[str]]
 """Names of checkpoints not to load, by the address of their directory, because both tiers may have the same name."""
@@ -42,15 +45,19 @@ class Selection:
         self._directories, self._ranks, self._verify = directories, ranks, verify
 
     def newest(self, refused: Refused) -> tuple[Storage, str] | None:
-        """Return the newest complete checkpoint of both tiers, the local copy if both have it. Collective. Raises OSError."""
+        """Return the newest complete checkpoint of both tiers, the local copy if both have it. Collective.
+
+        Raises StorageFailed if the remote storage does not answer.
+        """
         remote, tier = self._directories.remote, self._directories.local
-        name = self._ranks.from_rank_0(lambda: _newest_complete(remote, refused.get(remote.address, ())))
+        name = self._ranks.from_rank_0(_asking(remote, lambda: _newest_complete(remote, refused.get(remote.address, ()))))
         in_remote = (remote, name) if name is not None else None
         if tier is None:
             return in_remote
         local, first = tier.storage, tier.first
         offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(local) if first else None))
-        names = self._ranks.from_rank_0(lambda: marks.quarantined_names(remote)).union(refused.get(local.address, ()))
+        names = self._ranks.from_rank_0(_asking(remote, lambda: marks.quarantined_names(remote)))
+        names = names.union(refused.get(local.address, ()))
         offer = tiers.newest_loadable([each for each in offers if each is not None], names)
         if offer is None or (name is not None and _order(name) > _order(offer.name)):
             return in_remote
@@ -85,7 +92,7 @@ class Selection:
         try:
             return find_damage(storage, name, file, self._verify)
         except OSError as error:
-            if self._directories.tier_of(storage) is None:
+            if self._directories.tier_of(storage) is None and not storage.means_damage(error):
                 raise StorageFailed(f"{storage.path(name)}/{file.name} cannot be read: {error}") from error
             return f"{file.name} cannot be read: {error}"
 
@@ -138,7 +145,8 @@ def _manifest(storage: Storage, name: str) -> Manifest:
     except ManifestError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
-        raise StorageFailed(f"{path}: {error}") from error
+        failed = CheckpointError if storage.means_damage(error) else StorageFailed
+        raise failed(f"{path}: {error}") from error
     _refuse_other(manifest, name, path)
     return manifest
 
@@ -146,6 +154,18 @@ def _manifest(storage: Storage, name: str) -> Manifest:
 def _refuse_other(manifest: Manifest, name: str, path: str) -> None:
     if order_of(name) not in (None, manifest.order):
         raise CheckpointError(f"{path} holds the manifest of step {manifest.step}, generation {manifest.generation}")
+
+
+def _asking(storage: Storage, ask: Callable[[], T]) -> Callable[[], T]:
+    """Return `ask`, which raises StorageFailed for an OSError of the storage."""
+
+    def asked() -> T:
+        try:
+            return ask()
+        except OSError as error:
+            raise StorageFailed(f"{storage.address} does not answer: {error}") from error
+
+    return asked
 
 
 def _newest_complete(storage: Storage, refused: Collection[str]) -> str | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,12 @@ import s3fs
 import torch
 
 from elastic_ext import Checkpointer
-from elastic_ext.checkpoints.writing.errors import StorageFailed
+from elastic_ext.base.errors import StorageAway
+from elastic_ext.base.exchange import SingleNode
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import resolution
+from elastic_ext.checkpoints.choice.resolution import Place, agree
+from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
 
 
@@ -35,5 +44,89 @@ def test_the_newest_checkpoint_is_not_passed_over(store: ObjectStore) -> None:
             store.be(Ill(errors=1.0, path=f"/step_00000002.g0001/{file}"))
             with pytest.raises(StorageFailed, match="step_00000002"):
                 checkpointer.load()
+        store.be(Ill(errors=1.0))  # it cannot even be listed
+        with pytest.raises(StorageFailed, match="does not answer"):
+            checkpointer.load()
         store.be(WELL)
         assert checkpointer.load().step == 2
+
+
+@pytest.mark.parametrize("path", ["/step_00000002.g0001/manifest.json", "/manifest.json", ""])
+def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """It neither passes over the newest checkpoint nor begins from nothing, which would supersede all work so far."""
+    _save(store, 1, 2)
+    settings = replace(Settings(), checkpoint_dir=store.url)
+    store.be(Ill(errors=1.0, path=path))
+    with ThreadPoolExecutor(1) as pool, _told("does not answer") as told:
+        chosen = pool.submit(agree, settings, "run", SingleNode(), Place())
+        assert told.wait(60)
+        store.be(WELL)
+        assert chosen.result().step == 2
+    store.be(Ill(errors=1.0, path=path))
+    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
+        agree(settings, "run", SingleNode(), Place())
+
+
+def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(store, 1, 2)
+    monkeypatch.setattr(resolution, "AWAY_S", 0.1)
+    settings = replace(Settings(), checkpoint_dir=store.url, verify="full")
+    store.be(Ill(errors=1.0, path="/step_00000002.g0001/__0_0.distcp"))
+    with pytest.raises(StorageAway):
+        agree(settings, "run", SingleNode(), Place())
+    store.be(WELL)
+    assert agree(settings, "run", SingleNode(), Place()).step == 2
+
+
+class Refuses:
+    """An object of the script that cannot open its own data when its state is loaded."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise PermissionError(13, "Permission denied", "/data/train.bin")
+
+
+def test_what_the_script_cannot_open_is_not_the_storage_of_the_checkpoint(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=torch.nn.Linear(2, 2), extra={"data": Refuses()}) as checkpointer:
+        checkpointer.save(1, wait=True)
+        with pytest.raises(CheckpointError, match=r"train\.bin") as raised:
+            checkpointer.load()
+    assert not isinstance(raised.value, StorageFailed)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp"])
+def test_what_a_file_system_calls_damaged_is_passed_over(tmp_path: Path, file: str) -> None:
+    """A directory (EISDIR) and a link to itself (ELOOP) stand for EUCLEAN and EBADMSG, which cannot be made here: all of them
+    come again on each try."""
+    with Checkpointer(tmp_path, model=torch.nn.Linear(2, 2)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, wait=True)
+    broken = tmp_path / "step_00000002.g0001" / file
+    broken.unlink()
+    broken.mkdir() if file == "manifest.json" else broken.symlink_to(file)
+    with Checkpointer(tmp_path, model=torch.nn.Linear(2, 2)) as checkpointer:
+        assert checkpointer.load().step == 1
+
+
+def _save(store: ObjectStore, *steps: int) -> None:
+    with Checkpointer(store.url, model=torch.nn.Linear(2, 2)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, wait=True)
+            assert checkpointer.last_error is None
+
+
+@contextmanager
+def _told(text: str) -> Iterator[threading.Event]:
+    """An event that is set once the log says so."""
+    told = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.set() if text in record.getMessage() else None  # type: ignore[method-assign]
+    logger = logging.getLogger("elastic_ext")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

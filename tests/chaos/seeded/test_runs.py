@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from tests import lossy_network
 from tests.chaos.seeded.schedule import KINDS, plan
-from tests.jobs import ROOT
-from tests.programs import needs, required
+from tests.jobs import ended
 
 TIMEOUT_S = 200
 
@@ -19,16 +17,9 @@ TIMEOUT_S = 200
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader"])
 def test_a_seed_whose_plan_has_this_kind_of_fault(kind: str, tmp_path: Path) -> None:
-    needs("ip", "nsenter")
-    why = lossy_network.unavailable()
-    required(why is None, str(why))
+    lossy_network.required()
     seed = sorted(KINDS).index(kind)
     assert kind in {fault.kind for fault in plan(seed).faults}
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={tmp_path}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
-        try:
-            _, said = run.communicate(timeout=TIMEOUT_S)
-        except BaseException:
-            run.terminate()  # it ends what it has started
-            raise
-    assert run.returncode == 0, f"{said}\nagain: {' '.join(command[1:-1])}"
+    run = ended(command, TIMEOUT_S)
+    assert run.returncode == 0, f"{run.err}\nagain: {' '.join(command[1:-1])}"

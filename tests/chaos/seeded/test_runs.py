@@ -8,10 +8,34 @@ from pathlib import Path
 import pytest
 
 from tests import lossy_network
+from tests.chaos.seeded.__main__ import reported, started
 from tests.chaos.seeded.schedule import KINDS, plan
-from tests.jobs import ended
+from tests.jobs import Finished, ended
 
 TIMEOUT_S = 200
+
+
+def test_a_run_that_ends_before_it_began_has_not_passed_like_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "problems.json").write_text("[]")
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts with it
+    (problem,) = started(7, tmp_path)
+    assert "the suite itself left with 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("problems", "code", "shown"),
+    [
+        ("[]", 0, []),
+        ('["ends: stuck"]', 1, ["ends: stuck"]),
+        ("[]", 1, ["the suite itself left with 1: said"]),
+        ("[]", -9, ["the suite itself left with -9: said"]),
+        ('["ends: stuck"]', 0, ["ends: stuck", "the suite itself left with 0: said"]),
+        (None, 0, ["the suite itself left with 0: said"]),
+    ],
+)
+def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, code: int, shown: list[str]):
+    assert reported(problems, Finished(code, "", "said")) == shown
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

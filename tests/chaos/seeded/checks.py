@@ -18,6 +18,7 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -31,6 +32,8 @@ Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
 WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
 SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
+KILLS_AGENTS = ("kill agent", "kill host", "lose host", "kill container", "too few nodes")
+TOLD_TO_END = "terminate agent"
 TRAINING = ("loaded", "step", "saving", "done")
 
 
@@ -216,16 +219,30 @@ def leaders(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterat
 
 
 def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """An agent leaves with 0, or was struck, or its host was."""
+    """An agent leaves with 0, or with a code that what was done to it or its host explains."""
     for each in of(events, "exit"):
-        strikes = [strike for strike in of(events, "strike") if strike["t"] <= each["t"]]
-        of_host = [strike for strike in strikes if not strike["target"] or each["host"] in strike["target"].split(BETWEEN)]
-        if any(late["host"] == each["host"] and late["t"] <= each["t"] for late in of(events, "dismissed")):
+        before = [other for other in events if other["t"] <= each["t"]]
+        if any(late["host"] == each["host"] for late in of(before, "dismissed")):
             continue
-        if each["code"] == 0 or (each["code"] in TRY_AGAIN and any(KINDS[strike["kind"]].may_leave for strike in of_host)):
-            continue
-        if not any(each["pid"] in strike["pids"] for strike in strikes):
-            yield f"the agent of host {each['host']} left with {each['code']}"
+        explained = {0}
+        for strike in of(before, "strike"):
+            if KINDS[strike["kind"]].may_leave and (not strike["target"] or each["host"] in strike["target"].split(BETWEEN)):
+                explained |= {*TRY_AGAIN}
+            if each["pid"] in strike["pids"] and strike["kind"] in KILLS_AGENTS:
+                explained.add(-signal.SIGKILL)
+        told_to = [strike for strike in of(before, "strike") if strike["kind"] == TOLD_TO_END and each["pid"] in strike["pids"]]
+        if any(_trains(each["host"], strike["t"], events) for strike in told_to):
+            explained.discard(0)  # the job would go on without the node
+        elif told_to:
+            explained.add(-signal.SIGTERM)
+        if each["code"] not in explained:
+            yield f"the agent of host {each['host']} left with {each['code']}, expected {sorted(explained)}"
+
+
+def _trains(host: str, at: float, events: Sequence[Event]) -> bool:
+    """Whether a worker of the host told something before, and something after."""
+    told = [each for each in of(events, *TRAINING) if each["host"] == host]
+    return bool({each["pid"] for each in told if each["t"] < at} & {each["pid"] for each in told if each["t"] > at})
 
 
 def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:

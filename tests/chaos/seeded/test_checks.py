@@ -77,6 +77,14 @@ def struck_by(kind: str) -> History:
     return having(lambda each: {**each, "kind": kind} if each["what"] == "strike" else each)
 
 
+def struck(kind: str, code: int, t: float = 2.05) -> History:
+    """The agent of host b, on which a worker trains from 2.0 to 2.4, is struck and leaves."""
+    return with_(
+        {"what": "strike", "t": t, "number": 1, "kind": kind, "target": "b", "pids": [11], "detail": ""},
+        {"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": code},
+    )
+
+
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
     ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
@@ -105,6 +113,11 @@ BAD: list[tuple[str, History]] = [
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": 75})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": -9})),
+    ("leavings", struck("pause agent", -9)),
+    ("leavings", struck("terminate agent", -9)),
+    ("leavings", struck("terminate agent", -15)),
+    ("leavings", struck("terminate agent", 0)),
+    ("leavings", struck("kill agent", 1)),
     ("ends", ending(stuck="nothing for 90 s")),
     ("ends", ending(codes={"a": 0, "b": 65})),
     ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
@@ -122,6 +135,21 @@ def test_each_check_can_fail(check: str, history: History):
 
 def test_all_checks_are_shown_to_fail():
     assert {check for check, _ in BAD} == checks.CHECKS.keys()
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        struck("pause agent", 0),
+        struck("pause agent", 75),
+        struck("kill agent", -9),
+        struck("terminate agent", 75),
+        struck("terminate agent", -15, t=1.5),
+        struck("terminate agent", 0, t=2.45),
+    ],
+)
+def test_an_agent_may_leave_as_what_was_done_to_it_explains(history: History):
+    assert checks.broken(PLAN, history, ALONE) == []
 
 
 def test_a_worker_that_was_paused_before_it_told_of_a_step_is_no_second_group():

@@ -33,6 +33,7 @@ Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
 SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
 KILLS_AGENTS = ("kill agent", "kill host", "lose host", "kill container", "too few nodes")
+DISMISSED = {75, -signal.SIGTERM}  # what else an agent may leave with that came too late
 TOLD_TO_END = "terminate agent"
 TRAINING = ("loaded", "step", "saving", "done")
 
@@ -222,9 +223,9 @@ def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Itera
     """An agent leaves with 0, or with a code that what was done to it or its host explains."""
     for each in of(events, "exit"):
         before = [other for other in events if other["t"] <= each["t"]]
-        if any(late["host"] == each["host"] for late in of(before, "dismissed")):
-            continue
         explained = {0}
+        if any(late["host"] == each["host"] for late in of(before, "dismissed")):
+            explained |= DISMISSED
         for strike in of(before, "strike"):
             if KINDS[strike["kind"]].may_leave and (not strike["target"] or each["host"] in strike["target"].split(BETWEEN)):
                 explained |= {*TRY_AGAIN}
@@ -246,7 +247,7 @@ def _trains(host: str, at: float, events: Sequence[Event]) -> bool:
 
 
 def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """All ranks of the last group reach the last step, and all agents that are there then leave with 0."""
+    """All ranks of the last group reach the last step, and all agents leave with 0 but those that came too late."""
     end = events[-1]
     if end["stuck"]:
         yield f"stuck: {end['stuck']}"
@@ -256,7 +257,8 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
     if not last or done != set(range(last[0]["world"])):
         yield f"the ranks {sorted(done)} of the last group reached the end"
     for host, code in end["codes"].items():
-        if code != 0:
+        dismissed = any(late["host"] == host for late in of(events, "dismissed"))
+        if code != 0 and not (dismissed and code in DISMISSED):
             yield f"at the end the agent of host {host} left with {code}"
     for each in of(last, "done"):
         if each["error"]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.chaos.seeded import checks
+from tests.chaos.seeded.hosts import finishers
 from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.table import outcomes, rows
 
@@ -85,6 +86,13 @@ def struck(kind: str, code: int, t: float = 2.05) -> History:
     )
 
 
+def dismissed(code: int) -> History:
+    """An agent that came too late is told to end, and leaves."""
+    leaves = {"what": "exit", "t": 2.55, "host": "c", "pid": 12, "code": code}
+    told = {"what": "dismissed", "t": 2.51, "host": "c"}
+    return sorted([*ending(codes={"a": 0, "b": 0, "c": code}), told, leaves], key=lambda each: each["t"])
+
+
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
     ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
@@ -120,6 +128,9 @@ BAD: list[tuple[str, History]] = [
     ("leavings", struck("kill agent", 1)),
     ("ends", ending(stuck="nothing for 90 s")),
     ("ends", ending(codes={"a": 0, "b": 65})),
+    ("ends", ending(codes={"a": 0, "b": -15})),
+    ("ends", dismissed(1)),
+    ("leavings", dismissed(-9)),
     ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
     ("ends", having(of_group(1, "done", error="no space"))),
     ("nothing left", ending(processes=["100 worker S"])),
@@ -146,10 +157,21 @@ def test_all_checks_are_shown_to_fail():
         struck("terminate agent", 75),
         struck("terminate agent", -15, t=1.5),
         struck("terminate agent", 0, t=2.45),
+        *(dismissed(code) for code in (0, 75, -15)),
     ],
 )
 def test_an_agent_may_leave_as_what_was_done_to_it_explains(history: History):
     assert checks.broken(PLAN, history, ALONE) == []
+
+
+def test_who_trained_to_the_end_is_not_dismissed():
+    told = {
+        "a": worker("done", 2.4, 1, 0, 4),
+        "b": worker("done", 1.4, 0, 1, 4),  # came back too late for the last group
+        "c": worker("done", 2.4, 1, 0, 4),  # and so did this one, whose worker was of it
+        "d": worker("step", 2.4, 1, 0, 4),
+    }
+    assert finishers(told, {"a": 0.0, "b": 2.0, "c": 2.5, "d": 0.0, "e": 2.0}) == {"a"}
 
 
 def test_a_worker_that_was_paused_before_it_told_of_a_step_is_no_second_group():

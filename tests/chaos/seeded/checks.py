@@ -33,6 +33,11 @@ Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
 SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
 KILLS_AGENTS = ("kill agent", "kill host", "lose host", "kill container", "too few nodes")
+PAUSE_WRITERS = ("pause worker", "pause agent", "pause copier", "pause host")
+HOLD_UP_REQUESTS = (
+    *("cut", "cut out", "cut in", "loss", "delay", "reorder", "store away"),
+    *("kill host", "lose host", "too few nodes"),  # cut off first, and killed before a request has gone out
+)
 DISMISSED = {75, -signal.SIGTERM}  # what else an agent may leave with that came too late
 TOLD_TO_END = "terminate agent"
 TRAINING = ("loaded", "step", "saving", "done")
@@ -163,9 +168,10 @@ def first_steps(events: Sequence[Event]) -> dict[str, float]:
 
 
 def no_late_commit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """A group commits nothing after a later one has. Not looked at: what is copied from hosts' disks; and pauses, and whatever
-    slows the store down: they may come between a group's look for a later one and its commit."""
-    if plan.local or any(each["kind"].startswith(("pause", "store", "disk")) for each in of(events, "strike")):
+    """A group commits nothing after a later one has. Not looked at: pauses, which may come between a group's look for a later one
+    and its commit; and where the store is on the network, what may hold up a request: the kernel of its host sends it later."""
+    may_be_late = {*PAUSE_WRITERS, *(HOLD_UP_REQUESTS if plan.s3 else ())}
+    if any(each["kind"] in may_be_late for each in of(events, "strike")):
         return
     newest = 0
     for each in of(events, "published"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,11 @@ def dismissed(code: int) -> History:
     return sorted([*ending(codes={"a": 0, "b": 0, "c": code}), told, leaves], key=lambda each: each["t"])
 
 
+LATE: History = [
+    {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
+    {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
+]
+
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
     ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
@@ -105,13 +111,7 @@ BAD: list[tuple[str, History]] = [
     ("same to the bit", having(of_group(1, "done", digest="other"))),
     ("not behind", having(of_group(1, "loaded", step=0, digest="s0"))),
     ("one group at a time", with_(worker("step", 2.15, 0, 0, 3))),
-    (
-        "no late commit",
-        with_(
-            {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
-            {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
-        ),
-    ),
+    ("no late commit", with_(*LATE)),
     ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
     ("budget and verdict", struck_by("kill agent")),
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
@@ -162,6 +162,26 @@ def test_all_checks_are_shown_to_fail():
 )
 def test_an_agent_may_leave_as_what_was_done_to_it_explains(history: History):
     assert checks.broken(PLAN, history, ALONE) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "seen"),
+    [
+        ("kill agent", PLAN, True),
+        ("kill agent", replace(PLAN, local=True), True),
+        ("pause etcd", PLAN, True),
+        ("store slow", PLAN, True),
+        ("store errors", replace(PLAN, store="s3"), True),
+        ("cut", PLAN, True),
+        ("cut", replace(PLAN, store="s3"), False),
+        ("kill host", replace(PLAN, store="s3"), False),
+        ("kill container", replace(PLAN, store="s3"), True),
+        ("pause worker", PLAN, False),
+    ],
+)
+def test_a_commit_may_be_late_only_if_its_writer_was_paused_or_its_packets_held_up(kind: str, plan: Plan, seen: bool):
+    history = sorted([*struck_by(kind), *LATE], key=lambda each: each["t"])
+    assert bool(list(checks.no_late_commit(plan, history, ALONE))) == seen
 
 
 def test_who_trained_to_the_end_is_not_dismissed():

@@ -232,8 +232,67 @@ def test_what_the_disks_of_the_group_do_not_have_together_may_be_passed_over(mor
     assert checks.broken(PLAN, with_(*more), ALONE) == []
 
 
-def test_the_table_tells_the_longest_time_without_a_further_step():
+def test_the_table_tells_how_long_nobody_trained_until_the_next_group_did():
     (outcome,) = outcomes(good())
     assert (outcome.new_round, outcome.charged, outcome.left) == (True, True, False)
-    assert outcome.seconds == pytest.approx(2.21 - 1.25)  # step 3 is the first that had not been made before
-    assert rows([outcome])[-1] == "| kill worker | 1 | 1 | 1 | 0 | 1.0 | 1.0 |"
+    assert outcome.seconds == pytest.approx(2.11 - 1.25)
+    assert rows([outcome])[-1] == "| kill worker | 1 | 1 | 1 | 0 | 0.9 | 0.9 |"
+
+
+def test_a_group_is_another_one_by_its_restart_count_too():
+    same_store = having(lambda each: {**each, "group": "a"} if "group" in each else each)
+    assert outcomes(same_store) == outcomes(good())
+
+
+def without_a_new_round(*more: dict) -> History:
+    """Steps 1 and 2 at 1.1 and 1.2, 3 at 3.0 and 4 at 3.1, all of one group; a fault from 1.25 on."""
+    steps = [*both("step", 3.0, 0, 3), *both("step", 3.1, 0, 4)]
+    first = [each for each in good() if each.get("restart") != 1 and each["what"] != "decision"]
+    return sorted([*first, *steps, *more], key=lambda each: each["t"])
+
+
+def test_without_a_new_round_the_table_tells_how_long_the_group_stood_still_until_the_fault_was_healed():
+    for heals, expected in (([], 3.01 - 1.25), ([HEAL], 3.01 - 1.25)):
+        (outcome,) = outcomes(without_a_new_round(*heals))
+        assert not outcome.new_round
+        assert outcome.seconds == pytest.approx(expected)
+    late = both("step", 9.0, 0, 4)  # has nothing to do with it
+    assert outcomes(without_a_new_round(HEAL, *late)) == outcomes(without_a_new_round(HEAL))
+
+
+HEAL = {"what": "heal", "t": 2.0, "number": 0, "kind": "kill worker", "target": "a"}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        having(lambda each: {**each, "target": "c"} if each["what"] == "strike" else each),
+        having(lambda each: {**each, "target": "a-c"} if each["what"] == "strike" else each),
+        having(lambda each: None if each["t"] > 1.3 and each["what"] == "step" else each),
+        having(lambda each: None if each["t"] < 1.3 and "rank" in each else each),
+        without_a_new_round({**HEAL, "t": 3.2}),
+    ],
+    ids=["spare host", "one of two", "no step after", "no step before", "healed too late"],
+)
+def test_a_fault_that_met_no_training_is_not_in_the_table(history: History):
+    assert outcomes(history) == []
+
+
+def leaving(code: int, *more: dict) -> History:
+    return with_({"what": "exit", "t": 1.4, "host": "b", "pid": 11, "code": code}, *more)
+
+
+AGAIN = {"what": "started", "t": 1.5, "host": "b", "pid": 12}
+
+
+@pytest.mark.parametrize(
+    ("history", "left"),
+    [
+        (leaving(75, AGAIN), True),
+        (leaving(75), False),
+        (leaving(0, AGAIN), False),
+        (leaving(-15, AGAIN, {"what": "dismissed", "t": 1.35, "host": "b"}), False),
+    ],
+)
+def test_an_agent_left_that_nobody_struck_or_dismissed_and_that_came_again(history: History, left: bool):
+    assert [each.left for each in outcomes(history)] == [left]

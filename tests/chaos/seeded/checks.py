@@ -25,14 +25,15 @@ from itertools import pairwise
 from typing import Any
 
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from tests.chaos.seeded.schedule import BETWEEN, KINDS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import BETWEEN, ETCD_ON, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
-WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
+HOST_DIES = ("kill host", "lose host", "kill container", "too few nodes")  # nobody is left to tidy up
+SHM_OF_AGENT, SHM_OF_ETCD = "elastic_ext_", "elastic_ext_etcd_"
 SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
-KILLS_AGENTS = ("kill agent", "kill host", "lose host", "kill container", "too few nodes")
+KILLS_AGENTS = ("kill agent", *HOST_DIES)
 PAUSE_WRITERS = ("pause worker", "pause agent", "pause copier", "pause host")
 HOLD_UP_REQUESTS = (
     *("cut", "cut out", "cut in", "loss", "delay", "reorder", "store away"),
@@ -272,15 +273,24 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
 
 
 def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """No process; in shared memory and among temporary files only what a whole host had no time to remove."""
+    """No process; in shared memory and among temporary files only what hosts that died whole had no time to remove."""
     end = events[-1]
     if end["stuck"]:
         return
     if end["processes"]:
         yield f"left behind: {end['processes']}"
-    killed = any(each["kind"] in WITHOUT_AN_END for each in of(events, "strike"))
-    if (end["shm"] or end["tmp"]) and not killed:
-        yield f"left in shared memory: {end['shm']}, among temporary files: {end['tmp']}"
+    died = [host for each in of(events, "strike") if each["kind"] in HOST_DIES for host in _hosts(each)]
+    if tmp := [each for each in end["tmp"] if each.partition("/")[0] not in died]:
+        yield f"left among temporary files: {tmp}; hosts that died: {died}"
+    of_etcd = {each for each in end["shm"] if each.startswith(SHM_OF_ETCD)}
+    of_agents = {each for each in end["shm"] if each.startswith(SHM_OF_AGENT)} - of_etcd
+    most_of_etcd = len(died) if plan.etcd == ETCD_ON[2] else 0
+    if {*end["shm"]} - of_etcd - of_agents or len(of_agents) > len(died) or len(of_etcd) > most_of_etcd:
+        yield f"left in shared memory, one of each agent expected whose host died, {died}: {end['shm']}"
+
+
+def _hosts(strike: Event) -> list[str]:
+    return (strike["target"] or strike["detail"].replace(",", BETWEEN)).split(BETWEEN)
 
 
 CHECKS: dict[str, Check] = {

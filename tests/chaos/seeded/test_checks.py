@@ -184,6 +184,29 @@ def test_a_commit_may_be_late_only_if_its_writer_was_paused_or_its_packets_held_
     assert bool(list(checks.no_late_commit(plan, history, ALONE))) == seen
 
 
+def ending_after(kind: str, target: str, detail: str = "", **left: list[str]) -> History:
+    strike = {"target": target, "kind": kind, "detail": detail}
+    return [{**each, **strike} if each["what"] == "strike" else each for each in ending(**left)]
+
+
+@pytest.mark.parametrize(
+    ("history", "plan", "seen"),
+    [
+        (ending_after("kill host", "a", shm=["elastic_ext_1"], tmp=["a/file"]), PLAN, False),
+        (ending_after("too few nodes", "", "a,b", shm=["elastic_ext_1", "elastic_ext_2"], tmp=["b/file"]), PLAN, False),
+        (ending_after("lose host", "a", shm=["elastic_ext_1", "elastic_ext_etcd_1"]), replace(PLAN, etcd="job:"), False),
+        (ending_after("lose host", "a", shm=["elastic_ext_etcd_1"]), PLAN, True),
+        (ending_after("kill host", "a", shm=["elastic_ext_1", "elastic_ext_2"]), PLAN, True),
+        (ending_after("kill host", "a", shm=["torch_1"]), PLAN, True),
+        (ending_after("kill host", "a", tmp=["b/file"]), PLAN, True),
+        (ending_after("kill reaper", "a", shm=["elastic_ext_1"]), PLAN, True),
+        (ending_after("kill reaper", "a", tmp=["a/file"]), PLAN, True),
+    ],
+)
+def test_a_host_that_dies_may_leave_what_is_its_own(history: History, plan: Plan, seen: bool):
+    assert bool(list(checks.nothing_left(plan, history, ALONE))) == seen
+
+
 def test_who_trained_to_the_end_is_not_dismissed():
     told = {
         "a": worker("done", 2.4, 1, 0, 4),

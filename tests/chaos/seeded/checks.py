@@ -11,6 +11,8 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     started, exit                an agent: host, pid, code
     dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
+    ledger                       a verdict as the job's ledger has it in etcd at the end: the fields of a decision that checks use
+    dropped                      events that an agent could not write: host, count
     chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
     led                          how many times the agents of a host have led the rendezvous, told at the end
     end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
@@ -190,10 +192,17 @@ def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str])
         yield f"the restart counts of the groups, in the order in which they trained: {counts}"
 
 
+def verdicts(events: Iterable[Event]) -> list[Event]:
+    """As the agents told them, and as the job's ledger has them: of the same verdict more than one."""
+    return of(events, "decision", "ledger")
+
+
 def budget(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """Nothing is charged but what the faults may cost, a worker that fails by itself is, and no verdict ends the job."""
-    decisions = {(each["round"], each["decision"], each["charged"]): each for each in of(events, "decision")}
+    decisions = {(each["round"], each["decision"], each["charged"]): each for each in verdicts(events)}
     charged = [each for each in decisions.values() if each["charged"]]
+    for each in of(events, "dropped"):
+        yield f"{each['count']} events of the agent of host {each['host']} were not written, maybe decisions"
     strikes = of(events, "strike")
     allowed = sum(KINDS[each["kind"]].charges for each in strikes)
     if not charged and [each["kind"] for each in strikes] in SURELY_CHARGED:
@@ -214,7 +223,7 @@ def alone_it_does_what_it_must(plan: Plan, events: Sequence[Event], alone: Seque
     grew = all(before < after for before, after in pairwise(worlds))  # a node may come late, where there is room for it
     if all(KINDS[kind].harmless for kind in kinds) and not grew:
         yield f"a further round began: {sorted(groups(events))}"
-    rules = {each["rule"] for each in of(events, "decision")}
+    rules = {each["rule"] for each in verdicts(events)}
     if len(strikes) == 1 and (rule := KINDS[strikes[0]["kind"]].rule) and rule not in rules:
         yield f"no verdict by the rule {rule}; there were {sorted(rules)}"
 

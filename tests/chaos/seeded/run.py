@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.chaos import processes
 from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
-from tests.chaos.seeded.hosts import Hosts
+from tests.chaos.seeded.hosts import RUN_ID, Hosts
+from tests.chaos.seeded.members import ledger
 from tests.chaos.seeded.schedule import Fault, Plan
 from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
@@ -24,7 +25,7 @@ LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event 
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
 LEADS = "leads the rendezvous"  # as agents log it
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
-OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen"}  # by elastic_ext's names
+OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen", "events_dropped": "dropped"}  # by elastic_ext's names
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
@@ -129,6 +130,7 @@ class Run:
             self._told_by_agents(host)
             log = self.folder / f"agent-{host}.log"
             self.history.record("led", host=host, times=log.read_text().count(LEADS) if log.exists() else 0)
+        self._told_by_the_ledger()
         self.history.record(
             "end",
             stuck=stuck,
@@ -142,6 +144,14 @@ class Run:
                 if not name.startswith("torchinductor_")  # torch's, for good
             ],
         )
+
+    def _told_by_the_ledger(self) -> None:
+        """The verdicts again, of which an agent that was killed could not tell."""
+        found = ledger(self.hosts.etcd, self.hosts.inside, RUN_ID)
+        for each in found.verdicts if found is not None else ():
+            told = each.decision
+            shown = {"decision": told.word, "charged": told.charged, "kind": told.kind, "rule": told.rule, "reason": told.reason}
+            self.history.record("ledger", round=each.round, **shown)
 
     def _told_by_agents(self, host: str) -> None:
         path = self.folder / f"events-{host}.jsonl"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.chaos.seeded.checks import Event, groups, of
+from tests.chaos.seeded.checks import Event, groups, of, verdicts
 from tests.chaos.seeded.schedule import BETWEEN, KINDS
 
 HEADING = """\
@@ -50,7 +50,7 @@ def _outcome(strike: Event, events: Sequence[Event], seconds: float) -> Outcome:
         kind=strike["kind"],
         new_round=bool(groups(after).keys() - _known(strike, events)),
         seconds=seconds,
-        charged=any(each["charged"] for each in of(after, "decision")),
+        charged=any(each["charged"] for each in verdicts(after)),
         left=any(_left(each, strike, after) for each in of(after, "exit")),
     )
 

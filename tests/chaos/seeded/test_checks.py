@@ -115,6 +115,8 @@ BAD: list[tuple[str, History]] = [
     ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
     ("budget and verdict", struck_by("kill agent")),
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
+    ("budget and verdict", with_({**DECISION, "what": "ledger", "t": 2.55, "round": 2})),
+    ("budget and verdict", with_({"what": "dropped", "t": 2.55, "host": "a", "count": 3})),
     ("alone", struck_by("clock step")),
     ("alone", struck_by("memory pressure")),
     ("leaders", with_(*({"what": "led", "t": 2.5, "host": host, "times": 2} for host in "ab"))),
@@ -220,6 +222,13 @@ def test_who_trained_to_the_end_is_not_dismissed():
 def test_a_worker_that_was_paused_before_it_told_of_a_step_is_no_second_group():
     history = with_(worker("step", 1.3, 0, 1, 3), worker("step", 2.25, 0, 0, 3))
     assert not [problem for problem in checks.broken(PLAN, history, ALONE) if problem.startswith("one group at a time")]
+
+
+def test_a_verdict_of_which_only_the_ledger_tells_counts_and_one_of_which_both_tell_counts_once():
+    of_ledger = {**DECISION, "what": "ledger", "t": 2.55}
+    only_there = [each for each in with_(of_ledger) if each["what"] != "decision"]
+    for history in (only_there, with_(of_ledger)):
+        assert checks.broken(PLAN, history, ALONE) == []
 
 
 def test_a_corrupted_checkpoint_may_be_passed_over():

@@ -87,8 +87,8 @@ class Run:
         return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
 
     def _strike_what_is_due(self) -> None:
-        now = time.monotonic()
         for number, fault in list(self._waiting):
+            now = time.monotonic()
             if self.history.step >= fault.step:
                 self._due.setdefault(number, now + fault.after_s)
             if self._due.get(number, now + 1) > now:
@@ -101,12 +101,8 @@ class Run:
                     self.history.record("nobody", number=number, kind=fault.kind)
                 continue
             self._waiting.remove((number, fault))
-            self.history.events.append(
-                {
-                    **{"what": "strike", "t": now, "number": number, "kind": fault.kind, "target": struck.target},
-                    **{"pids": struck.pids, "detail": struck.detail, "step": self.history.step},
-                }
-            )
+            shown = {"number": number, "kind": fault.kind, "target": struck.target, "pids": struck.pids, "detail": struck.detail}
+            self.history.record("strike", t=now, **shown, step=self.history.step)
             if struck.heal is not None:
                 self._heals.append((time.monotonic() + fault.seconds, number, fault, struck))
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def run(command: list[str], cwd: Path, **variables: str) -> Finished:
     """Run a job to its end."""
     with Job(command, cwd, **variables) as job:
         return job.finish()
+
+
+RUNNING: set[subprocess.Popen[str]] = set()  # what `ended` waits for now, on any thread
+
+
+def ended(command: Sequence[object], timeout_s: float, env: Mapping[str, str] | None = None) -> Finished:
+    """Run a program of the checkout that ends all it has started when it is told to end. Raises subprocess.TimeoutExpired."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        RUNNING.add(process)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            RUNNING.discard(process)
+    return Finished(process.returncode, out, err)
 
 
 class Job:

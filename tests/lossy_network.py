@@ -54,6 +54,15 @@ def unavailable() -> str | None:
     return None
 
 
+def required() -> None:
+    """Skip the test that calls this where there can be no such network, or fail it where all it needs is required."""
+    from tests import programs  # and pytest with it, which the process between the hosts does without
+
+    programs.needs("ip", "nsenter")
+    why = unavailable()
+    programs.required(why is None, str(why))
+
+
 @dataclass(frozen=True)
 class Way:
     """One direction of a host's link. loss, reorder: shares of packets, 0 to 1; those that are reordered come HELD_S later."""

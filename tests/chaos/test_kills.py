@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.jobs import ended
 
 FEW = 4
 SHORT = {"etcd": 1405, "c10d": 228}  # seeds whose first cards are a worker, an agent, and two of the rest
@@ -26,12 +25,7 @@ TIMEOUT_S = 170 + 15 * KILLS  # a kill takes 4 s on two cores that have nothing 
 def test_a_job_goes_on_as_promised_whatever_is_killed(backend: str, tmp_path: Path) -> None:
     seed = SEED or (random.SystemRandom().randrange(10**6) if KILLS > FEW else SHORT[backend])
     command = [sys.executable, "-m", "tests.chaos.kills", backend, f"--kills={KILLS}", f"--seed={seed}", "--folder", tmp_path]
-    with subprocess.Popen([str(part) for part in command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as loop:
-        try:
-            _, said = loop.communicate(timeout=TIMEOUT_S)
-        except BaseException:
-            loop.terminate()  # it ends what it has started
-            raise
+    loop = ended(command, TIMEOUT_S)
     again = f"{' '.join(map(str, command[1:-1]))} ..."
-    assert loop.returncode == 0, f"{said}\nagain: {again}\nhistory and logs: {tmp_path}"
+    assert loop.returncode == 0, f"{loop.err}\nagain: {again}\nhistory and logs: {tmp_path}"
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == KILLS

@@ -29,11 +29,9 @@ from tests.chaos.seeded.hosts import SCRIPT
 from tests.chaos.seeded.run import PATIENT, Limits, Run
 from tests.chaos.seeded.schedule import STEPS, Plan
 from tests.chaos.seeded.shrink import fewest
-from tests.jobs import ROOT, environment
+from tests.jobs import RUNNING, Finished, ended, environment
 
 RUN_S = 400.0
-
-_children: set[subprocess.Popen[str]] = set()  # runs in processes of their own
 
 
 def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list[str]:
@@ -50,10 +48,10 @@ def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list
     return problems
 
 
-def undisturbed(folder: Path, steps: int = STEPS) -> Path:
-    """The state after each step of a run that nothing happens to."""
+def undisturbed(folder: Path, steps: int = STEPS, anew: bool = False) -> Path:
+    """The state after each step of a run that nothing happens to. anew: the training may have changed since the last one."""
     path = folder / f"alone-{steps}.json"
-    if not path.exists():
+    if anew or not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run([sys.executable, SCRIPT, "--alone", str(steps)], check=True, capture_output=True, env=environment())
         path.write_bytes(done.stdout)
@@ -62,27 +60,28 @@ def undisturbed(folder: Path, steps: int = STEPS) -> Path:
 
 def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[str]:
     """A run in a process of its own; what does not hold."""
-    name = str(seed) if positions is None else f"{seed}-only-{'-'.join(map(str, sorted(positions)))}"
     only = [] if positions is None else ["--only", ",".join(map(str, sorted(positions)))]
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={folder}", *only]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        _children.add(process)
-        try:
-            _, said = process.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            return [f"no end in {RUN_S:g} s"]
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            _children.discard(process)
-    problems = folder / name / "problems.json"
-    return (
-        list(json.loads(problems.read_text()))
-        if problems.exists()
-        else [f"the suite itself left with {process.returncode}: {said[-2000:]}"]
-    )
+    problems = folder / _name(str(seed), positions) / "problems.json"
+    problems.unlink(missing_ok=True)  # of an earlier run
+    try:
+        done = ended(command, RUN_S)
+    except subprocess.TimeoutExpired:
+        return [f"no end in {RUN_S:g} s"]
+    return reported(problems.read_text() if problems.exists() else None, done)
+
+
+def reported(problems: str | None, done: Finished) -> list[str]:
+    """What does not hold, and if the run came to no end of its own, that. problems: what it wrote, None: nothing."""
+    found = [] if problems is None else list(json.loads(problems))
+    if problems is None or done.returncode != bool(found):
+        found.append(f"the suite itself left with {done.returncode}: {done.err[-2000:]}")
+    return found
+
+
+def _name(of: str, positions: set[int] | None) -> str:
+    """Of a run's folder: of all faults of a plan, or of those at these positions."""
+    return of if positions is None else f"{of}-only-{'-'.join(map(str, sorted(positions)))}"
 
 
 def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
@@ -123,15 +122,13 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
         if args.plan is not None
         else (schedule.plan(args.seed), str(args.seed))
     )
-    if args.only is None:
-        return plan, name
-    positions = {int(each) for each in args.only.split(",") if each}
-    return schedule.only(plan, positions), f"{name}-only-{'-'.join(map(str, sorted(positions)))}"
+    positions = None if args.only is None else {int(each) for each in args.only.split(",") if each}
+    return plan if positions is None else schedule.only(plan, positions), _name(name, positions)
 
 
 def _end() -> None:
     """By the way of all exits: nothing stays."""
-    for child in list(_children):
+    for child in list(RUNNING):
         child.terminate()
     sys.exit(2)
 
@@ -151,7 +148,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: _end())
     folder = args.folder.resolve()
     if args.runs > 1:
-        undisturbed(folder)
+        undisturbed(folder, anew=True)
         return many(args.seed, args.runs, folder, args.side_by_side)
     plan, name = _plan(args)
     problems = one(plan, folder / name, undisturbed(folder, plan.steps), Limits(args.stuck_s, args.restarts))

@@ -11,6 +11,8 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     started, exit                an agent: host, pid, code
     dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
+    ledger                       a verdict as the job's ledger has it in etcd at the end: the fields of a decision that checks use
+    dropped                      events that an agent could not write: host, count
     chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
     led                          how many times the agents of a host have led the rendezvous, told at the end
     end                          the suite looked once more: processes, shm, tmp (what is left), stuck ("" or what did not come)
@@ -18,19 +20,29 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from elastic_ext.checkpoints.formats.manifest import order_of, order_or_oldest
-from tests.chaos.seeded.schedule import BETWEEN, KINDS, TRY_AGAIN, Plan
+from tests.chaos.seeded.schedule import BETWEEN, ETCD_ON, KINDS, TRY_AGAIN, Plan
 
 Event = Mapping[str, Any]
 Check = Callable[[Plan, Sequence[Event], Sequence[str]], Iterator[str]]
 
-WITHOUT_AN_END = ("kill host", "lose host", "kill container", "kill reaper", "too few nodes")  # nobody is left to tidy up
+HOST_DIES = ("kill host", "lose host", "kill container", "too few nodes")  # nobody is left to tidy up
+SHM_OF_AGENT, SHM_OF_ETCD = "elastic_ext_", "elastic_ext_etcd_"
 SURELY_CHARGED = (["kill worker"], ["terminate worker"])  # without any other fault
+KILLS_AGENTS = ("kill agent", *HOST_DIES)
+PAUSE_WRITERS = ("pause worker", "pause agent", "pause copier", "pause host")
+HOLD_UP_REQUESTS = (
+    *("cut", "cut out", "cut in", "loss", "delay", "reorder", "store away"),
+    *("kill host", "lose host", "too few nodes"),  # cut off first, and killed before a request has gone out
+)
+DISMISSED = {75, -signal.SIGTERM}  # what else an agent may leave with that came too late
+TOLD_TO_END = "terminate agent"
 TRAINING = ("loaded", "step", "saving", "done")
 
 
@@ -159,9 +171,10 @@ def first_steps(events: Sequence[Event]) -> dict[str, float]:
 
 
 def no_late_commit(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """A group commits nothing after a later one has. Not looked at: what is copied from hosts' disks; and pauses, and whatever
-    slows the store down: they may come between a group's look for a later one and its commit."""
-    if plan.local or any(each["kind"].startswith(("pause", "store", "disk")) for each in of(events, "strike")):
+    """A group commits nothing after a later one has. Not looked at: pauses, which may come between a group's look for a later one
+    and its commit; and where the store is on the network, what may hold up a request: the kernel of its host sends it later."""
+    may_be_late = {*PAUSE_WRITERS, *(HOLD_UP_REQUESTS if plan.s3 else ())}
+    if any(each["kind"] in may_be_late for each in of(events, "strike")):
         return
     newest = 0
     for each in of(events, "published"):
@@ -179,10 +192,17 @@ def restarts_count_up(plan: Plan, events: Sequence[Event], alone: Sequence[str])
         yield f"the restart counts of the groups, in the order in which they trained: {counts}"
 
 
+def verdicts(events: Iterable[Event]) -> list[Event]:
+    """As the agents told them, and as the job's ledger has them: of the same verdict more than one."""
+    return of(events, "decision", "ledger")
+
+
 def budget(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
     """Nothing is charged but what the faults may cost, a worker that fails by itself is, and no verdict ends the job."""
-    decisions = {(each["round"], each["decision"], each["charged"]): each for each in of(events, "decision")}
+    decisions = {(each["round"], each["decision"], each["charged"]): each for each in verdicts(events)}
     charged = [each for each in decisions.values() if each["charged"]]
+    for each in of(events, "dropped"):
+        yield f"{each['count']} events of the agent of host {each['host']} were not written, maybe decisions"
     strikes = of(events, "strike")
     allowed = sum(KINDS[each["kind"]].charges for each in strikes)
     if not charged and [each["kind"] for each in strikes] in SURELY_CHARGED:
@@ -203,7 +223,7 @@ def alone_it_does_what_it_must(plan: Plan, events: Sequence[Event], alone: Seque
     grew = all(before < after for before, after in pairwise(worlds))  # a node may come late, where there is room for it
     if all(KINDS[kind].harmless for kind in kinds) and not grew:
         yield f"a further round began: {sorted(groups(events))}"
-    rules = {each["rule"] for each in of(events, "decision")}
+    rules = {each["rule"] for each in verdicts(events)}
     if len(strikes) == 1 and (rule := KINDS[strikes[0]["kind"]].rule) and rule not in rules:
         yield f"no verdict by the rule {rule}; there were {sorted(rules)}"
 
@@ -216,20 +236,34 @@ def leaders(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterat
 
 
 def leavings(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """An agent leaves with 0, or was struck, or its host was."""
+    """An agent leaves with 0, or with a code that what was done to it or its host explains."""
     for each in of(events, "exit"):
-        strikes = [strike for strike in of(events, "strike") if strike["t"] <= each["t"]]
-        of_host = [strike for strike in strikes if not strike["target"] or each["host"] in strike["target"].split(BETWEEN)]
-        if any(late["host"] == each["host"] and late["t"] <= each["t"] for late in of(events, "dismissed")):
-            continue
-        if each["code"] == 0 or (each["code"] in TRY_AGAIN and any(KINDS[strike["kind"]].may_leave for strike in of_host)):
-            continue
-        if not any(each["pid"] in strike["pids"] for strike in strikes):
-            yield f"the agent of host {each['host']} left with {each['code']}"
+        before = [other for other in events if other["t"] <= each["t"]]
+        explained = {0}
+        if any(late["host"] == each["host"] for late in of(before, "dismissed")):
+            explained |= DISMISSED
+        for strike in of(before, "strike"):
+            if KINDS[strike["kind"]].may_leave and (not strike["target"] or each["host"] in strike["target"].split(BETWEEN)):
+                explained |= {*TRY_AGAIN}
+            if each["pid"] in strike["pids"] and strike["kind"] in KILLS_AGENTS:
+                explained.add(-signal.SIGKILL)
+        told_to = [strike for strike in of(before, "strike") if strike["kind"] == TOLD_TO_END and each["pid"] in strike["pids"]]
+        if any(_trains(each["host"], strike["t"], events) for strike in told_to):
+            explained.discard(0)  # the job would go on without the node
+        elif told_to:
+            explained.add(-signal.SIGTERM)
+        if each["code"] not in explained:
+            yield f"the agent of host {each['host']} left with {each['code']}, expected {sorted(explained)}"
+
+
+def _trains(host: str, at: float, events: Sequence[Event]) -> bool:
+    """Whether a worker of the host told something before, and something after."""
+    told = [each for each in of(events, *TRAINING) if each["host"] == host]
+    return bool({each["pid"] for each in told if each["t"] < at} & {each["pid"] for each in told if each["t"] > at})
 
 
 def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """All ranks of the last group reach the last step, and all agents that are there then leave with 0."""
+    """All ranks of the last group reach the last step, and all agents leave with 0 but those that came too late."""
     end = events[-1]
     if end["stuck"]:
         yield f"stuck: {end['stuck']}"
@@ -239,7 +273,8 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
     if not last or done != set(range(last[0]["world"])):
         yield f"the ranks {sorted(done)} of the last group reached the end"
     for host, code in end["codes"].items():
-        if code != 0:
+        dismissed = any(late["host"] == host for late in of(events, "dismissed"))
+        if code != 0 and not (dismissed and code in DISMISSED):
             yield f"at the end the agent of host {host} left with {code}"
     for each in of(last, "done"):
         if each["error"]:
@@ -247,15 +282,24 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
 
 
 def nothing_left(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[str]:
-    """No process; in shared memory and among temporary files only what a whole host had no time to remove."""
+    """No process; in shared memory and among temporary files only what hosts that died whole had no time to remove."""
     end = events[-1]
     if end["stuck"]:
         return
     if end["processes"]:
         yield f"left behind: {end['processes']}"
-    killed = any(each["kind"] in WITHOUT_AN_END for each in of(events, "strike"))
-    if (end["shm"] or end["tmp"]) and not killed:
-        yield f"left in shared memory: {end['shm']}, among temporary files: {end['tmp']}"
+    died = [host for each in of(events, "strike") if each["kind"] in HOST_DIES for host in _hosts(each)]
+    if tmp := [each for each in end["tmp"] if each.partition("/")[0] not in died]:
+        yield f"left among temporary files: {tmp}; hosts that died: {died}"
+    of_etcd = {each for each in end["shm"] if each.startswith(SHM_OF_ETCD)}
+    of_agents = {each for each in end["shm"] if each.startswith(SHM_OF_AGENT)} - of_etcd
+    most_of_etcd = len(died) if plan.etcd == ETCD_ON[2] else 0
+    if {*end["shm"]} - of_etcd - of_agents or len(of_agents) > len(died) or len(of_etcd) > most_of_etcd:
+        yield f"left in shared memory, one of each agent expected whose host died, {died}: {end['shm']}"
+
+
+def _hosts(strike: Event) -> list[str]:
+    return (strike["target"] or strike["detail"].replace(",", BETWEEN)).split(BETWEEN)
 
 
 CHECKS: dict[str, Check] = {

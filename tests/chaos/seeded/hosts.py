@@ -7,14 +7,14 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
 from tests.chaos import processes
 from tests.chaos.processes import Process
-from tests.chaos.seeded.history import History
+from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.members import Brought, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, TRY_AGAIN, Plan
@@ -143,7 +143,7 @@ class Hosts:
         with self.history.changed:
             self.done = self.done or code == 0
             if host in self.dismissed:
-                self.codes[host] = 0
+                self.codes[host] = code
             elif host not in self.down:
                 if code >= 0 and code not in TRY_AGAIN:
                     self.codes[host] = code
@@ -162,8 +162,9 @@ class Hosts:
         return last is not None and sum(code == 0 for code in self.codes.values()) >= last["world"]
 
     def dismiss(self) -> None:
-        """As a scheduler that ends what is left of a job that is done."""
-        for host in set(self.running) - self.dismissed:
+        """As a scheduler that ends what is left of a job that is done. Who trained to its end must leave by itself."""
+        since = {each["host"]: each["t"] for each in self.history.events if each["what"] == "started"}
+        for host in set(self.running) - self.dismissed - finishers(self.history.workers, since):
             self.dismissed.add(host)
             self.history.record("dismissed", host=host)
             self.agents[host].send_signal(signal.SIGTERM)
@@ -225,6 +226,13 @@ class Hosts:
         """Children of ours that something here waits for."""
         members = set(self.etcd.running().values()) if isinstance(self.etcd, Ours) else set()
         return members | self.servers | {process.pid for process in self.agents.values()}
+
+
+def finishers(workers: Mapping[str, Told], since: Mapping[str, float]) -> set[str]:
+    """Hosts whose workers are of the last group, and done. workers: what each host's told last. since: when its agent started."""
+    last = max((each["restart"] for each in workers.values()), default=0)
+    done = {host: each["t"] for host, each in workers.items() if each["what"] == "done" and each["restart"] == last}
+    return {host for host, t in done.items() if t > since[host]}
 
 
 def _namespace(pid: int) -> int:

@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from elastic_ext.failures.ledger import Ledger, decode_ledger
 from elastic_ext.own_etcd import folder as own_folder
 from elastic_ext.own_etcd.endpoint import make_plan
+from elastic_ext.rendezvous.etcd.keys import JobKeys
 from tests.chaos.processes import Process
 from tests.etcd_server import EtcdServer, distro_binary
 
@@ -125,21 +127,25 @@ class Brought:
 def leader(members: Members, inside: Callable[[str], list[str]]) -> str:
     """The host of the member that leads; "" where nobody knows."""
     for host in members.running():
-        command = [
-            *inside(host),
-            str(distro_binary("etcdctl")),
-            *members.etcdctl(host),
-            "--command-timeout=1s",
-            "--dial-timeout=1s",
-        ]
-        done = subprocess.run(
-            [*command, "endpoint", "status", "--write-out=fields"],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "ETCDCTL_API": "3"},
-            timeout=10,
-        )
-        fields = dict(line.split(" : ") for line in done.stdout.splitlines() if " : " in line)
+        shown = _asked(members, host, inside, "endpoint", "status", "--write-out=fields") or ""
+        fields = dict(line.split(" : ") for line in shown.splitlines() if " : " in line)
         if fields.get('"MemberID"') and fields['"MemberID"'] == fields['"Leader"']:
             return host
     return ""
+
+
+def ledger(members: Members, inside: Callable[[str], list[str]], run_id: str) -> Ledger | None:
+    """The job's; None where no member tells, as of those that the job brought once it is over."""
+    for host in members.running():
+        text = _asked(members, host, inside, "get", JobKeys(run_id).ledger, "--print-value-only")
+        if text is not None:
+            return decode_ledger(text) if text.strip() else Ledger()
+    return None
+
+
+def _asked(members: Members, host: str, inside: Callable[[str], list[str]], *what: str) -> str | None:
+    """What etcdctl is told by the member of this host; None: nothing."""
+    command = [*inside(host), str(distro_binary("etcdctl")), *members.etcdctl(host), "--command-timeout=1s", "--dial-timeout=1s"]
+    env = {**os.environ, "ETCDCTL_API": "3"}
+    done = subprocess.run([*command, *what], capture_output=True, text=True, env=env, timeout=10, check=False)
+    return done.stdout if done.returncode == 0 else None

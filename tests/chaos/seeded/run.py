@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.chaos import processes
 from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
-from tests.chaos.seeded.hosts import Hosts
+from tests.chaos.seeded.hosts import RUN_ID, Hosts
+from tests.chaos.seeded.members import ledger
 from tests.chaos.seeded.schedule import Fault, Plan
 from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
@@ -24,7 +25,7 @@ LOOK_S = 0.05  # how often the store and /proc are looked at, of which no event 
 STUCK_S = 90.0  # without a word of any worker, or without an end after all is done
 LEADS = "leads the rendezvous"  # as agents log it
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
-OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen"}  # by elastic_ext's names
+OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen", "events_dropped": "dropped"}  # by elastic_ext's names
 PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
 
 
@@ -86,8 +87,8 @@ class Run:
         return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
 
     def _strike_what_is_due(self) -> None:
-        now = time.monotonic()
         for number, fault in list(self._waiting):
+            now = time.monotonic()
             if self.history.step >= fault.step:
                 self._due.setdefault(number, now + fault.after_s)
             if self._due.get(number, now + 1) > now:
@@ -100,12 +101,8 @@ class Run:
                     self.history.record("nobody", number=number, kind=fault.kind)
                 continue
             self._waiting.remove((number, fault))
-            self.history.events.append(
-                {
-                    **{"what": "strike", "t": now, "number": number, "kind": fault.kind, "target": struck.target},
-                    **{"pids": struck.pids, "detail": struck.detail, "step": self.history.step},
-                }
-            )
+            shown = {"number": number, "kind": fault.kind, "target": struck.target, "pids": struck.pids, "detail": struck.detail}
+            self.history.record("strike", t=now, **shown, step=self.history.step)
             if struck.heal is not None:
                 self._heals.append((time.monotonic() + fault.seconds, number, fault, struck))
 
@@ -129,6 +126,7 @@ class Run:
             self._told_by_agents(host)
             log = self.folder / f"agent-{host}.log"
             self.history.record("led", host=host, times=log.read_text().count(LEADS) if log.exists() else 0)
+        self._told_by_the_ledger()
         self.history.record(
             "end",
             stuck=stuck,
@@ -142,6 +140,14 @@ class Run:
                 if not name.startswith("torchinductor_")  # torch's, for good
             ],
         )
+
+    def _told_by_the_ledger(self) -> None:
+        """The verdicts again, of which an agent that was killed could not tell."""
+        found = ledger(self.hosts.etcd, self.hosts.inside, RUN_ID)
+        for each in found.verdicts if found is not None else ():
+            told = each.decision
+            shown = {"decision": told.word, "charged": told.charged, "kind": told.kind, "rule": told.rule, "reason": told.reason}
+            self.history.record("ledger", round=each.round, **shown)
 
     def _told_by_agents(self, host: str) -> None:
         path = self.folder / f"events-{host}.jsonl"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.chaos.seeded import checks
+from tests.chaos.seeded.hosts import finishers
 from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.table import outcomes, rows
 
@@ -77,6 +79,26 @@ def struck_by(kind: str) -> History:
     return having(lambda each: {**each, "kind": kind} if each["what"] == "strike" else each)
 
 
+def struck(kind: str, code: int, t: float = 2.05) -> History:
+    """The agent of host b, on which a worker trains from 2.0 to 2.4, is struck and leaves."""
+    return with_(
+        {"what": "strike", "t": t, "number": 1, "kind": kind, "target": "b", "pids": [11], "detail": ""},
+        {"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": code},
+    )
+
+
+def dismissed(code: int) -> History:
+    """An agent that came too late is told to end, and leaves."""
+    leaves = {"what": "exit", "t": 2.55, "host": "c", "pid": 12, "code": code}
+    told = {"what": "dismissed", "t": 2.51, "host": "c"}
+    return sorted([*ending(codes={"a": 0, "b": 0, "c": code}), told, leaves], key=lambda each: each["t"])
+
+
+LATE: History = [
+    {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
+    {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
+]
+
 BAD: list[tuple[str, History]] = [
     ("one world each round", having(lambda each: {**each, "world": 3} if each.get("pid") == 101 else each)),
     ("one world each round", having(lambda each: {**each, "rank": 2} if each.get("pid") == 101 else each)),
@@ -89,24 +111,28 @@ BAD: list[tuple[str, History]] = [
     ("same to the bit", having(of_group(1, "done", digest="other"))),
     ("not behind", having(of_group(1, "loaded", step=0, digest="s0"))),
     ("one group at a time", with_(worker("step", 2.15, 0, 0, 3))),
-    (
-        "no late commit",
-        with_(
-            {"what": "published", "t": 2.25, "name": "step_00000003.g0002", "step": 3},
-            {"what": "published", "t": 2.26, "name": "step_00000004.g0001", "step": 4},
-        ),
-    ),
+    ("no late commit", with_(*LATE)),
     ("restarts count up", having(lambda each: {**each, "restart": 1 - each["restart"]} if "restart" in each else each)),
     ("budget and verdict", struck_by("kill agent")),
     ("budget and verdict", having(lambda each: {**each, "decision": "stop"} if each["what"] == "decision" else each)),
+    ("budget and verdict", with_({**DECISION, "what": "ledger", "t": 2.55, "round": 2})),
+    ("budget and verdict", with_({"what": "dropped", "t": 2.55, "host": "a", "count": 3})),
     ("alone", struck_by("clock step")),
     ("alone", struck_by("memory pressure")),
     ("leaders", with_(*({"what": "led", "t": 2.5, "host": host, "times": 2} for host in "ab"))),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "a", "pid": 10, "code": 1})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": 75})),
     ("leavings", with_({"what": "exit", "t": 2.5, "host": "b", "pid": 11, "code": -9})),
+    ("leavings", struck("pause agent", -9)),
+    ("leavings", struck("terminate agent", -9)),
+    ("leavings", struck("terminate agent", -15)),
+    ("leavings", struck("terminate agent", 0)),
+    ("leavings", struck("kill agent", 1)),
     ("ends", ending(stuck="nothing for 90 s")),
     ("ends", ending(codes={"a": 0, "b": 65})),
+    ("ends", ending(codes={"a": 0, "b": -15})),
+    ("ends", dismissed(1)),
+    ("leavings", dismissed(-9)),
     ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
     ("ends", having(of_group(1, "done", error="no space"))),
     ("nothing left", ending(processes=["100 worker S"])),
@@ -124,9 +150,85 @@ def test_all_checks_are_shown_to_fail():
     assert {check for check, _ in BAD} == checks.CHECKS.keys()
 
 
+@pytest.mark.parametrize(
+    "history",
+    [
+        struck("pause agent", 0),
+        struck("pause agent", 75),
+        struck("kill agent", -9),
+        struck("terminate agent", 75),
+        struck("terminate agent", -15, t=1.5),
+        struck("terminate agent", 0, t=2.45),
+        *(dismissed(code) for code in (0, 75, -15)),
+    ],
+)
+def test_an_agent_may_leave_as_what_was_done_to_it_explains(history: History):
+    assert checks.broken(PLAN, history, ALONE) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "seen"),
+    [
+        ("kill agent", PLAN, True),
+        ("kill agent", replace(PLAN, local=True), True),
+        ("pause etcd", PLAN, True),
+        ("store slow", PLAN, True),
+        ("store errors", replace(PLAN, store="s3"), True),
+        ("cut", PLAN, True),
+        ("cut", replace(PLAN, store="s3"), False),
+        ("kill host", replace(PLAN, store="s3"), False),
+        ("kill container", replace(PLAN, store="s3"), True),
+        ("pause worker", PLAN, False),
+    ],
+)
+def test_a_commit_may_be_late_only_if_its_writer_was_paused_or_its_packets_held_up(kind: str, plan: Plan, seen: bool):
+    history = sorted([*struck_by(kind), *LATE], key=lambda each: each["t"])
+    assert bool(list(checks.no_late_commit(plan, history, ALONE))) == seen
+
+
+def ending_after(kind: str, target: str, detail: str = "", **left: list[str]) -> History:
+    strike = {"target": target, "kind": kind, "detail": detail}
+    return [{**each, **strike} if each["what"] == "strike" else each for each in ending(**left)]
+
+
+@pytest.mark.parametrize(
+    ("history", "plan", "seen"),
+    [
+        (ending_after("kill host", "a", shm=["elastic_ext_1"], tmp=["a/file"]), PLAN, False),
+        (ending_after("too few nodes", "", "a,b", shm=["elastic_ext_1", "elastic_ext_2"], tmp=["b/file"]), PLAN, False),
+        (ending_after("lose host", "a", shm=["elastic_ext_1", "elastic_ext_etcd_1"]), replace(PLAN, etcd="job:"), False),
+        (ending_after("lose host", "a", shm=["elastic_ext_etcd_1"]), PLAN, True),
+        (ending_after("kill host", "a", shm=["elastic_ext_1", "elastic_ext_2"]), PLAN, True),
+        (ending_after("kill host", "a", shm=["torch_1"]), PLAN, True),
+        (ending_after("kill host", "a", tmp=["b/file"]), PLAN, True),
+        (ending_after("kill reaper", "a", shm=["elastic_ext_1"]), PLAN, True),
+        (ending_after("kill reaper", "a", tmp=["a/file"]), PLAN, True),
+    ],
+)
+def test_a_host_that_dies_may_leave_what_is_its_own(history: History, plan: Plan, seen: bool):
+    assert bool(list(checks.nothing_left(plan, history, ALONE))) == seen
+
+
+def test_who_trained_to_the_end_is_not_dismissed():
+    told = {
+        "a": worker("done", 2.4, 1, 0, 4),
+        "b": worker("done", 1.4, 0, 1, 4),  # came back too late for the last group
+        "c": worker("done", 2.4, 1, 0, 4),  # and so did this one, whose worker was of it
+        "d": worker("step", 2.4, 1, 0, 4),
+    }
+    assert finishers(told, {"a": 0.0, "b": 2.0, "c": 2.5, "d": 0.0, "e": 2.0}) == {"a"}
+
+
 def test_a_worker_that_was_paused_before_it_told_of_a_step_is_no_second_group():
     history = with_(worker("step", 1.3, 0, 1, 3), worker("step", 2.25, 0, 0, 3))
     assert not [problem for problem in checks.broken(PLAN, history, ALONE) if problem.startswith("one group at a time")]
+
+
+def test_a_verdict_of_which_only_the_ledger_tells_counts_and_one_of_which_both_tell_counts_once():
+    of_ledger = {**DECISION, "what": "ledger", "t": 2.55}
+    only_there = [each for each in with_(of_ledger) if each["what"] != "decision"]
+    for history in (only_there, with_(of_ledger)):
+        assert checks.broken(PLAN, history, ALONE) == []
 
 
 def test_a_corrupted_checkpoint_may_be_passed_over():
@@ -162,8 +264,67 @@ def test_what_the_disks_of_the_group_do_not_have_together_may_be_passed_over(mor
     assert checks.broken(PLAN, with_(*more), ALONE) == []
 
 
-def test_the_table_tells_the_longest_time_without_a_further_step():
+def test_the_table_tells_how_long_nobody_trained_until_the_next_group_did():
     (outcome,) = outcomes(good())
     assert (outcome.new_round, outcome.charged, outcome.left) == (True, True, False)
-    assert outcome.seconds == pytest.approx(2.21 - 1.25)  # step 3 is the first that had not been made before
-    assert rows([outcome])[-1] == "| kill worker | 1 | 1 | 1 | 0 | 1.0 | 1.0 |"
+    assert outcome.seconds == pytest.approx(2.11 - 1.25)
+    assert rows([outcome])[-1] == "| kill worker | 1 | 1 | 1 | 0 | 0.9 | 0.9 |"
+
+
+def test_a_group_is_another_one_by_its_restart_count_too():
+    same_store = having(lambda each: {**each, "group": "a"} if "group" in each else each)
+    assert outcomes(same_store) == outcomes(good())
+
+
+def without_a_new_round(*more: dict) -> History:
+    """Steps 1 and 2 at 1.1 and 1.2, 3 at 3.0 and 4 at 3.1, all of one group; a fault from 1.25 on."""
+    steps = [*both("step", 3.0, 0, 3), *both("step", 3.1, 0, 4)]
+    first = [each for each in good() if each.get("restart") != 1 and each["what"] != "decision"]
+    return sorted([*first, *steps, *more], key=lambda each: each["t"])
+
+
+def test_without_a_new_round_the_table_tells_how_long_the_group_stood_still_until_the_fault_was_healed():
+    for heals, expected in (([], 3.01 - 1.25), ([HEAL], 3.01 - 1.25)):
+        (outcome,) = outcomes(without_a_new_round(*heals))
+        assert not outcome.new_round
+        assert outcome.seconds == pytest.approx(expected)
+    late = both("step", 9.0, 0, 4)  # has nothing to do with it
+    assert outcomes(without_a_new_round(HEAL, *late)) == outcomes(without_a_new_round(HEAL))
+
+
+HEAL = {"what": "heal", "t": 2.0, "number": 0, "kind": "kill worker", "target": "a"}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        having(lambda each: {**each, "target": "c"} if each["what"] == "strike" else each),
+        having(lambda each: {**each, "target": "a-c"} if each["what"] == "strike" else each),
+        having(lambda each: None if each["t"] > 1.3 and each["what"] == "step" else each),
+        having(lambda each: None if each["t"] < 1.3 and "rank" in each else each),
+        without_a_new_round({**HEAL, "t": 3.2}),
+    ],
+    ids=["spare host", "one of two", "no step after", "no step before", "healed too late"],
+)
+def test_a_fault_that_met_no_training_is_not_in_the_table(history: History):
+    assert outcomes(history) == []
+
+
+def leaving(code: int, *more: dict) -> History:
+    return with_({"what": "exit", "t": 1.4, "host": "b", "pid": 11, "code": code}, *more)
+
+
+AGAIN = {"what": "started", "t": 1.5, "host": "b", "pid": 12}
+
+
+@pytest.mark.parametrize(
+    ("history", "left"),
+    [
+        (leaving(75, AGAIN), True),
+        (leaving(75), False),
+        (leaving(0, AGAIN), False),
+        (leaving(-15, AGAIN, {"what": "dismissed", "t": 1.35, "host": "b"}), False),
+    ],
+)
+def test_an_agent_left_that_nobody_struck_or_dismissed_and_that_came_again(history: History, left: bool):
+    assert [each.left for each in outcomes(history)] == [left]

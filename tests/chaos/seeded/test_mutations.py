@@ -27,8 +27,8 @@ from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.__main__ import undisturbed
 from tests.chaos.seeded.run import PATIENT, Limits
 from tests.chaos.seeded.schedule import LEASE_S, RANK_0, Fault, Plan
-from tests.jobs import ROOT
-from tests.programs import needs, required
+from tests.jobs import ROOT, ended
+from tests.programs import needs
 
 PATCHES = Path(__file__).with_name("mutations")
 STUCK_S = 20.0  # of what is stuck for good
@@ -157,21 +157,14 @@ def copied(folder: Path, patch: str | None = None) -> Path:
 
 def run(plan: Plan, copy: Path, folder: Path, limits: Limits = PATIENT) -> list[str]:
     """What does not hold in a run of the copy; the suite itself uses what is here."""
-    needs("ip", "nsenter")
-    why = lossy_network.unavailable()
-    required(why is None, str(why))
+    lossy_network.required()
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan)))
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--plan={folder / 'plan.json'}", f"--folder={folder}"]
     env = {**{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}, "PYTHONPATH": str(copy)}
     command += [f"--stuck-s={limits.stuck_s}", f"--restarts={limits.restarts}"]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, said = process.communicate(timeout=TIMEOUT_S)
-        except BaseException:
-            process.terminate()  # it ends what it has started
-            raise
+    done = ended(command, TIMEOUT_S, env)
     problems = folder / "plan" / "problems.json"
-    assert problems.exists(), f"the suite left with {process.returncode}: {said}"
+    assert problems.exists(), f"the suite left with {done.returncode}: {done.err}"
     for imported in ("agent/__pycache__/supervisor.*", "checkpoints/writing/__pycache__/checkpointer.*"):
         assert list((copy / "elastic_ext").glob(imported)), f"nothing of {imported}: agents and workers did not use the copy"
     return list(json.loads(problems.read_text()))

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import lossy_network
+from tests.chaos.seeded.__main__ import reported, started
 from tests.chaos.seeded.schedule import KINDS, plan
-from tests.jobs import ROOT
-from tests.programs import needs, required
+from tests.jobs import Finished, ended
 
 TIMEOUT_S = 200
+
+
+def test_a_run_that_ends_before_it_began_has_not_passed_like_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "problems.json").write_text("[]")
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts with it
+    (problem,) = started(7, tmp_path)
+    assert "the suite itself left with 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("problems", "code", "shown"),
+    [
+        ("[]", 0, []),
+        ('["ends: stuck"]', 1, ["ends: stuck"]),
+        ("[]", 1, ["the suite itself left with 1: said"]),
+        ("[]", -9, ["the suite itself left with -9: said"]),
+        ('["ends: stuck"]', 0, ["ends: stuck", "the suite itself left with 0: said"]),
+        (None, 0, ["the suite itself left with 0: said"]),
+    ],
+)
+def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, code: int, shown: list[str]):
+    assert reported(problems, Finished(code, "", "said")) == shown
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("kind", ["kill host", "cut", "kill etcd leader"])
 def test_a_seed_whose_plan_has_this_kind_of_fault(kind: str, tmp_path: Path) -> None:
-    needs("ip", "nsenter")
-    why = lossy_network.unavailable()
-    required(why is None, str(why))
+    lossy_network.required()
     seed = sorted(KINDS).index(kind)
     assert kind in {fault.kind for fault in plan(seed).faults}
     command = [sys.executable, "-m", "tests.chaos.seeded", f"--seed={seed}", f"--folder={tmp_path}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
-        try:
-            _, said = run.communicate(timeout=TIMEOUT_S)
-        except BaseException:
-            run.terminate()  # it ends what it has started
-            raise
-    assert run.returncode == 0, f"{said}\nagain: {' '.join(command[1:-1])}"
+    run = ended(command, TIMEOUT_S)
+    assert run.returncode == 0, f"{run.err}\nagain: {' '.join(command[1:-1])}"

@@ -180,8 +180,8 @@ def test_prometheus_finds_two_jobs_on_a_host_and_never_mixes_them(tmp_path):
             ("training", "node-a", "a"),
             ("static", "node-b", "b"),
         }
-        counts = prometheus.query("run:elastic_ext_agents:count")
-        assert counts == {(("run_id", "a"),): 1.0, (("run_id", "b"),): 1.0}
+        both = {(("run_id", "a"),): 1.0, (("run_id", "b"),): 1.0}
+        prometheus.wait_for("run:elastic_ext_agents:count", lambda found: found == both)
         # One format shows as many families as the other. Some have no series at first, and one job is ahead of the other.
         shown = prometheus.wait_for(
             'count by (job) (group by (job, __name__) ({__name__=~"elastic_ext_.+"}))',

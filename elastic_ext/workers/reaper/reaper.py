@@ -197,10 +197,11 @@ def _listen(agent: "Process | None") -> Messages:
 def _kill_all(token: bytes, workers: dict[int, Process], empty_searches: int) -> set[int]:
     """Kill the workers and all processes with the token; return their pids.
 
-    empty_searches: stop after this many searches that find nothing. After a death it is two, because a child that was between
-    fork and exec when the agent died carries the token only after its exec.
+    empty_searches: stop after this many searches that find nothing. After a death, or if workers were left, it is two, because a
+    child that was between fork and exec at that time carries the token only after its exec.
     """
     killed = {pid for pid, worker in workers.items() if worker.kill()}
+    empty_searches = 2 if killed else empty_searches
     for _ in range(SEARCHES):
         found = kill_marked(token)
         killed |= found

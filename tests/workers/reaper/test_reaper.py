@@ -120,6 +120,32 @@ def test_a_worker_between_fork_and_exec_is_found(tmp_path):
         agent.stdout.close()
 
 
+def test_what_a_worker_that_was_left_had_begun_to_start_is_found(tmp_path):
+    """The agent ends in order, and a worker is left: while it is killed, a child has not called exec yet."""
+    code = (
+        "import os, select, subprocess, sys\n"
+        "from elastic_ext.workers.reaper.client import Reaper\n"
+        "client = Reaper(sys.argv[1], sys.argv[2])\n"
+        "pause = 'import signal; signal.pause()'\n"
+        "worker = subprocess.Popen([sys.executable, '-c', pause], start_new_session=True)\n"
+        "ended = os.pidfd_open(worker.pid)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    select.select([ended], [], [])\n"
+        "    os.execve(sys.executable, [sys.executable, '-c', pause], {'ELASTIC_EXT_WORKER': sys.argv[1]})\n"
+        "client.watch([worker.pid])\n"
+        "print(child, flush=True)\n"
+        "client.close(clean=False)\n"
+    )
+    command = [sys.executable, "-c", code, os.urandom(16).hex(), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
+        child = int(agent.stdout.readline())
+        left = wait_gone([child])
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
 def test_a_reaper_whose_reader_is_gone_still_cleans_up(tmp_path):
     """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
     run_dir = tmp_path / "run"

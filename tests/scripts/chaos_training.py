@@ -1,6 +1,6 @@
 """A small training whose state after each step is the same to the bit at every world size; it tells all that it does.
 
-    chaos_training.py EVENTS STEPS        as a worker
+    chaos_training.py EVENTS STEPS END    as a worker, for STEPS steps at least, until the file END is there
     chaos_training.py --alone STEPS       one JSON list: the state's digest after each step, from 0 on
 
 EVENTS is a named pipe, which gets one JSON object a line: what ("loaded", "step", "saving" or "done"), the time on the monotonic
@@ -66,7 +66,7 @@ def alone(steps: int) -> Iterator[str]:
         yield training.digest()
 
 
-def train(tell: Callable[..., None], steps: int) -> None:
+def train(tell: Callable[..., None], steps: int, end: str) -> None:
     from elastic_ext import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -76,11 +76,15 @@ def train(tell: Callable[..., None], steps: int) -> None:
     position = checkpointer.load()
     step = position.step
     tell("loaded", step, training.digest(), path=(position.path or "").rpartition("/")[2])
-    while step < steps:
+    ends = False
+    while step < steps or not ends:
         own = training.gradients(step, range(rank * each, (rank + 1) * each))
-        everyone = [torch.empty_like(own) for _ in range(world)]
-        dist.all_gather(everyone, own)
-        training.advance(torch.cat(everyone))
+        seen = torch.full((each, 1), float(os.path.exists(end)))  # all must end after the same step
+        everyone = [torch.empty(each, own.shape[1] + 1) for _ in range(world)]
+        dist.all_gather(everyone, torch.cat([own, seen], dim=1))
+        gathered = torch.cat(everyone)
+        training.advance(gathered[:, :-1])
+        ends = bool(gathered[:, -1].any())
         time.sleep(STEP_S)
         step += 1
         tell("step", step, training.digest())
@@ -92,7 +96,7 @@ def train(tell: Callable[..., None], steps: int) -> None:
     tell("done", step, training.digest(), error=checkpointer.last_error)
 
 
-def main(events: str, steps: int) -> None:
+def main(events: str, steps: int, end: str) -> None:
     with open(events, "wb", buffering=0) as pipe:
         dist.init_process_group("gloo")
         group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -109,7 +113,7 @@ def main(events: str, steps: int) -> None:
             line = {"what": what, "t": time.monotonic(), **me, "step": step, "digest": digest, **more}
             pipe.write(json.dumps(line).encode() + b"\n")  # atomic: less than PIPE_BUF
 
-        train(tell, steps)
+        train(tell, steps, end)
         dist.destroy_process_group()
 
 
@@ -117,4 +121,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--alone":
         print(json.dumps(list(alone(int(sys.argv[2])))))
     else:
-        main(sys.argv[1], int(sys.argv[2]))
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

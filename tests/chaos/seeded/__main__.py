@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -27,15 +28,17 @@ from tests.chaos.kills import own_shared_memory
 from tests.chaos.seeded import checks, schedule
 from tests.chaos.seeded.hosts import SCRIPT
 from tests.chaos.seeded.run import PATIENT, Limits, Run
-from tests.chaos.seeded.schedule import STEPS, Plan
+from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.shrink import fewest
 from tests.jobs import RUNNING, Finished, ended, environment
 
 RUN_S = 400.0
+ALONE_STEPS = 1000  # more than almost all runs make
+MISSED = "missed.json"  # in the folder of a run: the kinds of its faults that were not done
 
 
-def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list[str]:
-    """Return what does not hold."""
+def one(plan: Plan, folder: Path, limits: Limits = PATIENT) -> list[str]:
+    """Return what does not hold. folder: of this run, in one that has what all runs need."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan), indent=1))
@@ -43,19 +46,24 @@ def one(plan: Plan, folder: Path, alone: Path, limits: Limits = PATIENT) -> list
     processes.adopt_orphans()
     with ExitStack() as stack:
         events = Run(plan, folder, stack, limits).go()
-    problems = checks.broken(plan, events, json.loads(alone.read_text()))
+    steps = max((each["step"] for each in checks.of(events, *checks.TRAINING)), default=0)
+    problems = checks.broken(plan, events, undisturbed(folder.parent, steps))
+    (folder / MISSED).write_text(json.dumps([each["kind"] for each in checks.of(events, "nobody", "skipped")]))
     (folder / "problems.json").write_text(json.dumps(problems, indent=1))
     return problems
 
 
-def undisturbed(folder: Path, steps: int = STEPS, anew: bool = False) -> Path:
+def undisturbed(folder: Path, steps: int, anew: bool = False) -> list[str]:
     """The state after each step of a run that nothing happens to. anew: the training may have changed since the last one."""
-    path = folder / f"alone-{steps}.json"
-    if anew or not path.exists():
+    path = folder / "alone.json"
+    if anew or not path.exists() or len(json.loads(path.read_text())) <= steps:
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run([sys.executable, SCRIPT, "--alone", str(steps)], check=True, capture_output=True, env=environment())
-        path.write_bytes(done.stdout)
-    return path
+        command = [sys.executable, SCRIPT, "--alone", str(max(steps, ALONE_STEPS))]
+        done = subprocess.run(command, check=True, capture_output=True, env=environment())
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # others may read, or do the same
+            file.write(done.stdout)
+        os.replace(file.name, path)
+    return list(json.loads(path.read_text()))
 
 
 def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[str]:
@@ -85,7 +93,7 @@ def _name(of: str, positions: set[int] | None) -> str:
 
 
 def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
-    failed, began = [], time.monotonic()
+    failed, without, began = [], 0, time.monotonic()
     pool = ThreadPoolExecutor(side_by_side)
     waiting = {pool.submit(started, seed, folder): seed for seed in range(first, first + runs)}
     try:
@@ -93,7 +101,10 @@ def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
             seed, problems = waiting[each], each.result()
             kinds = [fault.kind for fault in schedule.plan(seed).faults]
             at = f"[{time.monotonic() - began:.0f} s]"
-            print(f"{at} seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}", flush=True)
+            missed = json.loads((folder / str(seed) / MISSED).read_text()) if not problems else []
+            partly = f" (not done: {', '.join(missed)})" if missed else ""
+            print(f"{at} seed {seed}: {'FAILED' if problems else 'passed'}: {', '.join(kinds)}{partly}", flush=True)
+            without += bool(missed)
             for problem in problems:
                 print(f"    {problem}", flush=True)
             if problems:
@@ -102,7 +113,8 @@ def many(first: int, runs: int, folder: Path, side_by_side: int) -> int:
         pool.shutdown(cancel_futures=True)  # told to end, it starts no further run
     for seed in failed:
         shrunk(seed, folder)
-    print(f"{runs - len(failed)} of {runs} runs passed; histories: {folder}")
+    some = f", {without} of them without one of their faults" if without else ""
+    print(f"{runs - len(failed)} of {runs} runs passed{some}; histories: {folder}")
     return 1 if failed else 0
 
 
@@ -148,10 +160,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: _end())
     folder = args.folder.resolve()
     if args.runs > 1:
-        undisturbed(folder, anew=True)
+        undisturbed(folder, ALONE_STEPS, anew=True)
         return many(args.seed, args.runs, folder, args.side_by_side)
     plan, name = _plan(args)
-    problems = one(plan, folder / name, undisturbed(folder, plan.steps), Limits(args.stuck_s, args.restarts))
+    problems = one(plan, folder / name, Limits(args.stuck_s, args.restarts))
     for problem in problems:
         print(f"{name}: {problem}", file=sys.stderr)
     if problems:

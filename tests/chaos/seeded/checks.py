@@ -12,6 +12,8 @@ An event is a dict: `what` it is, `t` on the machine's monotonic clock, and more
     dismissed                    the agent of a host came too late for a job that is done, and was told to end
     decision                     a verdict of the job, from the agents' events: host and the fields of elastic_ext's event
     ledger                       a verdict as the job's ledger has it in etcd at the end: the fields of a decision that checks use
+    nobody, skipped              a fault that was not done: nobody was there, or it cannot be done here; kind
+    all                          before the training was told to end: together (all hosts that have room trained), training, room
     dropped                      events that an agent could not write: host, count
     chosen                       what an agent has its workers begin with, likewise (checkpoint_chosen)
     led                          how many times the agents of a host have led the rendezvous, told at the end
@@ -269,9 +271,12 @@ def ends(plan: Plan, events: Sequence[Event], alone: Sequence[str]) -> Iterator[
         yield f"stuck: {end['stuck']}"
         return
     last = max(groups(events).values(), key=lambda told: told[0]["restart"], default=[])
-    done = {each["rank"] for each in of(last, "done") if each["step"] == len(alone) - 1}
-    if not last or done != set(range(last[0]["world"])):
-        yield f"the ranks {sorted(done)} of the last group reached the end"
+    at = {each["rank"]: each["step"] for each in of(last, "done") if each["step"] >= plan.steps}
+    if not last or at.keys() != set(range(last[0]["world"])) or len(set(at.values())) != 1:
+        yield f"the ranks of the last group reached the end, and their last steps: {at}"
+    for each in of(events, "all"):
+        if not each["together"]:
+            yield f"long after all was healed {each['training']} trained, with room for {each['room']} of {each['running']}"
     for host, code in end["codes"].items():
         dismissed = any(late["host"] == host for late in of(events, "dismissed"))
         if code != 0 and not (dismissed and code in DISMISSED):

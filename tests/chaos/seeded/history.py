@@ -27,6 +27,16 @@ class History:
         self.workers: dict[str, Told] = {}  # what the worker of each host told last
         threading.Thread(target=self._read, daemon=True).start()
 
+    @property
+    def group(self) -> dict[str, Told]:
+        """What each host of the newest group told last. Empty if only some of its ranks have told something."""
+        with self.changed:
+            last = max(self.workers.values(), key=lambda each: each["restart"], default=None)
+            if last is None:
+                return {}
+            found = {host: each for host, each in self.workers.items() if _group(each) == _group(last)}
+        return found if len(found) == last["world"] else {}
+
     def record(self, what: str, **more: Any) -> None:
         self._take({"what": what, "t": time.monotonic(), **more})
 
@@ -58,3 +68,7 @@ class History:
             ordered = sorted(self.events, key=lambda each: (each["what"] == "end", each["t"]))
             Path(self._file.name).write_text("".join(json.dumps(each) + "\n" for each in ordered))
             return ordered
+
+
+def _group(told: Told) -> tuple[str, int]:
+    return told["group"], told["restart"]

@@ -18,7 +18,7 @@ from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.members import Brought, Members, Ours
 from tests.chaos.seeded.object_store import ObjectStore
 from tests.chaos.seeded.schedule import HOSTS, LEASE_S, SPARE, TRY_AGAIN, Plan
-from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device
+from tests.chaos.seeded.surroundings import Surroundings, slow, slow_device, unavailable
 from tests.jobs import AGENT, SCRIPTS, environment
 from tests.lossy_network import CLEAN, DEVICE, LossyNetwork, Way
 
@@ -26,6 +26,7 @@ RUN_ID = "chaos"
 SCRIPT = SCRIPTS / "chaos_training.py"
 DISK_MB, STORE_MB = 4, 16
 SLOW_MORE_MB = 8  # what ext4 needs for itself
+END = "end"  # the file that ends the training
 STORE = "store"  # the host that an object store is on
 CUT = Way(loss=1.0)
 
@@ -38,7 +39,7 @@ class Hosts:
         self.network = stack.enter_context(LossyNetwork([*plan.hosts, *more]))
         self._parted: set[tuple[str, str]] = set()
         self.surroundings = Surroundings(plan, folder, stack)
-        kinds = {fault.kind for fault in plan.faults}
+        kinds = {fault.kind for fault in plan.faults if not unavailable(fault.kind)}
         self.store = _disk(folder / "store", STORE_MB, "store slow" in kinds)
         self.disks = {host: _disk(folder / f"disk-{host}", DISK_MB, "disk slow" in kinds) for host in plan.hosts}
         for path in (self.store, *self.disks.values()):
@@ -71,7 +72,16 @@ class Hosts:
             self.start_agent(host)
 
     def _no_more(self) -> None:
-        self.down = set(self.plan.hosts)
+        with self.history.changed:
+            self.down = set(self.plan.hosts)
+
+    def train_on(self) -> bool:
+        """Whether the training has not been told to end."""
+        return not (self.folder / END).exists()
+
+    def end(self) -> None:
+        """Let the training end with its next step."""
+        (self.folder / END).touch()
 
     def inside(self, host: str) -> list[str]:
         """The start of a command line that runs on a host. /sys stays: agents look for their memory limits there."""
@@ -80,7 +90,6 @@ class Hosts:
     # Agents.
 
     def start_agent(self, host: str) -> None:
-        self.down.discard(host)
         tmp = self.folder / f"tmp-{host}"
         tmp.mkdir(exist_ok=True)
         with (self.folder / f"agent-{host}.log").open("ab") as log:
@@ -120,11 +129,12 @@ class Hosts:
             *("--nproc-per-node=1", "--max-restarts=-1", f"--local-addr={self.network.addresses[host]}"),
             *(f"--log-dir={self.folder / f'logs-{host}'}", "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in conf.items())),
         ]
-        return [*AGENT, *options, str(SCRIPT), str(self.history.pipe), str(self.plan.steps)]
+        return [*AGENT, *options, str(SCRIPT), str(self.history.pipe), str(self.plan.steps), str(self.folder / END)]
 
     def _environment(self, host: str, tmp: Path) -> dict[str, str]:
         env = environment(CHAOS_HOST=host, ELASTIC_EXT_NODE_NAME=host, GLOO_SOCKET_IFNAME=DEVICE, TMPDIR=str(tmp))
         del env["ELASTIC_EXT_STANDBY"], env["ELASTIC_EXT_METRICS_PORT"]
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # each of the many processes would compile all of elastic_ext anew
         env |= self.etcd.environ
         return {**env, **self.surroundings.environ(host), **(self.object_store.environ if self.object_store else {})}
 
@@ -141,6 +151,8 @@ class Hosts:
         code = process.wait()
         self.history.record("exit", host=host, pid=process.pid, code=code)
         with self.history.changed:
+            if self.agents[host] is not process:
+                return
             self.done = self.done or code == 0
             if host in self.dismissed:
                 self.codes[host] = code
@@ -184,29 +196,42 @@ class Hosts:
                 yield each
 
     def kill(self, host: str) -> list[int]:
-        """All that runs there."""
-        self.down.add(host)
-        killed = []
+        """All that runs there, and an agent that is about to."""
+        with self.history.changed:
+            self.down.add(host)
+            agent = self.agents[host]
+        killed = [agent.pid]
+        if agent.pid not in {each.pid for each in self.pids(host)}:  # it has not entered its namespace yet, or has ended
+            agent.kill()
         while found := self.pids(host):
             for each in found:
                 each.send(signal.SIGCONT)
                 each.send(signal.SIGKILL)
             killed += [each.pid for each in found]
             processes.reap_orphans(self.waited_for)
-            self.agents[host].wait()
+            agent.wait()
             self.etcd.kill(host)
         return killed
 
     def replace(self, host: str) -> None:
         """Another machine under the same address: its disk is empty, but for the data of etcd, which is on a volume."""
         self.link(host, CLEAN, CLEAN)
+        subprocess.run(["mount", "-o", "remount,rw", str(self.disks[host])], capture_output=True, check=True)
         for each in self.disks[host].iterdir():
-            if each.name != "lost+found":
+            if each.is_file():  # of a fault that fills it
+                each.unlink()
+            elif each.name != "lost+found":
                 shutil.rmtree(each)
         self.history.record("emptied", host=host)
         self.etcd.replace(host)
-        if not self.done:
-            self.start_agent(host)
+        self.bring(host)
+
+    def bring(self, host: str) -> None:
+        """Start an agent on a host that was down, unless the job is done."""
+        with self.history.changed:
+            if not self.done:
+                self.down.discard(host)
+                self.start_agent(host)
 
     def link(self, host: str, out: Way, into: Way) -> None:
         self.network.change({host: (out, into)})

@@ -16,7 +16,7 @@ from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader
 from tests.chaos.seeded.object_store import WELL, Ill
-from tests.chaos.seeded.schedule import BETWEEN, KINDS, RANK_0, SPARE, Fault
+from tests.chaos.seeded.schedule import BETWEEN, KINDS, SPARE, Fault
 from tests.chaos.seeded.surroundings import OOM_KILL_FIRST, slow
 from tests.lossy_network import CLEAN, Way
 
@@ -49,6 +49,8 @@ class Struck:
 
 def strike(fault: Fault, hosts: Hosts) -> Struck:
     """Raises NotYet."""
+    if hosts.done:
+        raise NotYet
     target = _target(fault, hosts)
     if target in hosts.down:
         raise NotYet
@@ -56,10 +58,13 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
 
 
 def _target(fault: Fault, hosts: Hosts) -> str:
-    if fault.target != RANK_0:
+    """A host that trains, where a host is meant: another one than the plan says if that one only waits."""
+    if KINDS[fault.kind].scope != "host":
         return fault.target
-    told = [each for each in hosts.history.workers.values() if each["rank"] == 0]
-    return max(told, key=lambda each: each["t"])["host"]
+    by_rank = {each["rank"]: host for host, each in hosts.history.group.items()}
+    if 0 not in by_rank:
+        raise NotYet
+    return fault.target if fault.target in by_rank.values() or fault.target in hosts.down else by_rank[0]
 
 
 def _link(fault: Fault, host: str, hosts: Hosts) -> Struck:
@@ -90,10 +95,12 @@ def _resume(victims: list[Process]) -> Callable[[], None]:
 
 
 def _pause_host(fault: Fault, host: str, hosts: Hosts) -> Struck:
-    found = hosts.pids(host)
-    for each in found:
-        each.send(signal.SIGSTOP)
-    return Struck(host, [each.pid for each in found], heal=_resume(found))
+    found: dict[int, Process] = {}
+    while new := [each for each in hosts.pids(host) if each.pid not in found]:  # what was forked meanwhile, too
+        for each in new:
+            each.send(signal.SIGSTOP)
+            found[each.pid] = each
+    return Struck(host, [*found], heal=_resume([*found.values()]))
 
 
 def _kill_host(fault: Fault, host: str, hosts: Hosts) -> Struck:
@@ -155,8 +162,7 @@ def _too_few(fault: Fault, target: str, hosts: Hosts) -> Struck:
 
 
 def _spare_comes(fault: Fault, target: str, hosts: Hosts) -> Struck:
-    if not hosts.done:
-        hosts.start_agent(SPARE)
+    hosts.bring(SPARE)
     return Struck("", [])
 
 
@@ -233,7 +239,9 @@ def _corrupt(fault: Fault, target: str, hosts: Hosts) -> Struck:
             raise NotYet
         newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
         hosts.history.record("corrupted", name=newest.name)
-        _flip_bits(newest)
+        for folder in (hosts.store, *hosts.disks.values()):
+            if (folder / newest.name).exists():
+                _flip_bits(folder / newest.name)
         host = max(workers, key=lambda each: hosts.history.workers[each]["t"])
         workers[host].send(signal.SIGKILL)
         return Struck(host, [workers[host].pid], newest.name)

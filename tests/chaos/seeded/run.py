@@ -26,7 +26,10 @@ STUCK_S = 90.0  # without a word of any worker, or without an end after all is d
 LEADS = "leads the rendezvous"  # as agents log it
 LATE_S = 10.0  # after as many agents as trained have left with 0; one that came too late would begin anew, and wait
 OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen", "events_dropped": "dropped"}  # by elastic_ext's names
-PATIENCE_S = 4.0  # until a fault finds somebody that it can be done to
+PATIENCE_S = 30.0  # until a fault finds somebody that it can be done to: standbys import torch first
+FIRST_WORD_S = 180.0  # until a worker tells something: all processors are busy with imports
+AGAIN_STEPS = 6  # after all is healed, of all hosts that have room: at least one checkpoint
+AGAIN_S = 90.0  # in which they must have made them
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Run:
         self._due: dict[int, float] = {}  # when a fault comes whose step has been reached, by its number
         self._heals: list[tuple[float, int, Fault, inject.Struck]] = []
         self._watching = Watching(self.hosts, self.history)
+        self._settled: float | None = None  # when the last fault was healed, or struck if there is nothing to heal
+        self._again: tuple[int, int] | None = None  # restart count and first step of the group that all train in since
 
     def _possible(self, number: int, fault: Fault) -> bool:
         why = unavailable(fault.kind)
@@ -69,6 +74,7 @@ class Run:
             self._watching.look()
             self._strike_what_is_due()
             self._heal_what_is_due()
+            self._end_training_when_all_train()
             processes.reap_orphans(self.hosts.waited_for)
             if enough is None and self.hosts.enough:
                 enough = time.monotonic()
@@ -81,7 +87,7 @@ class Run:
     def _stuck(self, began: float) -> str:
         """What did not come, or came too often; "": the run may go on."""
         silent_s = time.monotonic() - max(self.history.heard, began)
-        if silent_s > (self._limits.stuck_s if self.history.workers else STUCK_S):
+        if silent_s > (self._limits.stuck_s if self.history.workers else FIRST_WORD_S):
             return f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
         restarts = max((each["restart"] for each in self.history.workers.values()), default=0)
         return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
@@ -115,6 +121,24 @@ class Run:
                 assert struck.heal is not None
                 struck.heal()
                 self.history.record("heal", number=number, kind=fault.kind, target=struck.target)
+
+    def _end_training_when_all_train(self) -> None:
+        """When no fault is left, all is healed, and all hosts that have room have trained together; or have not for too long."""
+        if self._waiting or self._heals or not self.history.workers or not self.hosts.train_on():
+            self._settled = None
+            return
+        now = time.monotonic()
+        self._settled = now if self._settled is None else self._settled
+        group, room = self.history.group, min(self.plan.most_nodes, len(self.hosts.running))
+        told = [each["step"] for each in group.values() if each["what"] in ("step", "saving") and each["t"] > self._settled]
+        restart = next((each["restart"] for each in group.values()), -1)
+        together = len(told) == len(group) == room
+        if together and (self._again is None or self._again[0] != restart):
+            self._again = restart, min(told)
+        enough = together and self._again is not None and min(told) >= self._again[1] + AGAIN_STEPS
+        if enough or now > self._settled + AGAIN_S:
+            self.history.record("all", together=enough, training=sorted(group), room=room, running=self.hosts.running)
+            self.hosts.end()
 
     def _end(self, stuck: str) -> None:
         waited_for = self.hosts.waited_for

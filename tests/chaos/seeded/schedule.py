@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-STEPS = 80  # of the training; the last fault comes well before
+STEPS = 45  # of the training at least; it goes on until all faults are healed, and all train that have room
+LAST_STEP = 40  # at which a fault comes
 HOSTS = ("a", "b", "c")
 SPARE = "d"
 LEASE_S = 3
@@ -131,7 +132,7 @@ class Fault:
 @dataclass(frozen=True)
 class Plan:
     """trainers: how many hosts begin. etcd: one of ETCD_ON. nnodes: as for torchrun. local: whether each host has a local_dir.
-    store: one of STORES, where checkpoint_dir is. steps: of the training."""
+    store: one of STORES, where checkpoint_dir is. steps: of the training, at least."""
 
     seed: int
     trainers: int
@@ -158,6 +159,10 @@ class Plan:
         return self.store == "s3"
 
     @property
+    def most_nodes(self) -> int:
+        return int(self.nnodes.rpartition(":")[2])
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         return (*HOSTS[: self.trainers], *((SPARE,) if self.spare else ()))
 
@@ -170,9 +175,7 @@ def plan(seed: int) -> Plan:
     chosen = _possible([kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(count - 1))])
     store = next((each for kind in chosen for each in KINDS[kind].needs if each in STORES), "") or rng.choice(STORES)
     chosen = [kind for kind in chosen if not {*KINDS[kind].needs} & {*STORES} - {store}]
-    trainers, etcd, nnodes = rng.choice(
-        [each for each in SETUPS if each[1] == ETCD_ON[0] or not any("apart" in KINDS[kind].needs for kind in chosen)]
-    )
+    trainers, etcd, nnodes = rng.choice([each for each in SETUPS if _suits(each, chosen)])
     faults = sorted((_fault(kind, HOSTS[:trainers], rng) for kind in chosen), key=lambda each: each.step)
     needs = {each for kind in chosen for each in KINDS[kind].needs}
     return Plan(
@@ -195,7 +198,14 @@ def _fault(kind: str, hosts: Sequence[str], rng: random.Random) -> Fault:
         target = rng.choice((*hosts, RANK_0))
     elif scope == "two hosts":
         target = BETWEEN.join(sorted(rng.sample(hosts, 2)))
-    return Fault(kind, target, rng.randint(4, STEPS // 2), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
+    return Fault(kind, target, rng.randint(4, LAST_STEP), _short(rng), round(rng.uniform(*seconds), 2) if seconds else 0.0)
+
+
+def _suits(setup: tuple[int, str, str], kinds: Sequence[str]) -> bool:
+    trainers, etcd, nnodes = setup
+    if "spare comes" in kinds and trainers == int(nnodes.rpartition(":")[2]):
+        return False  # there would be no room for it
+    return etcd == ETCD_ON[0] or not any("apart" in KINDS[kind].needs for kind in kinds)
 
 
 def _short(rng: random.Random) -> float:

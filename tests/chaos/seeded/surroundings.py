@@ -26,6 +26,8 @@ def unavailable(kind: str) -> str:
         return f"{CGROUPS}/memory: no memory cgroups of version 1"
     if kind in ("disk slow", "store slow") and not os.access(_throttle("bps"), os.W_OK):
         return f"{CGROUPS}/blkio: no throttling of devices"
+    if kind in ("disk slow", "store slow") and shutil.which("mkfs.ext4") is None:
+        return "mkfs.ext4: not found on PATH; what is slow is a device with a file system of its own"
     return ""
 
 
@@ -94,7 +96,8 @@ class Memory:
         (self._path / "memory.force_empty").write_text("0")
         used = int((self._path / "memory.usage_in_bytes").read_text())
         self._limit(used + (LEFT_MB << 20))
-        hog = f"head -c {HOG_MB}M /dev/zero | tail -c {HOG_MB}M >/dev/null"
+        # The worker goes first, and then the hog: the agent may have more memory than it.
+        hog = f"echo {OOM_KILL_FIRST - 1} >/proc/self/oom_score_adj; head -c {HOG_MB}M /dev/zero | tail -c {HOG_MB}M >/dev/null"
         subprocess.run([*self.inside, "sh", "-c", hog], check=False, capture_output=True, timeout=60)
         return self.kills > before
 

@@ -12,7 +12,7 @@ from tests.chaos.seeded.hosts import finishers
 from tests.chaos.seeded.schedule import Plan
 from tests.chaos.seeded.table import outcomes, rows
 
-PLAN = Plan(0, 2, "own hosts", "2", False, False, False, "folder", ())
+PLAN = Plan(0, 2, "own hosts", "2", False, False, False, "folder", (), 4)
 ALONE = ["s0", "s1", "s2", "s3", "s4"]
 History = list[dict]
 
@@ -135,6 +135,8 @@ BAD: list[tuple[str, History]] = [
     ("leavings", dismissed(-9)),
     ("ends", having(lambda each: None if each["what"] == "done" and each["rank"] == 1 else each)),
     ("ends", having(of_group(1, "done", error="no space"))),
+    ("ends", having(lambda each: {**each, "step": 3} if each["what"] == "done" and each["rank"] == 1 else each)),
+    ("ends", with_({"what": "all", "t": 2.35, "together": False, "training": ["a"], "room": 2, "running": ["a", "b"]})),
     ("nothing left", ending(processes=["100 worker S"])),
     ("nothing left", ending(shm=["elastic_ext_x"])),
     ("nothing left", ending(tmp=["a/file"])),

@@ -24,7 +24,7 @@ import pytest
 
 from tests import lossy_network
 from tests.chaos.seeded import checks, schedule
-from tests.chaos.seeded.__main__ import undisturbed
+from tests.chaos.seeded.__main__ import ALONE_STEPS, undisturbed
 from tests.chaos.seeded.run import PATIENT, Limits
 from tests.chaos.seeded.schedule import LEASE_S, RANK_0, Fault, Plan
 from tests.jobs import ROOT, ended
@@ -136,14 +136,15 @@ def test_a_copy_without_a_mutation_passes(plan: Plan, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See `undisturbed`: one for all runs."""
-    return undisturbed(tmp_path_factory.mktemp("alone"))
+    """A folder with the end of `undisturbed`: one for all runs."""
+    folder = tmp_path_factory.mktemp("alone")
+    undisturbed(folder, ALONE_STEPS)
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, alone: Path) -> Path:
-    shutil.copy(alone, tmp_path)
-    return tmp_path
+    return shutil.copytree(alone, tmp_path, dirs_exist_ok=True)
 
 
 def copied(folder: Path, patch: str | None = None) -> Path:

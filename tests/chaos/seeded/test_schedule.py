@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 
-from tests.chaos.seeded.schedule import HOSTS, KINDS, ONE_OF, RANK_0, SETUPS, STEPS, decode, encode, only, plan
+from tests.chaos.seeded.schedule import HOSTS, KINDS, LAST_STEP, ONE_OF, RANK_0, SETUPS, decode, encode, only, plan
 
 PLANS = [plan(seed) for seed in range(len(KINDS) * 5)]
 
@@ -34,10 +34,12 @@ def test_faults_are_possible():
             kind = KINDS[fault.kind]
             assert all(getattr(each, need) for need in kind.needs)
             assert fault.target in targets(kind.scope, HOSTS[: each.trainers])
-            assert 0 < fault.step <= STEPS // 2, "the job would be over"
+            assert 0 < fault.step <= LAST_STEP
             low, high = kind.seconds or (0, 0)
             assert low <= fault.seconds <= high
         assert sum(fault.kind in ONE_OF for fault in each.faults) <= 1
+        if any(fault.kind == "spare comes" for fault in each.faults):
+            assert each.most_nodes > each.trainers, "it would not train"
 
 
 def targets(scope, hosts):

@@ -9,15 +9,17 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from elastic_ext.base.errors import BadCheckpoints, UsageError
+from elastic_ext.agent.verdicts import Verdicts
+from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import blame, resolution
+from elastic_ext.checkpoints.choice import blame, messages, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory import marks
 from elastic_ext.checkpoints.formats.manifest import directory_name
@@ -239,3 +241,12 @@ def test_a_job_without_any_good_checkpoint_stops_with_the_list(tmp_path):
     assert "step_7.pt: damaged" in done.err
     assert "no-checkpoint-left" in (tmp_path / "verdict").read_text()
     assert "begin" not in done.out
+
+
+def test_all_nodes_learn_that_the_storage_is_away_and_leave_with_try_again():
+    text = messages.encode(messages.failure(StorageAway("no answer for 600 s")))
+    with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
+        messages.read_agreement(text)
+    node = SimpleNamespace(round=3, node_id="a", host="host-a")
+    decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
+    assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)

@@ -7,11 +7,11 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of
+from elastic_ext.checkpoints.formats.manifest import MANIFEST, order_of, order_or_oldest
 from tests.chaos.processes import Process
 from tests.chaos.seeded.hosts import CUT, STORE, Hosts
 from tests.chaos.seeded.members import leader
@@ -58,13 +58,23 @@ def strike(fault: Fault, hosts: Hosts) -> Struck:
 
 
 def _target(fault: Fault, hosts: Hosts) -> str:
-    """A host that trains, where a host is meant: another one than the plan says if that one only waits."""
-    if KINDS[fault.kind].scope != "host":
+    """Hosts that train, where hosts are meant: others than the plan says for those that only wait."""
+    scope = KINDS[fault.kind].scope
+    if scope not in ("host", "two hosts"):
         return fault.target
-    by_rank = {each["rank"]: host for host, each in hosts.history.group.items()}
-    if 0 not in by_rank:
+    group = hosts.history.group
+    return trainers(fault.target, {each["rank"]: host for host, each in group.items()}, hosts.down)
+
+
+def trainers(target: str, by_rank: Mapping[int, str], down: Collection[str]) -> str:
+    """The target of a plan, with those of the lowest ranks in place of hosts that only wait. Raises NotYet."""
+    meant = target.split(BETWEEN)
+    there = [host for host in meant if host in by_rank.values() or host in down]
+    others = [host for _, host in sorted(by_rank.items()) if host not in there]
+    found = [*there, *others][: len(meant)]
+    if not by_rank or len(found) < len(meant):
         raise NotYet
-    return fault.target if fault.target in by_rank.values() or fault.target in hosts.down else by_rank[0]
+    return BETWEEN.join(sorted(found))
 
 
 def _link(fault: Fault, host: str, hosts: Hosts) -> Struck:
@@ -234,20 +244,25 @@ def _corrupt(fault: Fault, target: str, hosts: Hosts) -> Struck:
     for each in workers.values():
         each.send(signal.SIGSTOP)
     try:
-        whole = [each for each in hosts.store.iterdir() if order_of(each.name) and (each / MANIFEST).exists()]
-        if not workers or len(whole) < 2:  # without any that may be used the job ends, as it must
+        stored = whole(hosts.store)
+        newest = max(stored.union(*map(whole, hosts.disks.values())), key=order_or_oldest, default="")
+        if not workers or not stored - {newest}:  # without any that may be used the job ends, as it must
             raise NotYet
-        newest = max(whole, key=lambda each: order_of(each.name) or (0, 0))
-        hosts.history.record("corrupted", name=newest.name)
+        hosts.history.record("corrupted", name=newest)
         for folder in (hosts.store, *hosts.disks.values()):
-            if (folder / newest.name).exists():
-                _flip_bits(folder / newest.name)
+            if (folder / newest).exists():
+                _flip_bits(folder / newest)
         host = max(workers, key=lambda each: hosts.history.workers[each]["t"])
         workers[host].send(signal.SIGKILL)
-        return Struck(host, [workers[host].pid], newest.name)
+        return Struck(host, [workers[host].pid], newest)
     finally:
         for each in workers.values():
             each.send(signal.SIGCONT)
+
+
+def whole(folder: Path) -> set[str]:
+    """Names of checkpoints that have a manifest there."""
+    return {each.name for each in folder.iterdir() if order_of(each.name) and (each / MANIFEST).exists()}
 
 
 def _flip_bits(checkpoint: Path) -> None:

@@ -42,7 +42,8 @@ def one(plan: Plan, folder: Path, limits: Limits = PATIENT) -> list[str]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(schedule.encode(plan), indent=1))
-    own_shared_memory()
+    if not own_shared_memory():  # mounts would be the machine's, for good
+        raise PermissionError("unshare or mount: not allowed, and the disks of a run are mounts of its own; run it as root")
     processes.adopt_orphans()
     with ExitStack() as stack:
         events = Run(plan, folder, stack, limits).go()

@@ -23,7 +23,7 @@ class History:
         self.changed = threading.Condition()
         self.events: list[Told] = []
         self.step = 0  # the furthest
-        self.heard = time.monotonic()  # when a worker last told something
+        self.heard = time.monotonic()  # when a worker last told something, or an agent started
         self.workers: dict[str, Told] = {}  # what the worker of each host told last
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -49,8 +49,9 @@ class History:
 
     def _take(self, told: Told) -> None:
         with self.changed:
-            if "rank" in told:
+            if "rank" in told or told["what"] == "started":
                 self.heard = time.monotonic()
+            if "rank" in told:
                 self.step = max(self.step, told["step"])
                 self.workers[told["host"]] = told
             self.events.append(told)

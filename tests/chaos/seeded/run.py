@@ -15,7 +15,7 @@ from tests.chaos.seeded import inject
 from tests.chaos.seeded.history import History, Told
 from tests.chaos.seeded.hosts import RUN_ID, Hosts
 from tests.chaos.seeded.members import ledger
-from tests.chaos.seeded.schedule import Fault, Plan
+from tests.chaos.seeded.schedule import LEASE_S, Fault, Plan
 from tests.chaos.seeded.surroundings import unavailable
 from tests.chaos.seeded.watching import Watching
 from tests.jobs import wait_gone
@@ -28,7 +28,9 @@ LATE_S = 10.0  # after as many agents as trained have left with 0; one that came
 OF_AGENTS = {"decision": "decision", "checkpoint_chosen": "chosen", "events_dropped": "dropped"}  # by elastic_ext's names
 PATIENCE_S = 30.0  # until a fault finds somebody that it can be done to: standbys import torch first
 FIRST_WORD_S = 180.0  # until a worker tells something: all processors are busy with imports
-AGAIN_STEPS = 6  # after all is healed, of all hosts that have room: at least one checkpoint
+LONGEST_S = 300.0  # of a run whose agents start again and again
+LEARN_S = LEASE_S / 2  # after all is healed, until an agent knows that its lease is gone: it renews it each third of that time
+AGAIN_STEPS = 6  # then, of all hosts that have room: at least one checkpoint
 AGAIN_S = 90.0  # in which they must have made them
 
 
@@ -89,6 +91,8 @@ class Run:
         silent_s = time.monotonic() - max(self.history.heard, began)
         if silent_s > (self._limits.stuck_s if self.history.workers else FIRST_WORD_S):
             return f"nothing for {silent_s:.0f} s at step {self.history.step}; running: {self.hosts.running}"
+        if time.monotonic() - began > LONGEST_S:
+            return f"no end in {LONGEST_S:g} s, at step {self.history.step}; running: {self.hosts.running}"
         restarts = max((each["restart"] for each in self.history.workers.values()), default=0)
         return f"restart {restarts} at step {self.history.step}" if restarts > self._limits.restarts else ""
 
@@ -130,7 +134,8 @@ class Run:
         now = time.monotonic()
         self._settled = now if self._settled is None else self._settled
         group, room = self.history.group, min(self.plan.most_nodes, len(self.hosts.running))
-        told = [each["step"] for each in group.values() if each["what"] in ("step", "saving") and each["t"] > self._settled]
+        since = self._settled + LEARN_S
+        told = [each["step"] for each in group.values() if each["what"] in ("step", "saving") and each["t"] > since]
         restart = next((each["restart"] for each in group.values()), -1)
         together = len(told) == len(group) == room
         if together and (self._again is None or self._again[0] != restart):
@@ -141,6 +146,8 @@ class Run:
             self.hosts.end()
 
     def _end(self, stuck: str) -> None:
+        for number, fault in self._waiting:
+            self.history.record("nobody", number=number, kind=fault.kind)
         waited_for = self.hosts.waited_for
         left = [each for each in processes.descendants(os.getpid()) if each.pid not in waited_for]
         if not stuck:

@@ -57,9 +57,13 @@ class AgentPolicy:
             refused_s=self._settings.refuse_node,
         )
 
-    def judge_alone(self, node_id: str, report: ledger.Report, round_: int) -> ledger.JobVerdict:
-        """Return the verdict of a node that does not get the job's verdict."""
-        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), self._circumstances(1), round_)
+    def judge_alone(self, node_id: str, report: ledger.Report, round_: int, left_behind: bool) -> ledger.JobVerdict:
+        """Return the verdict of a node that does not get the job's verdict.
+
+        left_behind: the job has gone on without this node, which was lost. So its workers failed because the others' were gone.
+        """
+        rules = replace(self._circumstances(1), lost=(node_id,) if left_behind else ())
+        _, verdict = judgement.judge({node_id: report}, ledger.Ledger(), rules, round_)
         return verdict
 
     def _circumstances(self, nodes: int) -> judgement.Circumstances:

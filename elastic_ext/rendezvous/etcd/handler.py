@@ -270,7 +270,8 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
         verdict = self._connection.await_verdict(self.round)
         if verdict is None:
             logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
-            verdict = self._policy.judge_alone(self.node_id, report, self.round)
+            left_behind = self._participant.header.round > self.round
+            verdict = self._policy.judge_alone(self.node_id, report, self.round, left_behind)
         self._job_continues = not verdict.ends_job
         return verdict
 

@@ -172,22 +172,35 @@ else:
 def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(server, nodes, tmp_path):
     """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
     charged: with --max-restarts=0 the job would end."""
+    first, second = waiting_pair(server, nodes, tmp_path, "2")
+    first.wait_for("lost node")
+    second.process.send_signal(signal.SIGCONT)
+    assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
+    assert "trains b 1" in second.out
+
+
+def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(server, nodes, tmp_path):
+    """The job has gone on without it, and ended: its verdict on that round is not to be had."""
+    first, second = waiting_pair(server, nodes, tmp_path, "1:2")
+    assert first.finish().returncode == 0, first.err
+    second.process.send_signal(signal.SIGCONT)
+    assert second.finish().returncode == 0, second.err
+    assert "this node judges for itself" in second.err
+
+
+def waiting_pair(server: EtcdServer, nodes: Nodes, tmp_path: Path, nnodes: str) -> list[Job]:
+    """Two agents; the second one is paused, and its worker has failed."""
     script = tmp_path / "waits.py"
     script.write_text(ONE_WAITS_FOR_THE_OTHER)
-    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--rdzv-conf=lease_ttl=2,last_call=0.5"]
+    where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}", "--rdzv-conf=lease_ttl=2,last_call=5"]
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", *where, "--max-restarts=0", str(script)]
-    with (
-        Job(command, tmp_path, NODE="a", GATE=str(nodes.gate.path)) as first,
-        Job(command, tmp_path, NODE="b", GATE=str(nodes.gate.path)) as second,
-    ):
-        first.wait_for("trains a 0")
-        pid = int(second.wait_for(r"trains b 0 (\d+)")[0][1])
-        second.process.send_signal(signal.SIGSTOP)
-        first.wait_for("lost node")
-        assert wait_gone([pid]) == []
-        second.process.send_signal(signal.SIGCONT)
-        assert [job.finish().returncode for job in (first, second)] == [0, 0], first.err + second.err
-    assert "trains b 1" in second.out
+    env = {"GATE": str(nodes.gate.path)}
+    first, second = (nodes.stack.enter_context(Job(command, tmp_path, NODE=name, **env)) for name in "ab")
+    first.wait_for("trains a 0")
+    pid = int(second.wait_for(r"trains b 0 (\d+)")[0][1])
+    second.process.send_signal(signal.SIGSTOP)
+    assert wait_gone([pid]) == []
+    return [first, second]
 
 
 @pytest.mark.long

@@ -30,6 +30,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSto
         made = ObjectStore([], "127.0.0.1", tmp_path / "store.log", lambda path: None, stack)
         for name, value in made.environ.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the clients give up at once, so that the tests do not wait for them
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
         s3fs.S3FileSystem.clear_instance_cache()  # each keeps the endpoint that it was made with
         yield made
 

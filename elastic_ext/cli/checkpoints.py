@@ -13,6 +13,7 @@ from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import discovery, listing
 from elastic_ext.checkpoints.choice.listing import ListedCheckpoint
+from elastic_ext.checkpoints.choice.selection import Choice
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
 from elastic_ext.checkpoints.formats.manifest import ManifestError
 from elastic_ext.checkpoints.formats.verify import Mode, Verification, verify
@@ -120,19 +121,28 @@ def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     with ProgressBar("checking") as bar:
         rows = listing.list_checkpoints(storage, args.pattern, bar.counts)
-    choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
-    chosen = choice.resume.path if choice.resume else None
-    if args.json:
-        for row in rows:
-            print(json.dumps(_as_json(row, row.entry.path == chosen)))
-        return 0
-    for line in _columns(rows, chosen):
-        print(line)
-    if choice.resume is not None:
-        print(f"\n* a job would resume from this one: {shown(choice.resume.reason)}")
-    else:
-        print("\nnothing to resume from" + (": none of the complete checkpoints is usable" if choice.all_bad else ""))
+    choice, unknown = None, ""
+    try:
+        choice = discovery.newest_complete(args.directory, discovery.Wanted(pattern=args.pattern))
+    except (OSError, UsageError) as error:  # the rows say what cannot be read
+        unknown = f"which one a job would resume from cannot be told: {error}"
+    chosen = choice.resume.path if choice is not None and choice.resume is not None else None
+    for row in rows if args.json else ():
+        print(json.dumps(_as_json(row, row.entry.path == chosen)))
+    if not args.json:
+        for line in _columns(rows, chosen):
+            print(line)
+        if choice is not None:
+            print(f"\n{_resumes_from(choice)}")
+    if unknown:
+        print_error(unknown)
     return 0
+
+
+def _resumes_from(choice: Choice) -> str:
+    if choice.resume is not None:
+        return f"* a job would resume from this one: {shown(choice.resume.reason)}"
+    return "nothing to resume from" + (": none of the complete checkpoints is usable" if choice.all_bad else "")
 
 
 def _as_json(row: ListedCheckpoint, chosen: bool) -> dict[str, Any]:
@@ -184,7 +194,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _show(row: ListedCheckpoint, found: Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
-        print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **asdict(found)}), flush=True)
+        record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it
+        print(json.dumps({"name": row.name, "sound": sound, "state": row.state, **record}), flush=True)
         return
     if not row.complete:
         print_line(f"{row.name}: not complete: {row.state}")

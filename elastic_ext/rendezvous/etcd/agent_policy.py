@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import judgement, ledger
 from elastic_ext.rendezvous import judging
 from elastic_ext.rendezvous.etcd.verdict import Judgement, RoundReports
 from elastic_ext.rendezvous.round_records import State
+
+logger = logging.getLogger(__name__)
 
 
 class AgentPolicy:
@@ -32,7 +36,11 @@ class AgentPolicy:
         """Return whether waiting nodes may join: now, or once there is a checkpoint that did not exist when they came."""
         if self._settings.grow_at == "now" or self._settings.checkpoint_dir is None:
             return True
-        path = self._newest_checkpoint()
+        try:
+            path = self._newest_checkpoint()
+        except (OSError, UsageError) as error:  # the storage does not answer, or not this user: the next look may work
+            logger.debug("waiting nodes do not join now, as the newest checkpoint is unknown: %s", error)
+            return False
         if self._first_seen is None or self._first_seen[0] != round_:
             self._first_seen = (round_, path)
         return path != self._first_seen[1]

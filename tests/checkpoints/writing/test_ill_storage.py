@@ -15,12 +15,15 @@ import s3fs
 import torch
 
 from elastic_ext import Checkpointer
+from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place, agree
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
+from elastic_ext.cli.main import main
+from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
 
 
@@ -79,6 +82,30 @@ def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectSt
         agree(settings, "run", SingleNode(), Place())
     store.be(WELL)
     assert agree(settings, "run", SingleNode(), Place()).step == 2
+
+
+@pytest.mark.parametrize("path", ["/step_00000002.g0001/manifest.json", ""])
+def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
+    """The leader asks for the newest checkpoint on the thread that keeps it in the job."""
+    _save(store, 1, 2)
+    settings = replace(Settings(), checkpoint_dir=store.url, grow_at="checkpoint")
+    policy = AgentPolicy(settings, 1, lambda: newest_checkpoint(settings))
+    assert not policy.may_grow(1)
+    store.be(Ill(errors=1.0, path=path))
+    assert not policy.may_grow(1)
+    store.be(WELL)
+    _save(store, 3)
+    assert policy.may_grow(1)
+
+
+def test_the_list_is_shown_although_one_cannot_be_read(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    _save(store, 1, 2)
+    store.be(Ill(errors=1.0, path="/step_00000002.g0001/manifest.json"))
+    assert main(["checkpoints", "ls", store.url]) == 0
+    out, err = capsys.readouterr()
+    assert "step_00000001" in out
+    assert "it cannot be read" in out
+    assert "cannot be told" in err
 
 
 class Refuses:

@@ -136,7 +136,7 @@ class Inspector:
         except FileNotFoundError:
             return replace(found, complete=False, reason="it disappeared while it was verified")
         if verified.unreadable is not None:
-            raise verified.unreadable
+            _refuse_unreadable(entry, verified.unreadable, self.wanted.pattern)
         faults = verified.faults
         if faults:
             reason = f"damaged: {faults[0].file}: {faults[0].reason}"

@@ -109,23 +109,24 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
 
 def _once_there(decide: Callable[[], Agreement]) -> Agreement:
     """Decide once the storage answers. The workers of all nodes wait: still better than to lose the nodes, or work."""
-    told = ""
+    try:
+        return decide()
+    except OSError as error:
+        if not is_away(error):
+            raise
+        logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", error, AWAY_S)
 
     def look() -> Agreement | OSError:
-        nonlocal told
         try:
             return decide()
         except OSError as error:
             if not is_away(error):
                 raise
-            if not told:
-                logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", error, AWAY_S)
-            told = str(error)
             return error
 
     found = poll(look, lambda seen: isinstance(seen, Agreement), time.monotonic() + AWAY_S)
     if isinstance(found, OSError):
-        raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(told)}") from found
+        raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(str(found))}") from found
     return found
 
 

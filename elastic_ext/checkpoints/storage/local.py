@@ -34,7 +34,7 @@ class LocalStorage(Storage):
         return os.path.join(self.address, name) if name else self.address
 
     def means_damage(self, error: OSError) -> bool:
-        return error.errno in _DAMAGE
+        return error.errno is None or error.errno in _DAMAGE  # None: not the system's, but a reader's, such as gzip.BadGzipFile
 
     def entries(self, child: str = "") -> Iterator[Entry]:
         root = self.path(child)

@@ -25,7 +25,7 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "
 # Errors of these top-level modules pass unchanged, as whoever reads a file may raise them. Those of other libraries become
 # OSError, and so do those that a client lets through, such as http.client.IncompleteRead.
 _OF_CLIENTS = {"http", "asyncio", "concurrent"}
-_OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext"}
+_OWN_ERRORS = sys.stdlib_module_names | {"builtins", "elastic_ext", "torch"}  # torch: the handlers of its agents' signals raise
 
 
 class Filesystem(Protocol):

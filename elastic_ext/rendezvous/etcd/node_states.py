@@ -44,16 +44,19 @@ class NodeStates:
         """connect_s: limit for a new connection."""
         self._connect_s = connect_s
         self._open: tuple[RoundStore, TCPStore] | None = None  # after the first call, until one fails
-        self._calls: list[threading.Thread] = []
+        self._round: RoundStore | None = None  # of the last call
+        self._calls: list[threading.Thread] = []  # of that round
 
     @property
     def settled(self) -> bool:
-        """Whether no call is under way."""
+        """Whether no call of the last round is under way."""
         self._calls = [call for call in self._calls if call.is_alive()]
         return not self._calls
 
     def swap(self, round_: RoundStore, state: str, timeout_s: float) -> Sequence[str] | None:
         """Write this node's state; return the others' states. None: the store has not answered in time."""
+        if round_ != self._round:
+            self._round, self._calls = round_, []  # what hangs in another store does no harm here
         if not self.settled and len(self._calls) >= _MOST_CALLS:
             return None
         known = self._open[1] if self._open is not None and self._open[0] == round_ else None
@@ -67,9 +70,10 @@ class NodeStates:
             except Exception as error:  # noqa: BLE001 - top of the thread; the caller of result() gets it
                 answer.set_exception(error)
 
-        self._calls.append(threading.Thread(target=call, name="elastic_ext-node-states", daemon=True))
-        self._calls[-1].start()
+        thread = threading.Thread(target=call, name="elastic_ext-node-states", daemon=True)
         try:
+            thread.start()  # RuntimeError, too: no more threads
+            self._calls.append(thread)
             store, others = answer.result(timeout_s)
         except (RuntimeError, ValueError, NotInTime) as error:  # torch raises the first two for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error or "in time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import s3fs
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext import Checkpointer
 from elastic_ext.agent.resume import newest_checkpoint
@@ -21,6 +23,7 @@ from elastic_ext.base.exchange import SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import resolution
 from elastic_ext.checkpoints.choice.resolution import Place, agree
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.etcd.agent_policy import AgentPolicy
@@ -71,6 +74,14 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
     monkeypatch.setattr(resolution, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
         agree(settings, "run", SingleNode(), Place())
+
+
+def test_a_signal_is_no_failure_of_the_storage() -> None:
+    """Its handler raises in the midst of a read; if that counted as one, the agent would wait for the storage."""
+    storage = open_storage("memory://signal")
+    storage.put("name", b"content")
+    with pytest.raises(SignalException), storage.open("name"):
+        raise SignalException("told to end", signal.SIGTERM)
 
 
 def test_a_checkpoint_that_cannot_be_verified_now_is_not_damaged(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elastic_ext.rendezvous.etcd.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
-from elastic_ext.rendezvous.etcd.node_states import RoundStore
+from elastic_ext.rendezvous.etcd.node_states import NodeStates, RoundStore
 from elastic_ext.rendezvous.etcd.outage import returning_s
 
 TTL_S = 2.0
@@ -113,6 +113,27 @@ def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected
     assert node.changed.wait(LONG_S)
     assert node.fence.closed
     assert time.monotonic() < until + 10 * TTL_S  # generous: the machine may be busy
+
+
+def test_what_hangs_in_the_store_of_a_round_does_no_harm_in_the_next(frozen_store, store):
+    process, _, frozen = frozen_store
+    process.send_signal(signal.SIGSTOP)
+    states = NodeStates(1.0)
+    for _ in range(4):
+        assert states.swap(RoundStore("localhost", frozen.port, 1, 2), "1", 0.05) is None
+    assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", LONG_S) == ["0"]
+
+
+def test_without_another_thread_the_store_counts_as_silent(store, monkeypatch):
+    states, start = NodeStates(1.0), threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    assert states.swap(RoundStore("localhost", store.port, 0, 2), "1", LONG_S) is None
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert states.swap(RoundStore("localhost", store.port, 0, 2), "1", LONG_S) == ["0"]
 
 
 def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):

@@ -109,12 +109,6 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
 
 def _once_there(decide: Callable[[], Agreement]) -> Agreement:
     """Decide once the storage answers. The workers of all nodes wait: still better than to lose the nodes, or work."""
-    try:
-        return decide()
-    except OSError as error:
-        if not is_away(error):
-            raise
-        logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", error, AWAY_S)
 
     def look() -> Agreement | OSError:
         try:
@@ -124,7 +118,10 @@ def _once_there(decide: Callable[[], Agreement]) -> Agreement:
                 raise
             return error
 
-    found = poll(look, lambda seen: isinstance(seen, Agreement), time.monotonic() + AWAY_S)
+    found = look()
+    if isinstance(found, OSError):
+        logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", found, AWAY_S)
+        found = poll(look, lambda seen: isinstance(seen, Agreement), time.monotonic() + AWAY_S)
     if isinstance(found, OSError):
         raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(str(found))}") from found
     return found

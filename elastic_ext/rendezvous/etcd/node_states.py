@@ -43,8 +43,8 @@ class NodeStates:
     def __init__(self, connect_s: float) -> None:
         """connect_s: limit for a new connection."""
         self._connect_s = connect_s
-        self._open: tuple[RoundStore, TCPStore] | None = None  # after the first call, until one fails
         self._round: RoundStore | None = None  # of the last call
+        self._store: TCPStore | None = None  # of that round: after the first call, until one fails
         self._calls: list[threading.Thread] = []  # of that round
 
     @property
@@ -56,11 +56,10 @@ class NodeStates:
     def swap(self, round_: RoundStore, state: str, timeout_s: float) -> Sequence[str] | None:
         """Write this node's state; return the others' states. None: the store has not answered in time."""
         if round_ != self._round:
-            self._round, self._calls = round_, []  # what hangs in another store does no harm here
+            self._round, self._store, self._calls = round_, None, []  # what hangs in another store does no harm here
         if not self.settled and len(self._calls) >= _MOST_CALLS:
             return None
-        known = self._open[1] if self._open is not None and self._open[0] == round_ else None
-        self._open = None
+        known, self._store = self._store, None
         answer: Future[tuple[TCPStore, list[str]]] = Future()
 
         def call() -> None:
@@ -74,12 +73,11 @@ class NodeStates:
         try:
             thread.start()  # RuntimeError, too: no more threads
             self._calls.append(thread)
-            store, others = answer.result(timeout_s)
+            self._store, others = answer.result(timeout_s)
         except (RuntimeError, ValueError, NotInTime) as error:  # torch raises the first two for a store that does not answer
             logger.debug("the store of the round at %s:%s does not answer: %s", round_.host, round_.port, error or "in time")
             return None
         self._calls.pop().join()
-        self._open = round_, store
         return others
 
     def _connect(self, round_: RoundStore) -> TCPStore:

@@ -57,14 +57,16 @@ def one(plan: Plan, folder: Path, limits: Limits = PATIENT) -> list[str]:
 def undisturbed(folder: Path, steps: int, anew: bool = False) -> list[str]:
     """The state after each step of a run that nothing happens to. anew: the training may have changed since the last one."""
     path = folder / "alone.json"
-    if anew or not path.exists() or len(json.loads(path.read_text())) <= steps:
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, SCRIPT, "--alone", str(max(steps, ALONE_STEPS))]
-        done = subprocess.run(command, check=True, capture_output=True, env=environment())
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # others may read, or do the same
-            file.write(done.stdout)
-        os.replace(file.name, path)
-    return list(json.loads(path.read_text()))
+    known = [] if anew or not path.exists() else list(json.loads(path.read_text()))
+    if len(known) > steps:
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, SCRIPT, "--alone", str(max(steps, ALONE_STEPS))]
+    done = subprocess.run(command, check=True, capture_output=True, env=environment())
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # others may read, or do the same
+        file.write(done.stdout)
+    os.replace(file.name, path)
+    return list(json.loads(done.stdout))
 
 
 def started(seed: int, folder: Path, positions: set[int] | None = None) -> list[str]:

@@ -200,18 +200,18 @@ class Hosts:
         with self.history.changed:
             self.down.add(host)
             agent = self.agents[host]
-        killed = [agent.pid]
+        killed = {agent.pid}
         if agent.pid not in {each.pid for each in self.pids(host)}:  # it has not entered its namespace yet, or has ended
             agent.kill()
         while found := self.pids(host):
             for each in found:
                 each.send(signal.SIGCONT)
                 each.send(signal.SIGKILL)
-            killed += [each.pid for each in found]
+            killed |= {each.pid for each in found}
             processes.reap_orphans(self.waited_for)
             agent.wait()
             self.etcd.kill(host)
-        return killed
+        return sorted(killed)
 
     def replace(self, host: str) -> None:
         """Another machine under the same address: its disk is empty, but for the data of etcd, which is on a volume."""

@@ -121,6 +121,8 @@ class Journal(Companion):
     def joined(self, group: WorkerGroup, resumed: ResumePoint) -> None:
         """Tell of a new round and of what it resumes from, also in the log."""
         resumed.log()
+        if resumed.checkpoint.lost:
+            self._metrics.copies_lost()
         cause, self._trace.cause = self._trace.cause, None
         members = group.group_world_size, group.workers[0].world_size
         before, self._told.members = self._told.members, members

@@ -35,6 +35,12 @@ def progress_rows(workers: Sequence[Progress], ranks: Mapping[int, int], step_s:
             loading_s=each.loading_s,
             checks=each.checks,
             checking_s=each.checking_s,
+            copies=each.copies,
+            copies_stall_s=each.copies_stall_s,
+            copied_step=each.copied_step,
+            copy_every=each.copy_every or None,
+            failed_copies=each.failed_copies,
+            unusable_copies=each.unusable_copies,
         )
         for local_rank, each in enumerate(workers)
         if each.pid

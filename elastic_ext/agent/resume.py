@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
+from elastic_ext.agent import memory
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import checkpoint_variables, kinds
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import blame, discovery, resolution
 from elastic_ext.checkpoints.choice.resolution import Place, Resumption
 from elastic_ext.checkpoints.directory.pins import Pin
+from elastic_ext.checkpoints.memory.room import Room
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.policy import Decision
+from elastic_ext.rendezvous.handler import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +30,10 @@ class ResumePoint(Companion):
         checkpoint: the chosen checkpoint, and why it was chosen.
     """
 
-    def __init__(self, settings: Settings, checkpoint: Resumption, pin: Pin | None) -> None:
+    def __init__(self, settings: Settings, checkpoint: Resumption, pin: Pin | None, room: Room | None, workers: int) -> None:
+        """room: for the copies in memory of this node's workers. workers: how many there are."""
         self.checkpoint = checkpoint
+        self._room, self._workers = room, workers
         self._settings = settings
         self._pin = pin
 
@@ -45,6 +50,7 @@ class ResumePoint(Companion):
             checkpoint_variables.CHECKPOINT_DIR: self._settings.checkpoint_dir,
             checkpoint_variables.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
+            **(self._room.variables(self._workers) if self._room is not None else {}),
         }
 
     def log(self) -> None:
@@ -77,14 +83,19 @@ class ResumePoint(Companion):
         It must be marked before the next round is sealed. This node calls this before it joins that round.
         """
         reason = f"{decision.kind} failure in round {round_}: {decision.rule}"
+        newest = decision.kind == kinds.NUMERIC
         try:
-            blame.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+            if newest and self._room is not None:
+                memory.forget(self._room)  # newer than the newest checkpoint, and without this node's part of no use to any
+            blame.quarantine(self._settings, self.checkpoint.path, newest, reason)
         except (UsageError, OSError) as error:
             logger.warning("the checkpoint blamed for the failure could not be quarantined: %s", error)
 
 
-def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: Place, run_dir: str) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node.
+
+    run_dir: the agent's private directory, with the copies in memory.
 
     Raises:
         RoundOver: the round ended before all of its nodes knew the choice.
@@ -92,15 +103,17 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     """
     pin = Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
-        checkpoint = resolution.agree(settings, run_id, exchange, place)
+        room = memory.open_room(settings, run_dir)
+        place = replace(place, memory=room.directory if room is not None else "")
+        checkpoint = resolution.agree(settings, job.get_run_id(), job.exchange, place)
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None
-            return ResumePoint(settings, checkpoint, kept)
+            return ResumePoint(settings, checkpoint, kept, room, place.workers)
     finally:
         if pin is not None:
             pin.release()
-    return ResumePoint(settings, checkpoint, None)
+    return ResumePoint(settings, checkpoint, None, room, place.workers)
 
 
 def newest_checkpoint(settings: Settings) -> str | None:

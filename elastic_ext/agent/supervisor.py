@@ -223,7 +223,7 @@ class Supervisor(TorchAgent):
                 super().join_round()
             place = Place(self.group.group_rank, self.group.group_world_size, self.spec.local_world_size)
             try:
-                self._resume = resume.agree(self._settings, self._handler.get_run_id(), self._handler.exchange, place)
+                self._resume = resume.agree(self._settings, self._handler, place, self._logs.run_dir)
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)

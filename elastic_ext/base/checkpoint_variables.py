@@ -6,6 +6,9 @@ Version 1: variables may be added, but never change their meaning. With `checkpo
     ELASTIC_EXT_LOCAL_DIR        the setting local_dir: a path; "" for none
     ELASTIC_EXT_RESUME_FROM      path or URL of the checkpoint to resume from; "": begin from nothing
     ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
+    ELASTIC_EXT_MEMORY_DIR       the agent's directory in memory for copies of the state; "" or absent for none
+    ELASTIC_EXT_MEMORY_LIMIT     how many bytes this worker's copies may have there, all together
+    ELASTIC_EXT_MEMORY_EVERY     the setting memory_every, a decimal number; "" for the default
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
 LOCAL_DIR = "ELASTIC_EXT_LOCAL_DIR"
 RESUME_FROM = "ELASTIC_EXT_RESUME_FROM"
 RESUME_STEP = "ELASTIC_EXT_RESUME_STEP"
+MEMORY_DIR = "ELASTIC_EXT_MEMORY_DIR"
+MEMORY_LIMIT = "ELASTIC_EXT_MEMORY_LIMIT"
+MEMORY_EVERY = "ELASTIC_EXT_MEMORY_EVERY"
 
 
 def resume_variables(path: str, step: int | None) -> dict[str, str]:

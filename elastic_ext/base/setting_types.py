@@ -28,6 +28,17 @@ class SettingType:
     secret: bool = False
 
 
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def _bytes(text: str) -> int:
+    number = text.lower().rstrip("kmgt")
+    value = int(float(number) * _UNITS[text.lower().removeprefix(number)])
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -106,6 +117,8 @@ SECONDS_FROM_1 = SettingType(_float_from(1), "a number of seconds, 1 or more")
 # Prometheus itself forgets an agent 5 minutes after its last scrape; a node that ends holds its place in the cluster meanwhile.
 LINGER_SECONDS = SettingType(_float_from(0, 300), "a number of seconds, 0 to 300")
 WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or more")  # etcd's leases cannot be shorter
+STEPS = SettingType(_int_within(0), "a whole number of steps, 0 or more")
+BYTES = SettingType(_bytes, "a number of bytes, or of K, M, G or T (powers of 1024), e.g. 4G")
 MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes per second, 0 or more")
 PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")

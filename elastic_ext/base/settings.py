@@ -14,6 +14,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.setting_sources import ENV_PREFIX as ENV_PREFIX
 from elastic_ext.base.setting_types import (
     BOOLEAN,
+    BYTES,
     KIND_LIMITS,
     LINGER_SECONDS,
     MB_PER_SECOND,
@@ -25,6 +26,7 @@ from elastic_ext.base.setting_types import (
     SECONDS,
     SECONDS_FROM_1,
     SECRET,
+    STEPS,
     TEXT,
     WHOLE_SECONDS,
     SettingType,
@@ -167,6 +169,18 @@ class Settings:
         "restarts all nodes each time; -1: no limit",
     )
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
+    memory_every: int | None = _setting(
+        None,
+        STEPS,
+        "every how many steps `Checkpointer.snapshot` copies the state to memory that outlives the worker; 0: never; default: as "
+        "often as costs less than 1 % of the time",
+    )
+    memory_limit: int | None = _setting(
+        None,
+        BYTES,
+        "the most memory for these copies on a node, two for each worker's part, e.g. `64G`; default: a quarter of what is free "
+        "when a round starts",
+    )
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_discovery_dir: str | None = _setting(
         None, TEXT, "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs"
@@ -246,6 +260,11 @@ class Settings:
         "how much of a checkpoint is read before it is chosen: off, sampled (all sizes, the content of some files), or full",
     )
     verdict_file: str | None = _setting(None, TEXT, "file for the verdict that ends the job, as JSON")
+
+    @property
+    def copies_to_memory(self) -> bool:
+        """Whether workers may copy their state to the agent's memory."""
+        return self.checkpoint_dir is not None and self.memory_every != 0 and self.memory_limit != 0
 
 
 DEFAULT_STOP_GRACE = 5.0  # seconds

@@ -34,6 +34,7 @@ STARTING, RUNNING, BACKOFF, ENDED = "start", "running", "backoff", "ended"
 STATES = ("rendezvous", STARTING, RUNNING, "stop", "verdict", BACKOFF, ENDED)
 SAVED, FAILED = "saved", "failed"
 COPIED = "copied"
+UNUSABLE = "unusable"
 OK = "ok"
 DECISIONS = ("stop", "confirm", "restart", "restart_free", "replace_node", "requeue")
 
@@ -144,6 +145,12 @@ JOB = {
     ),
     "elastic_ext_checkpoint_copy_lag_steps": Family(
         GaugeMetricFamily, "Steps from the newest complete checkpoint in checkpoint_dir to the newest in local_dir."
+    ),
+    "elastic_ext_memory_copies_lost": Family(
+        CounterMetricFamily,
+        "Rounds that resume from an older checkpoint because the newest copy in memory is not whole or is for another world "
+        "size, on the node of rank 0.",
+        known=((),),
     ),
     "elastic_ext_torchelastic_last_value": Family(
         GaugeMetricFamily,
@@ -293,6 +300,26 @@ WORKERS = {
         ("local_rank",),
         unit="seconds",
         most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_memory_copies": Family(
+        CounterMetricFamily,
+        "Copies of the worker's state in memory since its start: committed (saved), not made (failed), or not loaded, as damaged "
+        "or not fitting (unusable).",
+        ("local_rank", "outcome"),
+        most="three per worker of the agent",
+    ),
+    "elastic_ext_worker_memory_stall_seconds": Family(
+        SummaryMetricFamily,
+        "Time for which copies in memory have stalled the worker's training.",
+        ("local_rank",),
+        unit="seconds",
+        most=_PER_WORKER,
+    ),
+    "elastic_ext_worker_memory_step": Family(
+        GaugeMetricFamily, "Step of the last committed copy in memory.", ("local_rank",), most=_PER_WORKER
+    ),
+    "elastic_ext_worker_memory_every_steps": Family(
+        GaugeMetricFamily, "Steps from one copy in memory to the next.", ("local_rank",), unit="steps", most=_PER_WORKER
     ),
 }
 

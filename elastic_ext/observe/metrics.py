@@ -50,6 +50,9 @@ class WorkerProgress:
         skew: its recent time per step divided by the median of this agent's workers; None if unknown.
         saved_step, saved_at: step and time of the last checkpoint that it saw committed; None before the first.
         loads, checks: numbers of checkpoints that it has loaded, and checked for damage. loading_s, checking_s: the time.
+        copies, failed_copies: numbers of copies of its state in memory. copies_stall_s: for how long they have stalled it.
+        copied_step, copy_every: step of the last copy, and steps until the next; None if unknown.
+        unusable_copies: number of copies that it could not load.
         saves, failed_saves: numbers of its saves. saving_s: the time of all those that were committed, from request to commit.
     """
 
@@ -68,6 +71,12 @@ class WorkerProgress:
     loading_s: float = 0.0
     checks: int = 0
     checking_s: float = 0.0
+    copies: int = 0
+    copies_stall_s: float = 0.0
+    copied_step: int | None = None
+    copy_every: int | None = None
+    failed_copies: int = 0
+    unusable_copies: int = 0
 
 
 class UnixClock:
@@ -243,6 +252,10 @@ class AgentMetrics(Collector):
         with self._lock:
             self._spans[families.COPY].observe(seconds)
 
+    def copies_lost(self) -> None:
+        """Count a round that does not resume from the newest copy in memory."""
+        self._add("elastic_ext_memory_copies_lost", ())
+
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
         self._add("elastic_ext_checkpoint_copies", (FAILED,))
@@ -300,36 +313,43 @@ class AgentMetrics(Collector):
         yield _histograms(families.RECOVERY, {(phase,): each for phase, each in phases.items()})
         for name, span in spans.items():
             yield _histograms(name, {(): span})
-        yield from self._collect_workers(workers)
+        yield from _of_workers(workers, self._gpus() if workers else [], self._info["node"], self._clock)
 
-    def _collect_workers(self, workers: Sequence[WorkerProgress]) -> Iterator[Metric]:
-        found = {name: family.new(name) for name, family in families.WORKERS.items()}
 
-        def add(name: str, labels: Labels, value: float | None) -> None:
-            if value is not None:
-                cast("CounterMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, value)
+def _of_workers(workers: Sequence[WorkerProgress], gpus: Sequence[str], node: str, clock: UnixClock) -> Iterator[Metric]:
+    """Yield the families of the workers. gpus: the UUID of each one's, by local rank."""
+    found = {name: family.new(name) for name, family in families.WORKERS.items()}
 
-        def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
-            cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
+    def add(name: str, labels: Labels, value: float | None) -> None:
+        if value is not None:
+            cast("CounterMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, value)
 
-        gpus = self._gpus() if workers else []
-        for each in workers:
-            labels = (str(each.local_rank),)
-            gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
-            whole = (*labels, str(each.rank), self._info["node"], gpu)
-            cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
-            add("_steps", labels, each.steps)
-            add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
-            add("_last_step_timestamp_seconds", labels, self._clock.at_if_any(each.last_step_at))
-            add("_step_skew_ratio", labels, each.skew)
-            add("_saved_step", labels, each.saved_step)
-            add("_last_save_timestamp_seconds", labels, self._clock.at_if_any(each.saved_at))
-            add("_checkpoint_saves", (*labels, SAVED), each.saves)
-            add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
-            add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
-            add_times("_checkpoint_load_seconds", labels, each.loads, each.loading_s)
-            add_times("_checkpoint_verify_seconds", labels, each.checks, each.checking_s)
-        yield from found.values()
+    def add_times(name: str, labels: Labels, count: int, seconds: float) -> None:
+        cast("SummaryMetricFamily", found[f"elastic_ext_worker{name}"]).add_metric(labels, count, seconds)
+
+    for each in workers:
+        labels = (str(each.local_rank),)
+        gpu = _label(gpus[each.local_rank]) if each.local_rank < len(gpus) else ""
+        whole = (*labels, str(each.rank), node, gpu)
+        cast("InfoMetricFamily", found["elastic_ext_worker"]).add_metric(whole, {})
+        add("_steps", labels, each.steps)
+        add_times("_step_seconds", labels, max(0, each.steps - 1), each.stepping_s)
+        add("_last_step_timestamp_seconds", labels, clock.at_if_any(each.last_step_at))
+        add("_step_skew_ratio", labels, each.skew)
+        add("_saved_step", labels, each.saved_step)
+        add("_last_save_timestamp_seconds", labels, clock.at_if_any(each.saved_at))
+        add("_checkpoint_saves", (*labels, SAVED), each.saves)
+        add("_checkpoint_saves", (*labels, FAILED), each.failed_saves)
+        add_times("_checkpoint_save_seconds", labels, each.saves, each.saving_s)
+        add_times("_checkpoint_load_seconds", labels, each.loads, each.loading_s)
+        add_times("_checkpoint_verify_seconds", labels, each.checks, each.checking_s)
+        add("_memory_copies", (*labels, SAVED), each.copies)
+        add("_memory_copies", (*labels, FAILED), each.failed_copies)
+        add("_memory_copies", (*labels, families.UNUSABLE), each.unusable_copies)
+        add_times("_memory_stall_seconds", labels, each.copies, each.copies_stall_s)
+        add("_memory_step", labels, each.copied_step)
+        add("_memory_every_steps", labels, each.copy_every)
+    yield from found.values()
 
 
 class Histogram:

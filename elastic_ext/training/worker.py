@@ -123,6 +123,20 @@ class ProgressRow:
         self._words[progress_layout.CHECKS_NS] += int(seconds * 1e9)
         self._words[progress_layout.CHECKS] += 1
 
+    def report_copied(self, step: int, stall_s: float, every: int) -> None:
+        """Report a committed copy of the state in memory. every: steps until the next one."""
+        words = self._words
+        words[progress_layout.COPIED_STEP] = step + 1
+        words[progress_layout.COPY_EVERY] = every
+        words[progress_layout.COPIES_STALL_NS] += int(stall_s * 1e9)
+        words[progress_layout.COPIES] += 1
+
+    def report_copy_failed(self) -> None:
+        self._words[progress_layout.FAILED_COPIES] += 1
+
+    def report_copy_unusable(self) -> None:
+        self._words[progress_layout.UNUSABLE_COPIES] += 1
+
     def report_save_failed(self, request: int) -> None:
         """Report that a save failed. request: the last request that this worker acted on."""
         self._words[progress_layout.SAVE_FAILED] = request

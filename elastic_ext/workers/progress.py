@@ -46,6 +46,9 @@ class Progress:
         spent_ns: settled time of its training thread, by the index of its account in progress_layout.ACCOUNTS.
         account: what the thread does since then, one of progress_layout.ACCOUNTS.
         tokens, flops: as the script reported them.
+        copies, copies_stall_s: number of copies of its state in memory, and the seconds for which they have stalled training.
+        copied_step: step of the last one. copy_every: steps from one to the next; 0: unknown. failed_copies: those that failed.
+        unusable_copies: number of copies that it could not load.
         gaps: a histogram of gaps between signs of life in this phase: entry i counts those in [2 ** i / 2, 2 ** i) ms.
     """
 
@@ -85,6 +88,12 @@ class Progress:
     account: str = ""
     tokens: int = 0
     flops: float = 0.0
+    copies: int = 0
+    copies_stall_s: float = 0.0
+    copied_step: int | None = None
+    copy_every: int = 0
+    failed_copies: int = 0
+    unusable_copies: int = 0
 
     @property
     def first_step_done(self) -> bool | None:
@@ -154,6 +163,12 @@ class ProgressTable:
             account=layout.ACCOUNTS[self._account(row, phase)],
             tokens=row[layout.TOKENS],
             flops=row[layout.MEGAFLOPS] * 1e6,
+            copies=row[layout.COPIES],
+            copies_stall_s=row[layout.COPIES_STALL_NS] / 1e9,
+            copied_step=row[layout.COPIED_STEP] - 1 if row[layout.COPIED_STEP] else None,
+            copy_every=row[layout.COPY_EVERY],
+            failed_copies=row[layout.FAILED_COPIES],
+            unusable_copies=row[layout.UNUSABLE_COPIES],
         )
 
     @staticmethod

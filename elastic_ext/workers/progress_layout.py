@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 5. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 6. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 5
+VERSION = 6
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -77,8 +77,16 @@ TOKENS = DOING + 1  # tokens reported by the script
 MEGAFLOPS = DOING + 2  # millions of floating-point operations reported by the script
 SAVED_AFTER = DOING + 3  # STEPS when the last committed save began
 
+# Copies of the state in memory (elastic_ext.checkpoints.memory).
+COPIES = DOING + 4  # copies that were committed
+COPIES_STALL_NS = COPIES + 1  # for how long they have stalled training
+COPIED_STEP = COPIES + 2  # step of the last one, plus 1
+COPY_EVERY = COPIES + 3  # steps from one to the next
+FAILED_COPIES = COPIES + 4
+UNUSABLE_COPIES = COPIES + 5  # those that the worker was told to load, and that were damaged or did not fit
+
 # Written by the agent.
-AGENT_FIELDS = DOING + 4
+AGENT_FIELDS = COPIES + 6
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # the first so many steps were already done before the restart
 

@@ -1,6 +1,6 @@
 """The messages by which the nodes of a round agree on a checkpoint. `base.exchange.Exchange` carries them.
 
-    every node -> node 0        Offers      the checkpoints in its local directory, newest first
+    every node -> node 0        Offers      the checkpoints in its local directory and its memory, newest first
     node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none
 
 A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an offer is the JSON object of a `tiers.Offer`. A
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from elastic_ext.base import records
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
+from elastic_ext.base.records import Count
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.manifest import order_of
 
@@ -30,10 +31,19 @@ MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
 
 @dataclass(frozen=True)
 class Offers:
-    """The checkpoints in one node's local directory. usable: the node has a local tier, and rounds may resume from it."""
+    """The checkpoints in one node's own tiers.
+
+    Attributes:
+        usable: the node has a local tier, and rounds may resume from it.
+        offers: in its local directory.
+        memory: copies in its memory.
+        workers: how many ranks the node runs in this round.
+    """
 
     usable: bool
     offers: tuple[Offer, ...] = ()
+    memory: tuple[Offer, ...] = ()
+    workers: Count = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Agreement:
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
         local: it is in the nodes' local directories, each of which has a part.
+        memory: it is a copy in the nodes' memory, each of which has a part.
         asked_for: it is in the directory that the setting resume_from names, not in checkpoint_dir.
         error: why node 0 has no answer, for people; "" if it has one.
         bad: the error is that checkpoints exist, but none may be used.
@@ -55,6 +66,7 @@ class Agreement:
     step: int | None = None
     reason: str = ""
     local: bool = False
+    memory: bool = False
     asked_for: bool = False
     error: str = ""
     bad: bool = False
@@ -66,9 +78,9 @@ def encode(message: Offers | Agreement) -> str:
     return json.dumps({"schema": SCHEMA, **asdict(message)})
 
 
-def offers(found: Sequence[Offer] | None) -> Offers:
+def offers(found: Sequence[Offer] | None, memory: Sequence[Offer] = (), workers: int = 0) -> Offers:
     """Return the message for these offers. found: None if this node has no usable local tier."""
-    return Offers(found is not None, tuple(found or ())[:MAX_OFFERS])
+    return Offers(found is not None, tuple(found or ())[:MAX_OFFERS], tuple(memory)[:MAX_OFFERS], workers)
 
 
 def failure(error: Exception) -> Agreement:
@@ -97,7 +109,7 @@ def read_agreement(text: str) -> Agreement:
     if found.error:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    if not (order_of(found.name) is not None if found.local else _is_name(found.name)):
+    if not (order_of(found.name) is not None if found.local or found.memory else _is_name(found.name)):
         raise UsageError(
             f"group rank 0 sent {printable(found.name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,8 +19,9 @@ from elastic_ext.base.exchange import Exchange
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import discovery, messages
+from elastic_ext.checkpoints.choice import discovery, in_memory, messages
 from elastic_ext.checkpoints.choice.discovery import NONE, Wanted
+from elastic_ext.checkpoints.choice.in_memory import NodeMemory
 from elastic_ext.checkpoints.choice.messages import Agreement, Offers
 from elastic_ext.checkpoints.choice.run_start import run_began_at
 from elastic_ext.checkpoints.choice.selection import Choice
@@ -49,12 +50,14 @@ class Resumption:
         step: None if neither its content nor its name gives one.
         reason: why this one, for people.
         local: it is in the nodes' local directories; `path` is this node's part of it.
+        lost: why a newer copy in the nodes' memory is not used; "" if there is none. Only node 0 knows.
     """
 
     path: str = ""
     step: int | None = None
     reason: str = ""
     local: bool = False
+    lost: str = ""
 
     @property
     def at(self) -> int | None:
@@ -69,17 +72,25 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Place:
-    """This node in the round. node: its group rank. nodes: number of nodes. workers: number of its workers."""
+    """This node in the round.
+
+    Attributes:
+        node: its group rank.
+        nodes: number of nodes.
+        workers: number of its workers.
+        memory: its directory for copies in memory; "" for none.
+    """
 
     node: int = 0
     nodes: int = 1
     workers: int = 1
+    memory: str = ""
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> Resumption:
     """Return what the round resumes from. All nodes of the round call this; all return the same result or raise the same error.
 
-    Only the path of a checkpoint in the local tier differs: each node gets the path of its own part.
+    Only the path of a checkpoint in the nodes' own tiers differs: each node gets the path of its own part.
 
     Raises:
         BadCheckpoints: checkpoints exist, but none may be used.
@@ -90,8 +101,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
     """
     if settings.checkpoint_dir is None:
         return Resumption()
-    resolution = _Resolution(settings, settings.checkpoint_dir, run_id)
-    exchange.offer(messages.encode(messages.offers(resolution.offers())))
+    resolution = _Resolution(settings, settings.checkpoint_dir, run_id, place.memory)
+    exchange.offer(messages.encode(messages.offers(resolution.offers(), resolution.copies(), place.workers)))
     if place.node != 0:
         agreement = messages.read_agreement(exchange.choice(ANSWER_S))
         return resolution.seen(agreement, time.monotonic() + VISIBLE_S)
@@ -104,7 +115,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: Place) -> 
         exchange.publish(messages.encode(messages.failure(error)))
         raise
     exchange.publish(messages.encode(agreement))
-    return resolution.resumption(agreement)
+    return replace(resolution.resumption(agreement), lost=resolution.lost)
 
 
 def _once_there(decide: Callable[[], Agreement]) -> Agreement:
@@ -128,10 +139,16 @@ def _once_there(decide: Callable[[], Agreement]) -> Agreement:
 
 
 class _Resolution:
-    """One node's part in one agreement. Opens checkpoint_dir and local_dir once, when first needed."""
+    """One node's part in one agreement. Opens checkpoint_dir and local_dir once, when first needed.
 
-    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
+    Attributes:
+        lost: see `Resumption`; set by `decide`.
+    """
+
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, memory_dir: str) -> None:
         self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
+        self._memory = open_storage(memory_dir) if memory_dir else None
+        self.lost = ""
 
     @cached_property
     def _remote(self) -> Storage:
@@ -160,45 +177,64 @@ class _Resolution:
             logger.warning("cannot list local_dir %s: %s", self._local.address, error)
             return None
 
-    def received(self, exchange: Exchange) -> list[Offers]:
-        """Return what the nodes have in their local directories; nothing if that is not known of all of them."""
-        if self._local is None:
+    def copies(self) -> list[Offer]:
+        """Return the offers of this node's memory."""
+        try:
+            return tiers.offers(self._memory) if self._memory is not None else []
+        except OSError as error:
+            logger.warning("cannot list the copies in memory: %s", error)
             return []
+
+    def received(self, exchange: Exchange) -> list[Offers]:
+        """Return what the nodes have in their own tiers, by rank; nothing if that is not known of all of them."""
+        if self._local is None and self._memory is None:
+            return []
+        where = "local_dir" if self._memory is None else "memory or local_dir"
         texts = exchange.offers(OFFERS_S)
         if texts is None:
-            logger.warning("not resuming from local_dir: a node has none, or did not report its checkpoints in time")
+            logger.warning("not resuming from %s: a node has none, or did not report its checkpoints in time", where)
             return []
         try:
             return [messages.read_offers(text) for text in texts]
         except RecordError as error:
-            logger.warning("not resuming from local_dir: %s", printable(str(error)))
+            logger.warning("not resuming from %s: %s", where, printable(str(error)))
             return []
 
     def decide(self, received: Sequence[Offers]) -> Agreement:
-        """Choose between the tiers, on node 0. If the remote directory has nothing newer than the local tier, only list it.
+        """Choose the newest of all tiers, on node 0. If the remote directory has nothing newer than the others, only list it.
 
         Raises as `agree` does, and OSError if the storage does not answer.
         """
-        local = self._newest_local(received)
-        if local is None:
-            return self._newest_remote()
-        saved_by = f"{local.nodes} node{'s' * (local.nodes != 1)}"
-        reason = f"newest with all its parts in the nodes' local_dir, saved by {saved_by}"
-        agreement = Agreement(local.name, local.step, reason, local=True)
-        if not any(order_or_oldest(name) > order_or_oldest(local.name) for name in tiers.own_checkpoints(self._remote)):
-            return agreement
+        excluded = marks.quarantined_names(self._remote) if received else frozenset()
+        memory = in_memory.newest_whole([NodeMemory(each.workers, each.memory) for each in received], excluded)
+        agreement = _newer(_of_memory(memory.offer), _of_local(self._newest_local(received, excluded)))
+        if agreement is None or self._has_newer(agreement):
+            agreement = self._or_remote(agreement)
+        for name, reason in memory.lost[:1]:
+            if order_or_oldest(name) > order_or_oldest(agreement.name):
+                self.lost = printable(reason)
+                logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
+        return agreement
+
+    def _has_newer(self, agreement: Agreement) -> bool:
+        order = order_or_oldest(agreement.name)
+        return any(order_or_oldest(name) > order for name in tiers.own_checkpoints(self._remote))
+
+    def _or_remote(self, agreement: Agreement | None) -> Agreement:
+        """Return the newest checkpoint of the remote directory, or `agreement` if that is newer."""
         try:
             remote = self._newest_remote()
         except BadCheckpoints as error:
+            if agreement is None:
+                raise
             logger.warning("%s", error)
             return agreement
-        return remote if order_or_oldest(remote.name) > order_or_oldest(local.name) else agreement
+        return remote if agreement is None or order_or_oldest(remote.name) > order_or_oldest(agreement.name) else agreement
 
-    def _newest_local(self, received: Sequence[Offers]) -> Offer | None:
+    def _newest_local(self, received: Sequence[Offers], quarantined: Collection[str]) -> Offer | None:
         """Return the newest checkpoint whose parts are all in the nodes' local directories."""
-        if not received or not all(each.usable for each in received):
+        if self._local is None or not all(each.usable for each in received):
             return None
-        quarantined = marks.quarantined_names(self._remote)
         found = tiers.newest_loadable([each.offers for each in received], quarantined)
         for offer, ranks in tiers.missing_ranks(each.offers for each in received).items():
             newer = found is None or order_or_oldest(offer.name) > order_or_oldest(found.name)
@@ -244,7 +280,7 @@ class _Resolution:
         Also raises UsageError if it does not see it by the deadline (time.monotonic()).
         """
         found = self.resumption(agreement)
-        if found.path and not found.local:
+        if found.path and not (agreement.local or agreement.memory):
             await_visible(self._directory(agreement), agreement.name, deadline)
         return found
 
@@ -259,9 +295,36 @@ class _Resolution:
                 f"group rank 0 resumes from {shown} in a directory other than checkpoint_dir, but resume_from on this node "
                 "names none: set the same resume_from on all nodes"
             )
-        found = self._local if agreement.local else self._asked_for if agreement.asked_for else self._remote
+        if agreement.memory and self._memory is None:
+            raise UsageError(
+                f"group rank 0 resumes from {shown} in memory, but this node has no memory for copies: set memory_every and "
+                "memory_limit alike on all nodes, and give each a tmpfs at /dev/shm"
+            )
+        own = self._memory if agreement.memory else self._local if agreement.local else None
+        found = own or (self._asked_for if agreement.asked_for else self._remote)
         assert found is not None, "checked above"
         return found
+
+
+def _of_memory(offer: Offer | None) -> Agreement | None:
+    if offer is None:
+        return None
+    return Agreement(offer.name, offer.step, "newest copy that is whole in the nodes' memory", memory=True)
+
+
+def _of_local(offer: Offer | None) -> Agreement | None:
+    if offer is None:
+        return None
+    saved_by = f"{offer.nodes} node{'s' * (offer.nodes != 1)}"
+    reason = f"newest with all its parts in the nodes' local_dir, saved by {saved_by}"
+    return Agreement(offer.name, offer.step, reason, local=True)
+
+
+def _newer(one: Agreement | None, other: Agreement | None) -> Agreement | None:
+    """Return the newer one; the first if both have the same name."""
+    if one is None or other is None:
+        return one or other
+    return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one
 
 
 def _none_left(directory: str, choice: Choice) -> str:

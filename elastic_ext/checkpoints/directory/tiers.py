@@ -32,8 +32,14 @@ logger = logging.getLogger(__name__)
 OWNER = f"{MARKERS}/copied_to"  # in a local directory: the address of its remote directory
 MAX_RANKS = 1 << 20  # more than any job has; bounds the work that another node can cause here
 
-# `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), and `rank_NNNNN.pt` of `writing`.
-_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.pt)")
+# `__RANK_NUMBER.distcp` of torch/distributed/checkpoint/filesystem.py (prepare_global_plan), `rank_NNNNN.pt` of `writing`, and
+# `memory_file`.
+_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|rank_(\d+)\.(?:pt|mem))")
+
+
+def memory_file(rank: int) -> str:
+    """Return the name of the file with a rank's part of a copy in memory."""
+    return f"rank_{rank:05d}.mem"
 
 
 def rank_of(file: str) -> int | None:

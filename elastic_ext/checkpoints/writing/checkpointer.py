@@ -3,7 +3,8 @@
     checkpointer = Checkpointer("checkpoints", model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader)
     position = checkpointer.load()
     ...
-    checkpointer.save(step, epoch=epoch)
+    checkpointer.snapshot(step, epoch=epoch)  # each step; copies the state to memory when that is due
+    checkpointer.save(step, epoch=epoch)  # now and then
     ...
     checkpointer.close()
 
@@ -12,7 +13,7 @@ group writes it. A failed save never stops training and never leaves a rank wait
 reported to `on_event`, and the next save tries again.
 
 These modules do the work: `loading` and `selection` (resume), `staging` (copy the state), `background` (write, retry), `commit`
-(one attempt), `retention` (prune), `results` (outcomes).
+(one attempt), `retention` (prune), `results` (outcomes). `elastic_ext.checkpoints.memory` makes the copies in memory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch
 from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.formats.manifest import Manifest
+from elastic_ext.checkpoints.memory.room import given as given_room
+from elastic_ext.checkpoints.memory.saver import make as make_memory_saver
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.checkpoints.writing.background import BackgroundSaver, Destination, Save
 from elastic_ext.checkpoints.writing.fence import Fence
@@ -68,6 +71,7 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
+        memory_every: int | None = None,
         verify: bool = True,
         reshard_dataloader: Reshard | None = None,
         requested: Callable[[int], bool] | None = None,
@@ -88,6 +92,8 @@ class Checkpointer:
             extra: other objects with a state_dict, by name; equal on all ranks, or sharded like the model.
             keep_last: number of newest complete checkpoints to keep. The loaded one and pinned ones are also kept.
             keep_every: keep checkpoints whose step is a multiple of this forever.
+            memory_every: how many steps from one `snapshot` that copies the state to the next; 0: none does. By default the
+                agent's memory_every, else as often as costs less than 1 % of the time.
             verify: compare each file's checksum before a load. Sizes are always compared.
             reshard_dataloader: for a load at another world size. Without it, the data loader then starts from the beginning,
                 and a warning is logged.
@@ -101,7 +107,8 @@ class Checkpointer:
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         objects = Objects(model, optimizers, scheduler, scaler, dataloader, dict(extra or {}))
         self._ranks = Ranks(timeout)
-        directories = open_directories(remote, local_dir, self._ranks)
+        room = given_room()
+        directories = open_directories(remote, local_dir, room.directory if room is not None else "", self._ranks)
         self._fence = Fence(remote, self._ranks)
         self._loader = Loader(objects, directories, self._ranks, verify, reshard_dataloader)
         self._resume_from = os.environ.get(RESUME_FROM)  # "": start from nothing; None: no choice by an agent
@@ -110,6 +117,7 @@ class Checkpointer:
         self._results = Results(on_event)
         destination = Destination(directories, self._fence, self._ranks)
         self._saver = BackgroundSaver(destination, self._ranks, self._retention, self._results)
+        self._memory = make_memory_saver(directories.memory, room, memory_every, objects, timeout)
         self._requested = requested
         self.last_stall_s = 0.0
         atexit.register(self.close)
@@ -141,15 +149,30 @@ class Checkpointer:
             self._results.last_saved = None  # steps trained again belong to a new generation
             self._fence.reopen()
         chosen, self._resume_from = self._resume_from, None
-        if chosen == "":
-            return Position()
+        position = self._load(chosen) if chosen != "" else None
+        if self._memory is not None:
+            self._memory.begin(self._fence.generation, self._loader.copy)
+        return position or Position()
+
+    def _load(self, chosen: str | None) -> Position | None:
         began = time.monotonic()
         position = self._loader.load_chosen(chosen) if chosen is not None else self._loader.load_newest()
         self._retention.in_use = self._loader.loaded
-        if position is None:
-            return Position()
-        loads.report_loaded(time.monotonic() - began)
+        if position is not None:
+            loads.report_loaded(time.monotonic() - began)
         return position
+
+    def snapshot(self, step: int, *, epoch: int = 0, accumulation: int = 0, note: Mapping[str, Any] | None = None) -> None:
+        """Copy the state to memory that outlives this worker, if that is due. Call it after each optimizer step.
+
+        A restart resumes from the newest copy that all nodes have whole, if it is newer than the checkpoints. Nothing but the
+        copy into memory holds up training: a thread does the rest, and a failure is only logged. Without an agent that gives it
+        memory, this does nothing. The arguments are those of `save`.
+
+        Collective. Never raises.
+        """
+        if self._memory is not None:
+            self._memory.step(self._manifest(step, epoch, accumulation, note))
 
     def save_requested(self, step: int) -> bool:
         """Return whether a preemption, a drain or a person asks for a save now, at `step`. All ranks ask once per step."""
@@ -176,26 +199,32 @@ class Checkpointer:
         self._saver.wait(hurry=True)  # training stands still, and a newer state is about to be saved
         if self._results.skip(step):
             return
+        if self._memory is not None:
+            self._memory.has_generation(self._fence.generation)
         began = time.monotonic()
         saves.note_save_begins(step)
         staged, refused = self._stager.stage(step, accumulation)
-        manifest = Manifest(
+        self._saver.start(Save(staged, self._manifest(step, epoch, accumulation, note), called))
+        self.last_stall_s = time.monotonic() - began
+        if refused is not None:
+            raise refused
+        if wait:
+            self.wait()
+
+    def _manifest(self, step: int, epoch: int, accumulation: int, note: Mapping[str, Any] | None) -> Manifest:
+        """Return the manifest without files and generation, which are not known yet."""
+        return Manifest(
             step=step,
-            generation=0,  # filled in by the thread
+            generation=0,
             files=(),
             world_size=self._ranks.world,
             epoch=epoch,
             accumulation=accumulation,
             run_id=self._fence.opener.run_id,
             restart=self._fence.opener.restart,
+            saved_at=time.time(),
             extra=dict(note or {}),
         )
-        self._saver.start(Save(staged, manifest, called))
-        self.last_stall_s = time.monotonic() - began
-        if refused is not None:
-            raise refused
-        if wait:
-            self.wait()
 
     @doing("checkpoint_save")
     def wait(self) -> None:
@@ -206,6 +235,8 @@ class Checkpointer:
         """Wait for the last save. Never raises; see `last_error`. Call this before destroying the process group."""
         atexit.unregister(self.close)
         self.wait()
+        if self._memory is not None:
+            self._memory.wait()
 
     def __enter__(self) -> Checkpointer:
         return self

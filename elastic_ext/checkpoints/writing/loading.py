@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.dcp import METADATA as DCP_METADATA
-from elastic_ext.checkpoints.formats.manifest import Manifest
+from elastic_ext.checkpoints.formats.manifest import Manifest, order_or_oldest
+from elastic_ext.checkpoints.memory.reading import MemoryCopy
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing import random_state, state
 from elastic_ext.checkpoints.writing.commit import SHARED_FILE, rank_file
 from elastic_ext.checkpoints.writing.errors import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.writing.exchange import PieceExchange
-from elastic_ext.checkpoints.writing.local_tier import Directories
+from elastic_ext.checkpoints.writing.local_tier import Directories, LocalTier
 from elastic_ext.checkpoints.writing.ranks import Ranks
 from elastic_ext.checkpoints.writing.reading import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.selection import Checked, Selection
 from elastic_ext.training import loads
+from elastic_ext.training import memory as reports
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class Loader:
     """Loads checkpoints into the user's objects.
 
     Attributes:
-        loaded: name of the checkpoint last loaded, if it is in this job's directories.
+        loaded: name of the checkpoint last loaded, if it is in this job's directories on disk.
+        copy: name of the copy in memory last loaded; "" if the last load was from disk.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Loader:
         self._objects, self._directories, self._ranks, self._reshard = objects, directories, ranks, reshard
         self._selection = Selection(directories, ranks, verify)
         self.loaded: str | None = None
+        self.copy = ""
 
     def load_newest(self, refused: Mapping[str, set[str]] | None = None) -> Position | None:
         """Load the newest complete, undamaged checkpoint; return None without one. Collective. Raises StorageFailed, OSError.
@@ -91,6 +95,9 @@ class Loader:
         If a checkpoint in the local tier is gone or damaged by now, load the newest other one: its remote copy or an older one.
         """
         storage, name = open_parent(path)
+        memory = self._directories.memory
+        if memory is not None and storage.address == memory.storage.address:
+            return self._load_from_memory(memory, name)
         try:
             return self._put_in_place(self._checked(storage, name))
         except CheckpointError as error:
@@ -102,6 +109,33 @@ class Loader:
                 raise  # starting from nothing would lose the work
             return position
 
+    def _load_from_memory(self, memory: LocalTier, name: str) -> Position:
+        """Load a copy in memory; if it cannot be loaded, the older one or the newest of the lower tiers, whatever is newer."""
+        refused: set[str] = set()
+        while True:
+            try:
+                return self._put_copy_in_place(memory, name)
+            except CheckpointError as error:
+                failure = error
+                reports.report_copy_unusable()
+                logger.warning("the copy in memory %s cannot be loaded: %s", memory.storage.path(name), error)
+            refused.add(name)
+            older, lower = self._selection.newest_in_memory(memory, refused), self._selection.newest({})
+            if older is not None and (lower is None or order_or_oldest(older) > order_or_oldest(lower[1])):
+                name = older
+                continue
+            position = self.load_newest()
+            if position is None:
+                raise failure  # starting from nothing would lose the work
+            return position
+
+    def _put_copy_in_place(self, memory: LocalTier, name: str) -> Position:
+        with loads.timed_check():
+            copy = MemoryCopy(memory, name, self._ranks)
+        position = self._restore(memory.storage, name, copy.manifest, lambda _: copy.saved(), copy.fill)
+        self.copy = name
+        return position
+
     def _checked(self, storage: Storage, name: str) -> Checked:
         with loads.timed_check():
             return self._selection.checked(storage, name)
@@ -109,27 +143,51 @@ class Loader:
     def _put_in_place(self, checked: Checked) -> Position:
         tier, manifest, name, ranks = self._directories.tier_of(checked.storage), checked.manifest, checked.name, self._ranks
         if tier is None or checked.parts is None:
-            return self._restore(checked.storage, name, manifest, None)
+            return self._restore_files(checked.storage, name, manifest, None)
         same = manifest.world_size == ranks.world
         wanted = tiers.ranks_of(tier.nodes, tier.node) if same else range(manifest.world_size)
         small = {DCP_METADATA, SHARED_FILE, *(rank_file(rank) for rank in wanted)}
         exchange = PieceExchange(tier, checked.parts, name, ranks)
         with exchange.with_files(file for file in manifest.files if file.name in small) as storage:
-            return self._restore(storage, name, manifest, exchange)
+            return self._restore_files(storage, name, manifest, exchange)
 
-    def _restore(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> Position:
+    def _restore_files(self, storage: Storage, name: str, manifest: Manifest, exchange: PieceExchange | None) -> Position:
+        def saved(wanted: Iterable[int]) -> state.Saved:
+            shared = read_objects(storage, name, SHARED_FILE)
+            return state.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+
+        def fill(tensors: state.StateDict) -> state.StateDict:
+            read_tensors(storage, name, tensors, self._ranks, exchange)
+            return tensors
+
+        remote = storage if exchange is None else None  # what a local disk cannot read may be in another tier
+        return self._restore(storage, name, manifest, saved, fill, remote)
+
+    def _restore(
+        self,
+        storage: Storage,
+        name: str,
+        manifest: Manifest,
+        read_saved: Callable[[Iterable[int]], state.Saved],
+        fill: Callable[[state.StateDict], state.StateDict],
+        remote: Storage | None = None,
+    ) -> Position:
+        """Restore the state on all ranks.
+
+        Args:
+            read_saved: returns what is not sharded, with the own states of these ranks.
+            fill: fills in tensors; returns them with the values between them.
+            remote: the storage that both read, if what it raises does not mean damage.
+        """
         ranks, objects = self._ranks, self._objects
         same = manifest.world_size == ranks.world
 
         def read() -> tuple[state.Saved, state.StateDict]:
-            shared = read_objects(storage, name, SHARED_FILE)
-            wanted = (ranks.rank,) if same else range(manifest.world_size)
-            saved = state.Saved(shared, {rank: read_objects(storage, name, rank_file(rank)) for rank in wanted})
+            saved = read_saved((ranks.rank,) if same else range(manifest.world_size))
             return saved, state.template(objects, saved)
 
-        remote = storage if exchange is None else None  # what a local disk cannot read may be in another tier
-        saved, tensors = ranks.run_on_all(read, remote)
-        ranks.run_on_all(lambda: read_tensors(storage, name, tensors, ranks, exchange), remote)
+        saved, template = ranks.run_on_all(read, remote)
+        tensors = ranks.run_on_all(lambda: fill(template), remote)
         ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
@@ -141,7 +199,7 @@ class Loader:
             ways = (name, manifest.world_size, ranks.world)
             logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
             random_state.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
-        self.loaded = name if storage in self._directories else None
+        self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return Position(
             step=manifest.step,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from elastic_ext.checkpoints.choice import in_memory
+from elastic_ext.checkpoints.choice.in_memory import NodeMemory
 from elastic_ext.checkpoints.directory import marks, tiers
 from elastic_ext.checkpoints.formats.manifest import MANIFEST, Manifest, ManifestError, StoredFile, decode, order_of
 from elastic_ext.checkpoints.storage import Storage
@@ -62,6 +64,13 @@ class Selection:
         if offer is None or (name is not None and _order(name) > _order(offer.name)):
             return in_remote
         return local, offer.name
+
+    def newest_in_memory(self, memory: LocalTier, refused: Collection[str]) -> str | None:
+        """Return the newest copy in memory that these ranks can load, not counting the refused ones. Collective."""
+        offers = self._ranks.all_gather(self._ranks.run_on_all(lambda: tiers.offers(memory.storage) if memory.first else None))
+        nodes = zip(memory.nodes, (each for each in offers if each is not None), strict=True)
+        found = in_memory.newest_whole([NodeMemory(workers, tuple(offers)) for workers, offers in nodes], refused).offer
+        return found.name if found is not None else None
 
     def checked(self, storage: Storage, name: str) -> Checked:
         """Check all files, a share on each rank. Collective. Raises CheckpointError on all ranks if it must not be used.

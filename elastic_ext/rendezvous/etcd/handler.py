@@ -180,7 +180,7 @@ class EtcdRendezvous(RendezvousHandler):  # type: ignore[misc, unused-ignore]  #
             address=self._connection.address,
             port=port,
             topology=self.settings.topology or "",
-            local=self.settings.local_dir is not None,
+            local=self.settings.local_dir is not None or self.settings.copies_to_memory,
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease may tell.
             link_port=self._connection.links.port if self.reaper_runs() else 0,

@@ -1,0 +1,68 @@
+"""How often to copy the state to memory. Pure.
+
+The rule is a bound on the cost, not the interval of least expected cost (Young, Daly): that one grows with the time between
+failures, while a copy in memory is to lose a step or two however rare failures are. Every rank gets the same answer from the same
+timings of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHARE = 0.01  # of the time of the steps that copies may stall
+MARGIN = 1.25  # a copy should be committed before the next one begins, with some time left
+FIRST_EVERY = 10  # steps, until something is measured
+MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one rank has measured lately, in seconds.
+
+    Attributes:
+        step_s: a step, without the copy; None if unknown.
+        stall_s: what a copy stalls training; None before the first.
+        commit_s: from the end of the stall until the copy is committed; None before the first.
+    """
+
+    step_s: float | None = None
+    stall_s: float | None = None
+    commit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Copy every `every` steps, for this reason."""
+
+    every: int
+    reason: str
+
+
+def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> Interval:
+    """Return the interval for all ranks.
+
+    Args:
+        asked: the setting memory_every, 1 or more; None: as often as SHARE allows.
+        timings: those of all ranks. The slowest copy and the shortest step count.
+        failures: attempts in a row that failed. Each doubles the interval, so that they cost ever less.
+    """
+    found = Interval(asked, f"memory_every={asked}") if asked is not None else _affordable(timings)
+    if not failures:
+        return found
+    return Interval(found.every << min(failures, MAX_DOUBLINGS), f"{found.reason}; {failures} attempts in a row failed")
+
+
+def _affordable(timings: Sequence[Timing]) -> Interval:
+    steps = [each.step_s for each in timings if each.step_s]
+    stalls = [each.stall_s for each in timings if each.stall_s is not None]
+    if not steps or not stalls:
+        return Interval(FIRST_EVERY, "nothing is measured yet")
+    step_s, stall_s = min(steps), max(stalls)
+    commit_s = max((each.commit_s for each in timings if each.commit_s is not None), default=0.0)
+    by_stall, by_commit = math.ceil(stall_s / (SHARE * step_s)), math.ceil(MARGIN * commit_s / step_s)
+    if by_commit > by_stall:
+        return Interval(by_commit, f"a copy is committed after {commit_s:.3g} s, and a step takes {step_s:.3g} s")
+    every = max(1, by_stall)
+    return Interval(every, f"a copy stalls for {stall_s:.3g} s, {SHARE:.0%} of {every} steps of {step_s:.3g} s at most")

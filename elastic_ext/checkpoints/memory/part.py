@@ -1,0 +1,181 @@
+"""One rank's part of a copy in memory: the content of one buffer.
+
+Version 1, in the byte order of the host, because a part never leaves hosts of one kind:
+
+    8 bytes    MAGIC, with the version
+    2 words    unsigned 64-bit: where the index begins, and its length
+    tensors    each at a multiple of ALIGNMENT, contiguous
+    index      pickled: an `Index`
+    the rest of the file means nothing, but its checksum covers it
+
+Of tensors that all ranks share, each rank of a node keeps a share, so that a node keeps one copy however many ranks it has; a
+load puts them together. As in torch.distributed.checkpoint, these are all that are not DTensors. Of DTensors, each rank keeps its
+own local part. Gradients of single ranks stay with them.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elastic_ext.checkpoints.writing.state import Capture, StateDict
+
+MAGIC = b"EXTMEM\0\1"
+ALIGNMENT = 64  # bytes
+SLACK = 64 << 10  # bytes; the index of the next copy may be a little longer
+PAGE = 4096
+_HEAD = struct.Struct("=8sQQ")
+
+Path = tuple[Any, ...]
+"""Where a value is in the nested state: keys of mappings, indices of lists."""
+
+
+class PartError(ValueError):
+    """A buffer does not hold the part of a copy, or the part does not fit the state."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is in the buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a part holds: tensors, the values between them, the state that all ranks share, and this rank's own."""
+
+    tensors: Mapping[Path, Place]
+    values: Mapping[Path, Any]
+    shared: StateDict
+    own: StateDict
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A part before it is written. tensors: live, by path, in the order of their places. index: pickled."""
+
+    tensors: Mapping[Path, Tensor]
+    places: Mapping[Path, Place]
+    index: bytes
+
+    @property
+    def end(self) -> int:
+        """Where the tensors end and the index begins."""
+        return max((each.offset + each.size for each in self.places.values()), default=ALIGNMENT)
+
+    @property
+    def size(self) -> int:
+        """Bytes that the part needs."""
+        return self.end + len(self.index)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a new buffer for this part and later ones should have."""
+        return -(-(self.end + len(self.index) * 5 // 4 + SLACK) // PAGE) * PAGE
+
+
+def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
+    """Lay out the part of the rank with this local rank, of local_world ranks on the node. Copies nothing but small values.
+
+    Raises TypeError for tensors that are not strided, and whatever pickling raises.
+    """
+    tensors, values = dict(leaves(captured.tensors)), dict(other_leaves(captured.tensors))
+    common = [(path, tensor.nbytes) for path, tensor in tensors.items() if is_common(path, tensor)]
+    owners = zip(common, shares(common, local_world), strict=True)
+    elsewhere = {path for (path, _), owner in owners if owner != local_rank}
+    mine = {path: local_part(tensor) for path, tensor in tensors.items() if path not in elsewhere}
+    places, offset = {}, ALIGNMENT
+    for path, tensor in mine.items():
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{_shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
+        places[path] = Place(offset, tensor.dtype, tuple(tensor.shape))
+        offset += -(-places[path].size // ALIGNMENT) * ALIGNMENT
+    index = Index(places, values, captured.shared, captured.own)
+    return Planned(mine, places, pickle.dumps(index, pickle.HIGHEST_PROTOCOL))
+
+
+def is_common(path: Path, tensor: Tensor) -> bool:
+    """Return whether all ranks share this tensor."""
+    return not isinstance(tensor, DTensor) and path[0] != "rank_gradients"
+
+
+def shares(common: Sequence[tuple[Path, int]], owners: int) -> Iterator[int]:
+    """Yield, for each of these tensors, which of the owners keeps it: the one with the fewest bytes so far. Pure."""
+    loads = [0] * owners
+    for _, size in common:
+        owner = loads.index(min(loads))
+        loads[owner] += max(size, 1)
+        yield owner
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a copy."""
+    return cast(Tensor, tensor.to_local()).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors in nested mappings and lists."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for key, each in _children(value):
+            yield from leaves(each, (*path, key))
+
+
+def other_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the values between the tensors."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, each in _children(value):
+            yield from other_leaves(each, (*path, key))
+    elif not isinstance(value, Tensor):
+        yield path, value
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+
+
+def view(memory: Tensor, place: Place) -> Tensor:
+    """Return the tensor at a place in a buffer. memory: its bytes."""
+    return memory[place.offset : place.offset + place.size].view(place.dtype).view(place.shape)
+
+
+def write_index(memory: memoryview, planned: Planned) -> None:
+    """Write what is not a tensor. The tensors are written to their places before or after."""
+    memory[planned.end : planned.size] = planned.index
+    memory[: _HEAD.size] = _HEAD.pack(MAGIC, planned.end, len(planned.index))
+
+
+def read_index(memory: memoryview) -> Index:
+    """Return the index of a part whose checksum is right. It unpickles, as for any checkpoint. Raises PartError."""
+    if len(memory) < _HEAD.size:
+        raise PartError(f"it has {len(memory)} bytes, expected a part of a copy in memory")
+    magic, begin, length = _HEAD.unpack(memory[: _HEAD.size])
+    if magic != MAGIC or begin + length > len(memory):
+        raise PartError(f"it begins with {magic!r}, expected {MAGIC!r}: it is not a part of a copy in memory of this version")
+    index = pickle.loads(memory[begin : begin + length])
+    if not isinstance(index, Index):
+        raise PartError(f"its index is a {type(index).__name__}, expected an Index")
+    return index
+
+
+def _shown(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,134 @@
+"""Train as chaos_training does, with a copy of the state in memory after each step, and tell of it on stdout.
+
+    torchrun --nproc-per-node=2 memory_job.py STEPS SAVE_EVERY
+
+Lines: `loaded RANK STEP DIGEST NAME`, `step RANK STEP DIGEST PID`, `done RANK STEP DIGEST`, `memory DIRECTORY`. DIGEST is that of
+`chaos_training.py --alone`; NAME is that of the checkpoint or copy, with its directory's name.
+
+The variable ACT may hold one thing to do, as JSON: {"at": WHERE, "step": N, "rank": R}, only before the first restart:
+    planned    SIGKILL when the copy of step N has been planned, and no byte has been written
+    half       SIGKILL when half of its tensors are in the buffer
+    copied     SIGKILL before its checksum is computed
+    reported   SIGKILL before the manifest is written
+    committed  SIGKILL once it is
+    full       the file system is full when buffers are made, from step N on
+    hold       wait, in step N, for a lock on the file "gate"
+or, before the load after the first restart, {"at": "damage", "copies": N}: flip a byte in this rank's part of the N newest copies.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.memory import buffers, commit, part, saver
+from elastic_ext.checkpoints.memory.devices import Copying
+from elastic_ext.checkpoints.storage import open_storage
+from tests.scripts.chaos_training import EXAMPLES, Training
+
+STEP_S = 0.02
+
+
+def tell(*what: object) -> None:
+    os.write(1, (" ".join(map(str, what)) + "\n").encode())
+
+
+def kill_when(act: dict, step: list[int]) -> None:
+    """Replace the function at that point by one that kills this process in that step."""
+
+    def die(_: object = None) -> None:
+        if step[0] == act["step"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(owner: Any, name: str) -> None:
+        genuine = getattr(owner, name)
+        setattr(owner, name, lambda *args: (die(), genuine(*args))[1])
+
+    def half(self: Copying, resting: list, moving: list) -> None:
+        pairs = [*resting, *moving]
+        genuine_start(self, pairs[: len(pairs) // 2], [])
+        die()
+        genuine_start(self, pairs[len(pairs) // 2 :], [])
+
+    genuine_start = Copying.start
+    match act["at"]:
+        case "planned":
+            before(buffers.Buffers, "begin")
+        case "half":
+            Copying.start = half
+        case "copied":
+            before(Copying, "finish")
+        case "reported":
+            before(commit, "commit")
+        case "committed":
+            before(buffers.Buffers, "committed")
+        case "full":
+            genuine = buffers.create
+
+            def create(*args: Any) -> Any:
+                if step[0] >= act["step"]:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return genuine(*args)
+
+            buffers.create = create
+
+
+def damage(copies: int, rank: int) -> None:
+    storage = open_storage(os.environ["ELASTIC_EXT_MEMORY_DIR"])
+    for offer in tiers.offers(storage)[:copies]:
+        with open(storage.path(f"{offer.name}/{tiers.memory_file(rank)}"), "r+b") as file:
+            file.seek(part.ALIGNMENT)
+            (byte,) = file.read(1)
+            file.seek(part.ALIGNMENT)
+            file.write(bytes([byte ^ 1]))
+
+
+def main(steps: int, save_every: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    act, first = json.loads(os.environ.get("ACT", "{}")), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    mine = act.get("rank", 0) == rank
+    now = [0]
+    if first and mine:
+        kill_when(act or {"at": ""}, now)
+        tell("memory", os.environ.get("ELASTIC_EXT_MEMORY_DIR", ""))
+    if act.get("at") == "damage" and not first and mine:
+        damage(act["copies"], rank)
+    training = Training()
+    with Checkpointer(model=training.model, optimizer=training.optimizer) as checkpointer:
+        position = checkpointer.load()
+        tell("loaded", rank, position.step, training.digest(), "/".join(Path(position.path or "none").parts[-2:]))
+        each = EXAMPLES // world
+        for step in range(position.step, steps):
+            own = training.gradients(step, range(rank * each, (rank + 1) * each))
+            everyone = [own.new_empty(own.shape) for _ in range(world)]
+            dist.all_gather(everyone, own)
+            training.advance(torch.cat(everyone))
+            time.sleep(STEP_S)
+            now[0] = step + 1
+            checkpointer.snapshot(step + 1)
+            tell("step", rank, step + 1, training.digest(), os.getpid())
+            if (step + 1) % save_every == 0:
+                checkpointer.save(step + 1, wait=True)
+            if first and act.get("at") == "hold" and act["step"] == step + 1:
+                with open("gate") as gate:
+                    fcntl.flock(gate, fcntl.LOCK_SH)
+    tell("done", rank, steps, training.digest())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    assert saver  # imported, so that it uses what is replaced above
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -3,9 +3,10 @@
 Reads requests from stdin, one JSON object a line, and answers on stdout, one JSON object a line:
     {"task": ..., "world": N, "args": {...}, "env": {...}, "kill_s": delay or null, "kill": [ranks],
      "kill_from": "start" or "load",
-     "user": uid, "file_limit": bytes}
+     "user": uid, "file_limit": bytes, "nodes": [ranks of each], "memory": directory, "resume": name}
     -> {"stopped": rank, "pid": pid, "others": [pids]} whenever a rank has stopped,
        then {"results": [...]}: what the task returned, or null.
+nodes: as which nodes the ranks run. memory: with a directory for each node's copies in memory. resume: the copy to load.
 """
 
 import codecs
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,14 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.generations import StaleGroup
+from elastic_ext.checkpoints.memory import commit as copies
+from elastic_ext.checkpoints.memory import part, saver
+from elastic_ext.checkpoints.memory.buffers import Buffers
+from elastic_ext.checkpoints.memory.devices import Copying
 from elastic_ext.checkpoints.writing import background, commit
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer, Event
 from elastic_ext.checkpoints.writing.dcp_files import HashedFile
+from elastic_ext.checkpoints.writing.ranks import Ranks
 
 GRACE_S = 0.7  # between the death of one rank and that of the others
 READY = -1  # where rank 0 tells that it has loaded
@@ -169,6 +176,67 @@ def train(rank: int, world: int, args: dict) -> dict:
     }
 
 
+def copy_to_memory(rank: int, world: int, args: dict) -> dict:
+    """Load, check, and copy the state to memory step after step; to disk, too, now and then."""
+    training = Training(rank, world, args.get("elements", 600))
+
+    def note(step: int, stall_s: float, every: int) -> None:
+        if "told" in args:
+            with open(f"{args['told']}.{rank}", "a") as file:
+                file.write(f"{step}\n")
+
+    saver.reports.report_copied = note
+    checkpointer = training.checkpointer(args["directory"], memory_every=1, **args.get("options", {}))
+    position = checkpointer.load()
+    if rank == 0:
+        os.write(READY, b"1")
+    wrong = training.wrong(position.step, 0 < position.world_size != world) if position.path else []
+    if args.get("signal") and rank in args["signal_ranks"]:
+        at_copy(args["signal_at"], args["signal"])
+    for step in range(position.step + 1, position.step + 1 + args["steps"]):
+        training.go_to(step)
+        checkpointer.snapshot(step, epoch=step // 10, note={"step": step})
+        if step % args.get("save_every", 10) == 0:
+            checkpointer.save(step)
+    checkpointer.close()
+    return {
+        "step": position.step,
+        "path": position.path,
+        "epoch": position.epoch,
+        "note": dict(position.note),
+        "wrong": wrong,
+        "generators": position.generators,
+        "dataloader": position.dataloader,
+    }
+
+
+def at_copy(count: int, number: int) -> None:
+    """Send this process a signal at the count-th of these moments in the life of a copy in memory."""
+    seen = 0
+
+    def counted() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), number)
+
+    def between(owner: Any, name: str) -> None:
+        genuine = getattr(owner, name)
+
+        def around(*args: Any, **named: Any) -> Any:
+            counted()
+            found = genuine(*args, **named)
+            counted()
+            return found
+
+        setattr(owner, name, around)
+
+    for owner, name in ((Buffers, "begin"), (part, "view"), (part, "write_index"), (Copying, "finish")):
+        between(owner, name)
+    between(copies, "_put")
+    between(Ranks, "all_gather")
+
+
 def stale_prune(rank: int, world: int, args: dict) -> dict:
     """Save, stop, and prune when another group has taken over."""
     training = Training(rank, world)
@@ -224,12 +292,26 @@ def free_space(rank: int, step: int, args: dict) -> None:
 
 
 AFTER = {"free_space": free_space}
-TASKS = {"train": train, "stale_prune": stale_prune, "unsharded_gradients": unsharded_gradients, "go_back": go_back}
+TASKS = {
+    "train": train,
+    "copy_to_memory": copy_to_memory,
+    "stale_prune": stale_prune,
+    "unsharded_gradients": unsharded_gradients,
+    "go_back": go_back,
+}
+    "train": train,
+    "copy_to_memory": copy_to_memory,
+    "stale_prune": stale_prune,
+    "unsharded_gradients": unsharded_gradients,
+    "go_back": go_back,
+}
 
 
 def run_rank(request: dict, rank: int, rendezvous: str) -> None:
     os.environ.update(request.get("env", {}), RANK=str(rank))
     world = request["world"]
+    if "nodes" in request:
+        os.environ.update(environment_on(request, rank))
     if request.get("file_limit"):
         import resource
 
@@ -239,6 +321,18 @@ def run_rank(request: dict, rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/store", world), rank=rank, world_size=world)
     result = TASKS[request["task"]](rank, world, request["args"])
     Path(rendezvous, f"result.{rank}").write_text(json.dumps(result))
+
+
+def environment_on(request: dict, rank: int) -> dict[str, str]:
+    """What the agent of a rank's node would tell it."""
+    ends = list(accumulate(request["nodes"]))
+    node = next(number for number, end in enumerate(ends) if rank < end)
+    memory = f"{request['memory']}/{node}"
+    found = {"GROUP_RANK": str(node), "LOCAL_RANK": str(rank - ends[node] + request["nodes"][node])}
+    found |= {"ELASTIC_EXT_MEMORY_DIR": memory, "ELASTIC_EXT_MEMORY_LIMIT": str(1 << 30)}
+    if request.get("resume"):
+        found["ELASTIC_EXT_RESUME_FROM"] = f"{memory}/{request['resume']}"
+    return found
 
 
 def forked(do: Any) -> int:

@@ -13,7 +13,7 @@ The variable ACT may hold one thing to do, as JSON: {"at": WHERE, "step": N, "ra
     committed  SIGKILL once it is
     full       the file system is full when buffers are made, from step N on
     hold       wait, in step N, for a lock on the file "gate"
-or, before the load after the first restart, {"at": "damage", "copies": N}: flip a byte in this rank's part of the N newest copies.
+or, before the load after the first restart, {"at": "damage", "copies": N}: flip a byte in this rank's part of the N newest.
 """
 
 import errno

@@ -95,14 +95,15 @@ def plan(captured: Capture, local_rank: int, local_world: int) -> Planned:
     Raises TypeError for tensors that are not strided, and whatever pickling raises.
     """
     tensors, values = dict(leaves(captured.tensors)), dict(other_leaves(captured.tensors))
+    for path, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{_shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
     common = [(path, tensor.nbytes) for path, tensor in tensors.items() if is_common(path, tensor)]
     owners = zip(common, shares(common, local_world), strict=True)
     elsewhere = {path for (path, _), owner in owners if owner != local_rank}
     mine = {path: local_part(tensor) for path, tensor in tensors.items() if path not in elsewhere}
     places, offset = {}, ALIGNMENT
     for path, tensor in mine.items():
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{_shown(path)} is a {tensor.layout} tensor; only strided ones can be copied to memory")
         places[path] = Place(offset, tensor.dtype, tuple(tensor.shape))
         offset += -(-places[path].size // ALIGNMENT) * ALIGNMENT
     index = Index(places, values, captured.shared, captured.own)

@@ -204,7 +204,7 @@ class MemorySaver:
         try:
             outcome = commit.commit(self._tier, name, self._buffers.kept, report, self._ranks)
         except Exception as error:  # noqa: BLE001  (the top of a thread; as a rule another rank has died, and the agent acts)
-            logger.warning("no more copies to memory, as the ranks can no longer communicate: %s", str(error).splitlines()[:1])
+            logger.warning("no more copies to memory, as the ranks can no longer communicate: %s", str(error).partition("\n")[0])
             self._next = None
             return
         self._trouble.note(outcome.failure)

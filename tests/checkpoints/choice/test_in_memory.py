@@ -1,0 +1,62 @@
+"""Which copy in memory a round can load."""
+
+import pytest
+
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
+from elastic_ext.checkpoints.directory.tiers import Offer
+from elastic_ext.checkpoints.formats.manifest import directory_name
+
+
+def offer(step: int, *ranks: int, generation: int = 1, nodes: int = 2, world: int = 4, digest: str = "") -> Offer:
+    return Offer(directory_name(step, generation), digest or f"digest {step}", step, nodes, world, ranks)
+
+
+def on(*nodes: list[Offer], workers: int = 2) -> list[NodeMemory]:
+    return [NodeMemory(workers, tuple(each)) for each in nodes]
+
+
+WHOLE = offer(7, 0, 1), offer(7, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "step", "lost"),
+    [
+        ([], None, []),
+        (on([], []), None, []),
+        (on([WHOLE[0]], [WHOLE[1]]), 7, []),
+        (on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)]), 7, ["node 0 does not have the part of rank 1"]),
+        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1]]), 7, ["node 1 does not have the part of rank 2"]),
+        (on([WHOLE[0], offer(8, 0, 1)], [WHOLE[1], offer(8, 2, 3)]), 8, []),
+        # A later group of workers counts as newer, whatever its step.
+        (on([WHOLE[0], offer(5, 0, 1, generation=2)], [WHOLE[1], offer(5, 2, 3, generation=2)]), 5, []),
+        # The nodes changed their order, or a node is new.
+        (on([WHOLE[1]], [WHOLE[0]]), None, ["node 0 does not have the part of rank 0"]),
+        (on([WHOLE[0]], []), None, ["node 1 does not have the part of rank 2"]),
+        # Another world.
+        (on([WHOLE[0]]), None, ["it was made by 4 ranks, and the round has 2"]),
+        (on([WHOLE[0]], [WHOLE[1]], []), None, ["it was made by 4 ranks, and the round has 6"]),
+        (on([offer(7, 0, 1, 2, 3)], workers=4), None, ["it was made on 2 nodes, and the round has 1"]),
+        # The same name, but another manifest.
+        (
+            on([offer(7, 0, 1, digest="a")], [offer(7, 2, 3, digest="b")]),
+            None,
+            ["node 0 does not have the part of rank 0", "node 1 does not have the part of rank 2"],
+        ),
+    ],
+)
+def test_the_newest_that_each_node_has_for_its_own_ranks(nodes, step, lost):
+    found = newest_whole(nodes)
+    assert (found.offer.step if found.offer else None, [reason for _, reason in found.lost]) == (step, lost)
+
+
+def test_refused_copies_are_not_even_told_as_lost():
+    nodes = on([WHOLE[0], offer(8, 0)], [WHOLE[1], offer(8, 2, 3)])
+    assert newest_whole(nodes, {directory_name(8, 1)}).lost == ()
+    assert newest_whole(nodes, {directory_name(8, 1), directory_name(7, 1)}) == MemoryChoice(None)
+
+
+def test_nodes_with_different_numbers_of_workers():
+    held = [offer(7, 0, world=4), offer(7, 1, 2, 3, world=4)]
+    nodes = [NodeMemory(1, (held[0],)), NodeMemory(3, (held[1],))]
+    assert newest_whole(nodes).offer is not None
+    assert newest_whole(list(reversed(nodes))).offer is None

@@ -1,0 +1,186 @@
+"""Copies in memory by real ranks over gloo, on one node and on two, that are killed at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ext.checkpoints.choice.in_memory import MemoryChoice, NodeMemory, newest_whole
+from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.formats.manifest import order_of
+from elastic_ext.checkpoints.memory import part
+from elastic_ext.checkpoints.storage import open_storage
+from tests.checkpoints.rank_groups import RankGroups
+
+KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "12"))  # 200: make chaos
+SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
+pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[RankGroups]:
+    with RankGroups(tmp_path / "stderr") as started:
+        yield started
+
+
+class Hosts:
+    """The ranks of a job, as nodes with a directory in memory each."""
+
+    def __init__(self, tmp_path: Path, groups: RankGroups, nodes: list[int]) -> None:
+        self.directory, self.memory = tmp_path / "checkpoints", tmp_path / "memory"
+        self.nodes, self._groups = nodes, groups
+        for node in range(len(nodes)):
+            (self.memory / str(node)).mkdir(parents=True)
+
+    def run(self, steps: int, resume: str = "", args: dict | None = None, **request: Any) -> list[Any]:
+        return self._groups.run(
+            "copy_to_memory",
+            sum(self.nodes),
+            {"directory": str(self.directory), "steps": steps, **(args or {})},
+            env={"ELASTIC_EXT_CHECKPOINT_DIR": str(self.directory)},
+            nodes=self.nodes,
+            memory=str(self.memory),
+            resume=resume,
+            **request,
+        )
+
+    def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
+        """As the agents of these nodes do."""
+        found = [
+            NodeMemory(workers, tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
+            for node, workers in enumerate(nodes or self.nodes)
+        ]
+        return newest_whole(found)
+
+    def newest(self) -> str:
+        offer = self.choose().offer
+        return offer.name if offer is not None else ""
+
+    def part(self, name: str, rank: int) -> Path:
+        return self.memory / str(tiers.node_of(self.nodes, rank)) / name / tiers.memory_file(rank)
+
+    def damage(self, name: str, rank: int) -> None:
+        with self.part(name, rank).open("r+b") as file:
+            file.seek(part.ALIGNMENT + 5)
+            (byte,) = file.read(1)
+            file.seek(part.ALIGNMENT + 5)
+            file.write(bytes([byte ^ 4]))
+
+
+@pytest.fixture(params=[[2], [1, 1]], ids=["one node", "two nodes"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path, groups: RankGroups) -> Hosts:
+    return Hosts(tmp_path, groups, request.param)
+
+
+def test_all_of_the_state_comes_back(hosts: Hosts) -> None:
+    """Sharded parameters and moments, each rank's generators and data loader, the epoch and the note."""
+    hosts.run(23)
+    for result in hosts.run(3, hosts.newest()):
+        assert (result["step"], result["wrong"], result["epoch"], result["note"]) == (23, [], 2, {"step": 23})
+        assert result["generators"]
+        assert result["dataloader"]
+    assert order_of(hosts.newest()) == (2, 26)
+
+
+def test_two_buffers_for_each_rank_and_no_more(hosts: Hosts) -> None:
+    for _ in range(3):
+        hosts.run(7, hosts.newest())
+    assert len(list(hosts.memory.rglob("*.mem"))) == 2 * len(hosts.nodes) * hosts.nodes[0]
+    for node in hosts.memory.iterdir():
+        assert len(list(node.glob("step_*"))) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_damaged_copy_is_not_loaded_the_older_one_is(hosts: Hosts, groups: RankGroups, rank: int) -> None:
+    hosts.run(9)
+    name = hosts.newest()
+    hosts.damage(name, rank)
+    for result in hosts.run(0, name):
+        assert (result["step"], result["wrong"]) == (8, [])
+    assert f"{tiers.memory_file(rank)} has checksum" in groups.stderr.read_text()
+
+
+def test_both_copies_damaged_the_checkpoint_on_disk_is_loaded(hosts: Hosts, groups: RankGroups) -> None:
+    hosts.run(24)
+    for _ in range(2):
+        name = hosts.newest()
+        hosts.damage(name, 1)
+        if hosts.newest() == name:  # damage does not show before the load
+            break
+    older = next(each for each in sorted(path.name for path in (hosts.memory / "0").glob("step_*")) if each != name)
+    hosts.damage(older, 0)
+    for result in hosts.run(0, name):
+        assert (result["step"], result["wrong"], Path(result["path"]).parent) == (20, [], hosts.directory)
+    assert not hosts.newest(), "what could not be loaded is gone"
+
+
+def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> None:
+    """When the newest copy is damaged: the older one is of step 19, the checkpoint of step 20."""
+    hosts.run(20)
+    name = hosts.newest()
+    hosts.damage(name, 0)
+    for result in hosts.run(0, name):
+        assert (result["step"], Path(result["path"]).parent) == (20, hosts.directory)
+
+
+def test_another_world_size(hosts: Hosts) -> None:
+    hosts.run(12)
+    assert hosts.newest()
+    fewer = hosts.choose([1])
+    assert fewer.offer is None
+    assert {reason for _, reason in fewer.lost} == {"it was made by 2 ranks, and the round has 1"}
+
+
+def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, groups: RankGroups) -> None:
+    """Said once; the checkpoints on disk are as they should be."""
+    hosts.run(30, file_limit=65536, args={"save_every": 4})
+    told = groups.stderr.read_text()
+    assert told.count("cannot copy its state to memory: OSError: [Errno 27] File too large") == 1
+    assert not list(hosts.memory.rglob("*.mem"))
+    assert [result["step"] for result in hosts.run(0)] == [28, 28]
+
+
+# Killed.
+
+
+def test_killed_ranks_lose_no_copy_that_was_committed(tmp_path: Path, hosts: Hosts, groups: RankGroups) -> None:
+    """After each kill the newest copy is that of the last step that any rank was told of, or newer, and is loaded exactly."""
+    draw = random.Random(f"{SEED} {hosts.nodes}")
+    told = tmp_path / "told"
+    losses: list[str] = []
+    killed = torn = 0
+    resume = ""
+    for turn in range(KILLS):
+        args: dict[str, Any] = {"told": str(told), "save_every": 10**6}
+        victims = draw.choice([[0], [1], [0, 1]])
+        if turn % 2:
+            args |= {"signal": signal.SIGKILL, "signal_at": draw.randrange(1, 3000), "signal_ranks": victims}
+            kill = {"kill_s": 5.0, "kill": [0, 1], "kill_from": "load"}
+        else:
+            kill = {"kill_s": draw.uniform(0.0, 0.7), "kill": victims, "kill_from": "load" if draw.random() < 0.9 else "start"}
+        results = hosts.run(10**6, resume, args, **kill)
+        killed += None in results
+        files = [Path(f"{told}.{rank}") for rank in range(2)]
+        last_told = max((int(line) for file in files if file.exists() for line in file.read_text().split()), default=0)
+        for file in files:
+            file.unlink(missing_ok=True)
+        before, resume = resume, hosts.newest()
+        assert resume or not before, f"turn {turn}: no copy is whole"
+        torn += len(list(hosts.memory.glob("0/step_*"))) - (resume != "")
+        step = (order_of(resume) or (0, 0))[1]
+        if step < last_told or (order_of(resume) or (0, 0)) < (order_of(before) or (0, 0)):
+            losses.append(f"turn {turn}: step {last_told} was told, {resume} is there, before it {before}")
+        for result in hosts.run(0, resume):
+            assert result is not None, groups.stderr.read_text()[-3000:]
+            assert (result["wrong"], result["step"]) == ([], step)
+            assert not resume or Path(result["path"]).name == resume
+    print(f"{hosts.nodes}: {killed} of {KILLS} groups killed, {torn} torn copies seen, losses: {len(losses)}")
+    assert losses == []
+    assert killed > KILLS // 2
+    assert torn > 0

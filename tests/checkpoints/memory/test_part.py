@@ -1,0 +1,182 @@
+"""The content of one buffer, and the buffers."""
+
+import errno
+import os
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ext.checkpoints.directory.tiers import memory_file, rank_of
+from elastic_ext.checkpoints.memory import part
+from elastic_ext.checkpoints.memory.buffers import Buffers, create, open_mapped
+from elastic_ext.checkpoints.memory.part import PartError
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.writing.state import Capture, Objects, capture
+
+COMMON = [(("model", name), size) for name, size in (("a", 100), ("b", 60), ("c", 50), ("d", 0), ("e", 1))]
+
+
+def trained() -> Capture:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).to(torch.bfloat16).to(torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    average = Stateful({"values": [torch.tensor(1.5, dtype=torch.float16), "text"], "empty": torch.empty(0, 3)})
+    return capture(Objects(model, (optimizer,), extra={"average": average}), rank=1, accumulation=1)
+
+
+class Stateful:
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+def write(memory: torch.Tensor, planned: part.Planned) -> None:
+    for path, tensor in planned.tensors.items():
+        part.view(memory, planned.places[path]).copy_(tensor)
+    part.write_index(memoryview(memory.numpy()), planned)
+
+
+def test_what_is_written_is_read():
+    captured = trained()
+    planned = part.plan(captured, 0, 1)
+    memory = torch.empty(planned.capacity, dtype=torch.uint8)
+    write(memory, planned)
+    index = part.read_index(memoryview(memory.numpy()))
+    tensors = dict(part.leaves(captured.tensors))
+    assert index.tensors.keys() == tensors.keys()
+    for path, tensor in tensors.items():
+        found = part.view(memory, index.tensors[path])
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor.detach())
+        assert index.tensors[path].offset % part.ALIGNMENT == 0
+    assert index.values == {("extra", "average", "values", 1): "text"}
+    assert index.shared["optimizers"] == captured.shared["optimizers"]
+    assert index.own["generators"]["python"] == captured.own["generators"]["python"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_of_a_node_share_what_all_have(ranks):
+    owners = list(part.shares(COMMON, ranks))
+    assert len(owners) == len(COMMON)
+    loads = [sum(size for (_, size), owner in zip(COMMON, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    assert max(loads) <= max(100, sum(loads) / ranks + 60)
+
+
+def test_a_node_keeps_one_copy_and_each_rank_its_own_gradients():
+    captured = trained()
+    parts = [part.plan(captured, rank, 2).tensors.keys() for rank in range(2)]
+    both = parts[0] & parts[1]
+    assert both
+    assert {path[0] for path in both} == {"rank_gradients"}
+    assert parts[0] | parts[1] == dict(part.leaves(captured.tensors)).keys()
+
+
+@pytest.mark.parametrize("damage", ["short", "magic", "index", "kind"])
+def test_what_is_no_part_is_refused(damage):
+    planned = part.plan(trained(), 0, 1)
+    memory = torch.zeros(planned.capacity, dtype=torch.uint8)
+    write(memory, planned)
+    data = bytearray(memory.numpy().tobytes())
+    if damage == "short":
+        del data[10:]
+    elif damage == "magic":
+        data[7] = 9
+    elif damage == "index":
+        data[8:16] = len(data).to_bytes(8, "little")
+    else:
+        import pickle
+
+        other = pickle.dumps({"no": "index"})
+        data[planned.end : planned.end + len(other)] = other
+    with pytest.raises(PartError):
+        part.read_index(memoryview(data))
+
+
+def test_a_sparse_tensor_is_refused():
+    state = Capture({"model": {"w": torch.eye(2).to_sparse()}}, {}, {})
+    with pytest.raises(TypeError, match=r"model\.w is a torch.sparse_coo tensor; only strided ones can be copied to memory"):
+        part.plan(state, 0, 1)
+
+
+def test_the_name_tells_the_rank():
+    assert rank_of(memory_file(12)) == 12
+
+
+# Buffers.
+
+
+def test_a_buffer_leaves_its_old_copy_before_it_is_written(tmp_path):
+    storage = open_storage(str(tmp_path))
+    buffers = Buffers(storage, 3, limit=1 << 20)
+    assert not buffers.fit(1)
+    buffers.allocate(8192)
+    assert buffers.fit(8192)
+    assert not buffers.fit(8193)
+    held = []
+    for name in ("one", "two", "three"):
+        buffer = buffers.begin(name)
+        held.append(buffer.tensor.data_ptr())
+        assert buffer.name == f"{name}/rank_00003.mem"
+        buffers.committed(name)
+        assert buffers.kept == name
+    assert held[0] == held[2] != held[1]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.mem")) == [
+        "three/rank_00003.mem",
+        "two/rank_00003.mem",
+    ]
+
+
+def test_the_kept_copy_is_not_the_next_buffer(tmp_path):
+    """As after a restart: the buffer of the loaded copy is kept, and only one more is made."""
+    storage = open_storage(str(tmp_path))
+    create(storage, "loaded/rank_00000.mem", 4096).bytes[:4] = b"kept"
+    buffers = Buffers(storage, 0, limit=1 << 20)
+    buffers.keep("loaded")
+    buffers.allocate(4096)
+    buffers.begin("next").bytes[:4] = b"next"
+    assert bytes(open_mapped(storage, "loaded/rank_00000.mem").bytes[:4]) == b"kept"
+    buffers.committed("next")
+    buffers.begin("after").bytes[:4] = b"last"
+    assert not (tmp_path / "loaded" / "rank_00000.mem").exists()
+    assert bytes(open_mapped(storage, "next/rank_00000.mem").bytes[:4]) == b"next"
+
+
+def test_both_buffers_must_be_within_the_limit(tmp_path):
+    buffers = Buffers(open_storage(str(tmp_path)), 0, limit=2 * 4096)
+    buffers.allocate(4096)
+    with pytest.raises(OSError, match="two copies of its state need 16384 bytes, its share of memory_limit is 8192") as raised:
+        buffers.allocate(8192)
+    assert raised.value.errno == errno.ENOMEM
+    assert not list(tmp_path.rglob("*.mem"))
+    assert not buffers.fit(1)
+
+
+def test_without_room_nothing_is_left(tmp_path):
+    """A limit on the size of files stands for a full tmpfs: both fail where the memory is taken, not where it is written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    buffers = Buffers(open_storage(str(tmp_path)), 0, limit=1 << 30)
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            buffers.allocate(8192)
+        except OSError as error:
+            os._exit(0 if error.errno == errno.EFBIG and not list(tmp_path.rglob("*.mem")) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_private_mapping_leaves_the_file_as_it_is(tmp_path):
+    storage = open_storage(str(tmp_path))
+    create(storage, "a/rank_00000.mem", 4096)
+    open_mapped(storage, "a/rank_00000.mem", private=True).tensor.fill_(7)
+    assert not any(open_mapped(storage, "a/rank_00000.mem").bytes)

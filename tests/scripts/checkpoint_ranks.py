@@ -299,12 +299,6 @@ TASKS = {
     "unsharded_gradients": unsharded_gradients,
     "go_back": go_back,
 }
-    "train": train,
-    "copy_to_memory": copy_to_memory,
-    "stale_prune": stale_prune,
-    "unsharded_gradients": unsharded_gradients,
-    "go_back": go_back,
-}
 
 
 def run_rank(request: dict, rank: int, rendezvous: str) -> None:

@@ -1,0 +1,132 @@
+"""Copies in memory under our agent: workers, or the agent itself, are killed; what training comes to is the same to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import AGENT, SCRIPTS, Finished, Gate, Job, environment, wait_gone
+
+STEPS = 12
+SCRIPT = [str(SCRIPTS / "memory_job.py"), str(STEPS), "5"]
+
+
+def start(tmp_path: Path, act: dict | None = None, **variables: str) -> Job:
+    settings = {
+        "ELASTIC_EXT_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
+        "ELASTIC_EXT_MEMORY_EVERY": "1",
+        "ELASTIC_EXT_BACKOFF": "0",
+        "PYTHONPATH": str(SCRIPTS.parents[1]),
+        "ACT": json.dumps(act or {}),
+    }
+    return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=3", *SCRIPT], tmp_path, **{**settings, **variables})
+
+
+def loaded(job: Job | Finished) -> list[tuple[int, str, str]]:
+    """(step, digest, directory) of each load of rank 0."""
+    found = re.findall(r"^loaded 0 (\d+) (\w+) (\w+)", job.out, re.MULTILINE)
+    return [(int(step), digest, directory) for step, digest, directory in found]
+
+
+def check(done: Finished, unbroken: list[str]) -> None:
+    """Every state that was told, after loads and steps, is that of an unbroken training."""
+    assert done.returncode == 0, done.err
+    for _, step, digest in re.findall(r"^(loaded \d|step \d|done \d) (\d+) (\w+)", done.out, re.MULTILINE):
+        assert digest == unbroken[int(step)], f"step {step}"
+    assert re.search(rf"^done 0 {STEPS} ", done.out, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> list[str]:
+    command = [sys.executable, str(SCRIPTS / "chaos_training.py"), "--alone", str(STEPS)]
+    return list(json.loads(subprocess.run(command, capture_output=True, check=True, env=environment(OMP_NUM_THREADS="1")).stdout))
+
+
+@pytest.mark.long("planned", "copied", "reported", "committed")
+@pytest.mark.parametrize(("at", "resumed"), [("planned", 7), ("half", 7), ("copied", 7), ("reported", 7), ("committed", 8)])
+def test_killed_at_any_moment_of_a_copy_one_step_is_lost_at_most(tmp_path, unbroken, at, resumed):
+    with start(tmp_path, {"at": at, "step": 8, "rank": 1}) as job:
+        done = job.finish()
+    check(done, unbroken)
+    assert loaded(done) == [(0, unbroken[0], "none"), (resumed, unbroken[resumed], "memory")]
+
+
+@pytest.mark.long
+def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
+    gate = Gate(tmp_path / "gate")
+    with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}, ELASTIC_EXT_STANDBY="on") as job:
+        pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
+        os.kill(int(pid), signal.SIGKILL)
+        done = job.finish()
+        gate.open()
+    check(done, unbroken)
+    assert loaded(done)[1][0] in (7, 8)  # the thread may have committed step 8
+    assert loaded(done)[1][2] == "memory"
+
+
+def test_damaged_copies(tmp_path, unbroken):
+    """All ranks load from disk, as the log says; nothing of a damaged copy is left in the state."""
+    with start(tmp_path, {"at": "damage", "copies": 2, "rank": 1}) as job:
+        pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
+        os.kill(int(pid), signal.SIGKILL)
+        done = job.finish()
+    check(done, unbroken)
+    assert loaded(done)[1][::2] == (5, "checkpoints")
+    assert "cannot be loaded" in done.err
+    assert "rank_00001.mem has checksum" in done.err
+
+
+@pytest.mark.parametrize("how", ["full", "limit"])
+@pytest.mark.long("full")
+def test_no_room(tmp_path, unbroken, how):
+    """Training goes on, the log says so once, and a restart resumes from disk."""
+    room = {"ELASTIC_EXT_MEMORY_LIMIT": "100K"} if how == "limit" else {}
+    with start(tmp_path, {"at": "full", "step": 0, "rank": 0} if how == "full" else {}, **room) as job:
+        pid = job.wait_for(r"step 0 8 \w+ (\d+)")[0][1]
+        os.kill(int(pid), signal.SIGKILL)
+        done = job.finish()
+    check(done, unbroken)
+    assert loaded(done)[1][::2] == (5, "checkpoints")
+    assert done.err.count("cannot copy its state to memory") in (1, 2)  # once in each round
+
+
+@pytest.mark.long
+def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_path, unbroken):
+    gate = Gate(tmp_path / "gate")
+    with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}) as job:
+        memory = Path(job.wait_for(r"memory (\S+)")[0][1])
+        pids = [int(found[1]) for found in job.wait_for(r"step \d 8 \w+ (\d+)", 2)]
+        assert list(memory.glob("step_*/rank_*.mem"))
+        job.process.kill()
+        job.process.wait()
+        assert wait_gone(pids) == []
+        deadline = time.monotonic() + 20
+        while memory.parent.exists() and time.monotonic() < deadline:  # the reaper removes it once the workers are gone
+            time.sleep(0.05)
+        assert not memory.parent.exists()
+    gate.open()
+    with start(tmp_path) as job:
+        done = job.finish()
+    check(done, unbroken)
+    assert loaded(done)[0][::2] == (5, "checkpoints")
+
+
+@pytest.mark.long
+def test_nothing_is_left_after_a_good_end_and_zero_means_never(tmp_path, unbroken):
+    with start(tmp_path) as job:
+        memory = Path(job.wait_for(r"memory (\S+)")[0][1])
+        check(job.finish(), unbroken)
+    assert not memory.parent.exists()
+    with start(tmp_path / "..", ELASTIC_EXT_CHECKPOINT_DIR=str(tmp_path / "never"), ELASTIC_EXT_MEMORY_EVERY="0") as job:
+        done = job.finish()
+    check(done, unbroken)
+    assert re.search(r"^memory $", done.out, re.MULTILINE)
+    assert "copied to memory" not in done.err
